@@ -1,0 +1,334 @@
+"""The nouns of Burnish: rows, sequences, micro-batches, loss terms, and the protocols that tie them together.
+
+One alignment rule holds everywhere: entry ``t`` of a per-token array belongs to token ``t``. Dimensions have one
+name each: B rows, T tokens, V vocabulary, N sequences, P pairs, G samples a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
+
+import pydantic
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class UserError(ValueError):
+    """The user's input is wrong: a recipe, a data file, a model.
+
+    The command line prints the message without a traceback and exits with code 2. The message says what is wrong,
+    where, what was expected, and the nearest thing that would work.
+    """
+
+
+class Config(pydantic.BaseModel):
+    """Base of every block of settings: unknown keys and wrong types are errors, values never change."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+# --- rows: what a line of a data file means -----------------------------------------------------------------------
+
+
+class Message(TypedDict):
+    """One turn: ``{"role": "user", "content": "What is 2 + 2?"}``. Roles are system, user, assistant and tool."""
+
+    role: str
+    content: str
+
+
+Messages = tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text: ``Text("Once upon a time", source="books.jsonl:17")``."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to learn from.
+
+    ``Conversation(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}), 1, "chat.jsonl:17")``
+
+    ``completion_start`` is the index of the first message of the completion where the row came as a prompt and a
+    completion, else None: then every assistant turn may be learned.
+    """
+
+    messages: Messages
+    completion_start: int | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, the first preferred; chosen and rejected hold only what follows the prompt.
+
+    ``Preference(({"role": "user", "content": "Hi"},), ({"role": "assistant", "content": "Hello!"},),
+    ({"role": "assistant", "content": "Go away."},), margin=None, p_chosen=None, source="pairs.jsonl:17")``
+
+    ``margin`` is how much better chosen is (at least 0); ``p_chosen`` in [0, 1] is the share of judges that chose it.
+    """
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+    margin: float | None
+    p_chosen: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """K answers to one prompt with a score each, higher is better; ranks in a file (1 is best) arrive negated.
+
+    ``Ranking(({"role": "user", "content": "Hi"},), (({"role": "assistant", "content": "Hello!"},),
+    ({"role": "assistant", "content": "Go away."},)), (1.0, -1.0), "ranked.jsonl:17")``
+    """
+
+    prompt: Messages
+    completions: tuple[Messages, ...]
+    scores: tuple[float, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to be answered; further columns of the row reach the reward untouched.
+
+    ``Prompt(({"role": "user", "content": "12 + 30 ="},), {"answer": "42"}, "prompts.jsonl:17")``
+    """
+
+    messages: Messages
+    columns: Mapping[str, Any]
+    source: str
+
+
+Row = Text | Conversation | Preference | Ranking | Prompt
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Token ids and, of the same length, which of them are learned.
+
+    ``Sequence((1, 9, 8, 2), (False, False, True, True), "chat.jsonl:17", {"advantages": (0.0, 0.0, 0.5, -0.5)})``
+
+    ``arrays`` holds further per-token numbers of a method, aligned with ``tokens``. The first token has no
+    predecessor, so it is never learned.
+    """
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    source: str
+    arrays: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in {"trained": self.trained, **self.arrays}.items():
+            if len(values) != len(self.tokens):
+                raise ValueError(
+                    f"{self.source}: {name} must align with tokens: got {len(values)}, expected {len(self.tokens)}"
+                )
+        if self.trained and self.trained[0]:
+            raise ValueError(f"{self.source}: the first token of a sequence has no predecessor and cannot be learned")
+
+    def with_arrays(self, **arrays: tuple[float, ...]) -> Sequence:
+        """The same sequence with further per-token arrays."""
+        return replace(self, arrays={**self.arrays, **arrays})
+
+
+class Pair(NamedTuple):
+    """Sequence ``better`` of an example was preferred to sequence ``worse``: ``Pair(0, 1, weight=1.0)``."""
+
+    better: int
+    worse: int
+    weight: float = 1.0
+    margin: float = 0.0
+    p_better: float = 1.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """What must stay together in one micro-batch: one sequence, or those that are compared.
+
+    ``Example((chosen, rejected), (Pair(0, 1),))``
+    """
+
+    sequences: tuple[Sequence, ...]
+    pairs: tuple[Pair, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where the row came from: file and line."""
+        return self.sequences[0].source
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors that fit one forward pass. Several sequences may share a row (packing), or a row may be padded.
+
+    tokens, segments, positions, trained, and every one of arrays: (B, T). ``segments`` is 0 on padding and else
+    numbers the sequences of a row from 1; ``positions`` restart with each. ``starts`` and ``ends`` (N,) are the flat
+    index (row * T + column) of each sequence's first and last token. ``pairs`` (P, 2) indexes sequences;
+    ``pair_weights``, ``margins`` and ``p_better`` are (P,). ``packed`` says that a row may hold several sequences.
+    """
+
+    tokens: Tensor
+    segments: Tensor
+    positions: Tensor
+    trained: Tensor
+    starts: Tensor
+    ends: Tensor
+    arrays: Mapping[str, Tensor]
+    pairs: Tensor
+    pair_weights: Tensor
+    margins: Tensor
+    p_better: Tensor
+    packed: bool
+    sources: tuple[str, ...]
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")}
+        return replace(self, arrays={name: value.to(device) for name, value in self.arrays.items()}, **moved)
+
+
+# --- rollouts -----------------------------------------------------------------------------------------------------
+
+
+class Completion(NamedTuple):
+    """What a generator returns: ``Completion((42, 2), (-0.1, -0.3), "stop")``.
+
+    ``logprobs`` are those of the distribution that was sampled from; ``finish`` is stop, length or aborted.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reward sees: a prompt, one completion of it as text and tokens, and the further columns of the row.
+
+    ``Answer(({"role": "user", "content": "12 + 30 ="},), "42", (42, 2), "stop", {"answer": "42"}, "prompts.jsonl:17")``
+    """
+
+    prompt: Messages
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    columns: Mapping[str, Any]
+    source: str
+
+
+class Reward(Protocol):
+    """Scores answers: one finite number each, in the same order. A plain function is a reward."""
+
+    def __call__(self, answers: list[Answer], /) -> list[float]: ...
+
+
+# --- losses -------------------------------------------------------------------------------------------------------
+
+
+class Term(NamedTuple):
+    """One part of a loss or one metric: a sum and what it will be divided by, both scalars.
+
+    ``Term(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55; the mean of nothing is 0.
+    """
+
+    total: Tensor
+    count: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The quotient, 0 where the count is 0."""
+        return self.total / self.count.clamp(min=1e-30) if self.count > 0 else self.total * 0.0
+
+
+Terms = dict[str, Term]
+
+
+# --- protocols ----------------------------------------------------------------------------------------------------
+
+
+class StepLoader(Protocol):
+    """Yields one optimizer step at a time: the examples of all processes, the same list in each of them.
+
+    Iterating goes on from the loader's state, through the end of the current epoch. An empty list is a step that
+    changes nothing (an update epoch that was stopped early).
+    """
+
+    def __len__(self) -> int:
+        """Optimizer steps an epoch."""
+        ...
+
+    def __iter__(self) -> Iterator[list[Example]]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on from here, as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a method may use of the run it is in; the trainer makes it.
+
+    ``rows_per_step`` counts rows of all processes. ``micro_batches`` cuts examples for this process under the token
+    budget; ``each`` runs a function on them without gradient and returns its results in the order of the examples,
+    on every process; ``log`` writes metrics of the current step, ``samples`` writes rows to samples.jsonl.
+    """
+
+    network: Any
+    tokenizer: Any
+    seed: int
+    rows_per_step: int
+    rank: int
+    world_size: int
+    device: Any
+    evaluate: Callable[[list[Example]], dict[str, float]]
+    each: Callable[[Callable[[MicroBatch], Tensor], list[Example]], list[list[float]]]
+    log: Callable[[Mapping[str, float]], None]
+    samples: Callable[[list[dict[str, Any]]], None]
+
+
+class Method(Protocol):
+    """A training algorithm. The trainer asks it for steps, sums its terms, divides each by its global count."""
+
+    name: str
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Which terms make the loss, with their weights; every other term is a metric."""
+        ...
+
+    def prepare(self, model: Any, tokenizer: Any) -> Any:
+        """The network that is trained: the model, with what the method adds to it (a critic)."""
+        ...
+
+    def loader(self, rows: list[Row], context: Context) -> StepLoader:
+        """The steps of a run over these rows."""
+        ...
+
+    def counts(self, examples: list[Example]) -> Mapping[str, float]:
+        """What each term of the loss will be divided by, over all the examples of a step."""
+        ...
+
+    def loss(self, network: Any, batch: MicroBatch) -> Terms:
+        """Terms of one micro-batch: sums and counts, never means."""
+        ...
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Metrics on rows that training does not see."""
+        ...
