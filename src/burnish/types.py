@@ -172,6 +172,20 @@ class Example:
         return self.sequences[0].source
 
 
+class Changed(NamedTuple):
+    """A row that was cut or dropped: ``Changed("chat.jsonl:17", "truncate_left: 1200 tokens, max_length 1024")``."""
+
+    source: str
+    reason: str
+
+
+class Encoded(NamedTuple):
+    """Examples made from rows, and what was cut or dropped on the way."""
+
+    examples: list[Example]
+    changed: list[Changed]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tensors that fit one forward pass. Several sequences may share a row (packing), or a row may be padded.
@@ -285,13 +299,15 @@ class StepLoader(Protocol):
 class Context:
     """What a method may use of the run it is in; the trainer makes it.
 
-    ``rows_per_step`` counts rows of all processes. ``micro_batches`` cuts examples for this process under the token
-    budget; ``each`` runs a function on them without gradient and returns its results in the order of the examples,
-    on every process; ``log`` writes metrics of the current step, ``samples`` writes rows to samples.jsonl.
+    ``rows_per_step`` counts rows of all processes. ``evaluate`` gives the means of the method's terms over examples;
+    ``each`` runs a function that gives (B, T) on them without gradient and returns its results, one list of numbers a
+    sequence in the order of the examples, on every process; ``log`` adds metrics to the current step's; ``samples``
+    writes rows to samples.jsonl and shows them.
     """
 
     network: Any
     tokenizer: Any
+    length: Any
     seed: int
     rows_per_step: int
     rank: int
@@ -307,6 +323,7 @@ class Method(Protocol):
     """A training algorithm. The trainer asks it for steps, sums its terms, divides each by its global count."""
 
     name: str
+    kinds: tuple[type, ...]
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -315,6 +332,10 @@ class Method(Protocol):
 
     def prepare(self, model: Any, tokenizer: Any) -> Any:
         """The network that is trained: the model, with what the method adds to it (a critic)."""
+        ...
+
+    def examples(self, rows: list[Row], tokenizer: Any, length: Any) -> Encoded:
+        """Rows as the model will see them: tokens, and which of them are learned."""
         ...
 
     def loader(self, rows: list[Row], context: Context) -> StepLoader:

@@ -1,0 +1,1 @@
+"""Files to rows, rows to sequences, sequences to micro-batches."""

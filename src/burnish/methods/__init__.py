@@ -1,0 +1,7 @@
+"""The algorithms, one a file, named as recipes call them."""
+
+METHODS = {
+    "sft": "burnish.methods.sft:SFT",
+    "reward": "burnish.methods.reward:RewardModel",
+    "ppo": "burnish.methods.ppo:PPO",
+}

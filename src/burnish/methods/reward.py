@@ -1,0 +1,94 @@
+"""Reward models: a scalar score that prefers what people prefer (Bradley and Terry 1952; Ouyang et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data import chat
+from burnish.data.batching import RowLoader
+from burnish.math.losses import bradley_terry
+from burnish.models.forward import scores
+from burnish.models.heads import Network, disable_dropout
+from burnish.types import Config, Context, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
+
+
+class RewardModelConfig(Config):
+    """Settings of reward modelling."""
+
+    centering: float = Field(0.0, ge=0, description="weight of (r_chosen + r_rejected)^2, which keeps scores near 0")
+
+
+class RewardModel:
+    """L = -log sig(r_chosen - r_rejected - margin), a mean over pairs; the K(K-1)/2 pairs of a ranking count as one."""
+
+    name = "reward"
+    kinds = (Preference, Ranking)
+    config = RewardModelConfig
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = RewardModelConfig(**settings)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Preference, and centering where it is asked for."""
+        centering = self.settings.centering
+        return {"preference": 1.0} | ({"centering": centering} if centering else {})
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """The classifier, without dropout."""
+        return Network(disable_dropout(model))
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+        """The compared answers of a row together, with their pairs."""
+
+        def encode(row: Any) -> Example:
+            return chat.comparison(tokenizer, row, length)
+
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
+
+    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+        """Rows in a seeded order."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        return RowLoader(examples, context.rows_per_step, context.seed)
+
+    def counts(self, examples: list[Example]) -> dict[str, float]:
+        """The summed weights of the pairs."""
+        weight = sum(pair.weight for e in examples for pair in e.pairs)
+        return {"preference": weight, "centering": weight}
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """The preference term and, as metrics, accuracy (a tie is one half), margin, and the two sides' scores."""
+        score = scores(network.policy, batch)
+        better, worse = score[batch.pairs[:, 0]], score[batch.pairs[:, 1]]
+        weights = batch.pair_weights.to(score.dtype)
+        count = weights.sum()
+        right = (better > worse).to(score.dtype) + 0.5 * (better == worse).to(score.dtype)
+        measured = {"accuracy": right, "margin": better - worse, "chosen": better, "rejected": worse,
+                    "squares": (better.square() + worse.square()) / 2}
+        terms = {
+            "preference": bradley_terry(better, worse, batch.margins.to(score.dtype), batch.p_better.to(score.dtype),
+                                        weights=weights),
+            "centering": Term((weights * (better + worse).square()).sum(), count),
+        }
+        return terms | {name: Term((weights * value).detach().sum(), count) for name, value in measured.items()}
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Loss, accuracy with its 95 % interval (Wilson), and the mean and spread of the scores."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        metrics = context.evaluate(examples)
+        low, high = wilson(metrics["accuracy"], sum(pair.weight for e in examples for pair in e.pairs))
+        mean = (metrics["chosen"] + metrics["rejected"]) / 2
+        std = math.sqrt(max(0.0, metrics.pop("squares") - mean**2))
+        return metrics | {"accuracy_low": low, "accuracy_high": high, "score_mean": mean, "score_std": std}
+
+
+def wilson(share: float, n: float, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % interval of a share of ``n`` independent trials (Wilson 1927)."""
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return centre - half, centre + half

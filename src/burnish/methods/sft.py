@@ -1,0 +1,71 @@
+"""Supervised fine-tuning: maximise the log-probability of the assistant's tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data import chat
+from burnish.data.batching import RowLoader
+from burnish.math.losses import nll
+from burnish.models.forward import hidden_states, token_logprobs
+from burnish.models.heads import Network
+from burnish.types import Config, Context, Conversation, Encoded, Example, MicroBatch, Row, Terms
+
+
+class SFTConfig(Config):
+    """Settings of supervised fine-tuning."""
+
+    learn: Literal["last", "all", "completion", "everything"] | None = Field(
+        None, description="assistant turns that are learned; default: all, or the completion where rows have one"
+    )
+    learn_eos: bool = Field(True, description="learn the token that ends a turn, so that the model learns to stop")
+
+
+class SFT:
+    """L = -sum log p(token) over learned tokens of the step / their number."""
+
+    name = "sft"
+    kinds = (Conversation,)
+    config = SFTConfig
+    weights = {"nll": 1.0}
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = SFTConfig(**settings)
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """The model alone is trained."""
+        return Network(model)
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+        """One sequence a conversation."""
+        learn, learn_eos = self.settings.learn, self.settings.learn_eos
+
+        def encode(row: Any) -> Example:
+            return Example((chat.conversation(tokenizer, row, learn, learn_eos),))
+
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name, learn, learn_eos))
+
+    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+        """Rows in a seeded order."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        return RowLoader(examples, context.rows_per_step, context.seed)
+
+    def counts(self, examples: list[Example]) -> dict[str, float]:
+        """Learned tokens."""
+        return {"nll": float(sum(sum(s.trained) for e in examples for s in e.sequences))}
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """The negative log-likelihood of the learned tokens."""
+        hidden = hidden_states(network.policy, batch)
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained)
+        return {"nll": nll(logprobs, batch.trained)}
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Loss and perplexity."""
+        metrics = context.evaluate(self.examples(rows, context.tokenizer, context.length).examples)
+        return metrics | {"perplexity": math.exp(min(metrics["nll"], 700.0))}

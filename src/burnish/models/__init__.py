@@ -1,0 +1,1 @@
+"""Policies, scalar heads and adapters, and the forward passes that training and scoring share."""

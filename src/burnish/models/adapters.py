@@ -1,0 +1,50 @@
+"""Low-rank adapters through peft: on policies, reward models and critics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import peft
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from burnish.types import Config
+
+Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
+
+
+class AdapterConfig(Config):
+    """A LoRA adapter (Hu et al. 2021): ``AdapterConfig(r=16, alpha=32)``."""
+
+    r: int = Field(16, gt=0, description="rank")
+    alpha: float = Field(32, gt=0, description="the update is scaled by alpha / r (rslora: alpha / sqrt(r))")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input; off in RL, reward and value models")
+    targets: str | list[str] = Field("all-linear", description="module names, or all-linear (every one but the head)")
+    rslora: bool = Field(False, description="rank-stabilised scaling")
+    dora: bool = Field(False, description="weight-decomposed adapters")
+
+
+def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task) -> peft.PeftModel:
+    """The model with a fresh adapter, which gives the same logits, its base frozen; heads stay trainable."""
+    lora = peft.LoraConfig(
+        task_type=task,
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=config.targets,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+    )
+    return peft.get_peft_model(model, lora)  # type: ignore[return-value]
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[nn.Module]:
+    """The base of an adapted model, for as long as the context lasts, also when it is left by an error."""
+    if not isinstance(model, peft.PeftModel):
+        raise ValueError("only a model with an adapter has a base to go back to")
+    with model.disable_adapter():
+        yield model

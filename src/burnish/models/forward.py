@@ -1,0 +1,129 @@
+"""Forward passes of transformers models on micro-batches: hidden states, log-probabilities, scores, values.
+
+The language-model head runs on the positions that are asked for and on no others, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from burnish.data.batching import attention_mask
+from burnish.math.tensors import entropy, previous, warp
+from burnish.types import MicroBatch
+
+LOGITS_AT_ONCE = 2**27  # elements of a chunk of logits: 512 MiB in float32
+
+
+class Warp(NamedTuple):
+    """How logits become the distribution that is sampled from: ``Warp(temperature=0.7, top_p=0.9)``."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The transformers model, with adapter layers inside it if it has any."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[return-value]
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The part of a model that makes hidden states."""
+    return unwrap(model).base_model
+
+
+def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The language-model head: hidden states (..., H) to logits (..., V), in float32 or wider.
+
+    Covers what some architectures do after the matrix product: soft-capping (Gemma), division (Granite),
+    multiplication (Cohere).
+    """
+    base = unwrap(model)
+    project = base.get_output_embeddings()
+    config = base.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def logits(hidden: Tensor) -> Tensor:
+        z = project(hidden)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        z = z if scale == 1.0 else z * scale
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    return logits
+
+
+def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Last hidden states (B, T, H) of a causal model. A padded row and a packed one give the same for a sequence."""
+    body = backbone(model)
+    return body(
+        input_ids=batch.tokens,
+        attention_mask=attention_mask(batch, next(body.parameters()).dtype),
+        position_ids=batch.positions,
+        use_cache=False,
+    ).last_hidden_state
+
+
+def token_logprobs(
+    model: nn.Module, hidden: Tensor, batch: MicroBatch, mask: Tensor, how: Warp = Warp()
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token where ``mask`` (B, T) is True, and the entropy it was drawn at; 0 elsewhere.
+
+    Both (B, T), of the warped distribution, and both with gradient. The head sees only the positions before masked
+    tokens; where their logits do not fit one chunk they are computed again in the backward pass instead of being kept.
+    """
+    flat = hidden.flatten(0, 1)
+    at = previous(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
+    targets = batch.tokens[mask]
+    logits_of = head(model)
+
+    def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        z = logits_of(rows)
+        z = z if how == Warp() else warp(z, how.temperature, how.top_k, how.top_p)
+        return z.log_softmax(-1).gather(-1, tokens[:, None])[:, 0], entropy(z)
+
+    step = max(1, LOGITS_AT_ONCE // unwrap(model).config.get_text_config().vocab_size)
+    pieces = []
+    for rows, tokens in zip(flat[at].split(step), targets.split(step), strict=True):
+        recompute = len(at) > step and torch.is_grad_enabled()
+        pieces.append(checkpoint(chunk, rows, tokens, use_reentrant=False) if recompute else chunk(rows, tokens))
+    logprobs, entropies = (torch.cat(part) for part in zip(*pieces, strict=True))
+    zeros = torch.zeros(mask.shape, dtype=logprobs.dtype, device=mask.device)
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+
+
+def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
+    """Raw scalar score (N,) of each sequence under a sequence-classification model.
+
+    A causal model is read at the last attended token, found by the mask and not by any token id; an encoder pools
+    as its class does and takes rows padded on the right.
+    """
+    base = unwrap(model)
+    if hasattr(base, "score"):
+        last = hidden_states(model, batch).flatten(0, 1)[batch.ends]
+        logits = base.score(last)
+    else:
+        if batch.packed or bool((batch.positions != torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
+                                .logical_and(batch.segments > 0).any()):
+            raise ValueError("an encoder takes one sequence a row, padded on the right")
+        logits = base(input_ids=batch.tokens, attention_mask=attention_mask(batch, base.dtype)).logits
+    return logits[:, label].to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Values (B, T) of a token-classification model: entry t is predicted before token t is chosen."""
+    base = unwrap(model)
+    return values_of(base.score, hidden_states(model, batch))  # type: ignore[arg-type]
+
+
+def values_of(score: nn.Module, hidden: Tensor) -> Tensor:
+    """Values (B, T) of a scalar head on hidden states (B, T, H), entry t predicted before token t is chosen."""
+    value = score(hidden.to(next(score.parameters()).dtype))[..., 0]
+    return previous(value.to(torch.promote_types(value.dtype, torch.float32)))

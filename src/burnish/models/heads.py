@@ -1,0 +1,139 @@
+"""Scalar heads: reward models, critics, and the network that is trained.
+
+A reward model is transformers' sequence classifier with one label, a separate critic its token classifier with one
+label, so both load with plain transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+from burnish.models.forward import backbone, hidden_states, token_values, unwrap, values_of
+from burnish.types import Method, MicroBatch, Terms, UserError
+
+VALUE_HEAD = "value_head.safetensors"
+
+
+def disable_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout probability to 0, so that the same tokens always give the same numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
+        for name in ("attention_dropout", "attention_probs_dropout_prob"):
+            if hasattr(config, name):
+                setattr(config, name, 0.0)
+    # attention layers copy the probability when they are built
+    for module in model.modules():
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return model
+
+
+def init_score(model: PreTrainedModel) -> None:
+    """Draw a new score head: normal with standard deviation 1 / sqrt(hidden + 1)."""
+    score: nn.Linear = model.score  # type: ignore[assignment]
+    nn.init.normal_(score.weight, std=1 / math.sqrt(score.in_features + 1))
+
+
+class SharedCritic(nn.Module):
+    """A value head on the policy's hidden states: zero at the start, float32 or wider, no dropout."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.score = nn.Linear(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+
+def separate_critic(start: PreTrainedModel) -> PreTrainedModel:
+    """A value network of its own, started from copied weights of a policy or of a causal reward model.
+
+    The head is the reward model's where there is one, so that values start at the scale of the rewards; else 0.
+    """
+    config = start.config.__class__.from_dict(start.config.to_dict() | {"num_labels": 1})
+    try:
+        critic = AutoModelForTokenClassification.from_config(config, dtype=start.dtype)
+    except ValueError as error:
+        raise UserError(
+            f"{type(start).__name__} has no token-classification form to make a critic of; use critic: shared"
+        ) from error
+    backbone(critic).load_state_dict(backbone(start).state_dict())
+    score: nn.Linear = critic.score
+    with torch.no_grad():
+        score.bias.zero_()
+        old = getattr(start, "score", None)
+        score.weight.copy_(old.weight) if isinstance(old, nn.Linear) else score.weight.zero_()
+    return disable_dropout(critic)  # type: ignore[return-value]
+
+
+class Network(nn.Module):
+    """What is trained: a policy (or whatever model a method trains) and, where the method has one, a critic.
+
+    Its forward pass is the method's loss, so that wrappers for several processes see every parameter that is used.
+    All else that is asked of it is asked of the policy, as HF users expect of the model in a callback.
+    """
+
+    def __init__(self, policy: nn.Module, critic: nn.Module | None = None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("policy"), name)
+
+    def forward(self, method: Method, batch: MicroBatch) -> Terms:
+        """The terms of one micro-batch."""
+        return method.loss(self, batch)
+
+    def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+        """Values (B, T); a shared critic reads ``hidden`` (B, T, H), the policy's hidden states, where given."""
+        if isinstance(self.critic, SharedCritic):
+            states = hidden_states(self.policy, batch) if hidden is None else hidden
+            return values_of(self.critic.score, states)
+        assert self.critic is not None
+        return token_values(self.critic, batch)
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Turn on activation checkpointing in the policy and in a critic of its own."""
+        for part in (self.policy, self.critic):
+            if isinstance(part, PreTrainedModel | PeftModel):
+                unwrap(part).activation_checkpointing_enable(**kwargs)
+
+    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+        """Save the policy as transformers and peft do, and the critic beside it."""
+        self.policy.save_pretrained(folder, **kwargs)  # type: ignore[operator]
+        if isinstance(self.critic, SharedCritic):
+            save_file(self.critic.state_dict(), Path(folder) / VALUE_HEAD)
+        elif self.critic is not None:
+            self.critic.save_pretrained(Path(folder) / "critic")  # type: ignore[operator]
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Load what ``save_pretrained`` saved into this network, strictly."""
+        load_weights(self.policy, Path(folder))
+        if isinstance(self.critic, SharedCritic):
+            self.critic.load_state_dict(load_file(Path(folder) / VALUE_HEAD))
+        elif self.critic is not None:
+            load_weights(self.critic, Path(folder) / "critic")
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a saved model or adapter into a model of the same shape, strictly."""
+    if isinstance(model, PeftModel):
+        result = model.load_adapter(str(folder), adapter_name=model.active_adapter, is_trainable=True)
+        if result.unexpected_keys:
+            raise ValueError(f"{folder}: the adapter has weights that the model has not: {result.unexpected_keys[:3]}")
+        return
+    loaded = type(model).from_pretrained(folder, dtype=unwrap(model).dtype)  # type: ignore[attr-defined]
+    model.load_state_dict(loaded.state_dict())

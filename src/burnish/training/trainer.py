@@ -1,0 +1,391 @@
+"""The one trainer: asks a method for steps and terms, divides each term by its global count, and steps.
+
+It is the single subclass of ``transformers.Trainer``. Arguments, callbacks, trackers, schedules, clipping and
+``resume_from_checkpoint`` work as they do there; what differs is what one step is. An item of the data loader is one
+optimizer step, a list of examples that is cut into micro-batches here, so accumulation is never a setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
+
+from burnish.data.batching import collate, micro_batches
+from burnish.data.chat import Length
+from burnish.data.rows import load
+from burnish.models.heads import Network
+from burnish.training import checkpoint
+from burnish.training.metrics import Recorder
+from burnish.types import Context, Example, Method, MicroBatch, Row, Term, Terms, UserError
+
+LOADER_STATE = "burnish.pt"
+
+
+class Trainer(transformers.Trainer):
+    """Trains a model by a method.
+
+    Args:
+        model: a transformers model, or a peft model around one.
+        args: ``TrainingArguments``. Rows of an optimizer step are ``per_device_train_batch_size`` x
+            ``gradient_accumulation_steps`` x processes.
+        method: what to learn: ``SFT()``, ``RewardModel()``, ``PPO(...)`` or any ``burnish.types.Method``.
+        train_dataset: rows: dicts, ``datasets.Dataset``, or what ``burnish.data.rows.load`` returned.
+        eval_dataset: rows of the same kind that training does not see.
+        processing_class: the tokenizer, with the chat template.
+        length: the longest sequence, and what to do with longer ones (an error unless said otherwise).
+        token_budget: the most tokens, with padding, of one micro-batch; None puts a step in one. On out-of-memory it
+            is halved and the step is done again.
+        padding_side: right or left; packed: several sequences in one row that do not see each other.
+        recorder: where samples go; None keeps none.
+        others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrainingArguments,
+        method: Method,
+        train_dataset: Iterable[Any],
+        eval_dataset: Iterable[Any] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        *,
+        length: Length | None = None,
+        token_budget: int | None = None,
+        padding_side: str = "right",
+        packed: bool = False,
+        recorder: Recorder | None = None,
+        show_samples: Callable[[list[dict[str, Any]]], None] | None = None,
+        **others: Any,
+    ) -> None:
+        if processing_class is None:
+            raise UserError("Trainer needs processing_class, the model's tokenizer")
+        self.method = method
+        self.length = length or Length()
+        self.token_budget = token_budget
+        self.padding_side = padding_side
+        self.packed = packed
+        self.recorder = recorder
+        self.show_samples = show_samples
+        self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        args = dataclasses.replace(args, gradient_accumulation_steps=1, ignore_data_skip=True, remove_unused_columns=False)
+        network = method.prepare(model, processing_class)
+        super().__init__(
+            model=network,
+            args=args,
+            train_dataset=self._rows(train_dataset),  # type: ignore[arg-type]
+            eval_dataset=None if eval_dataset is None else self._rows(eval_dataset),  # type: ignore[arg-type]
+            processing_class=processing_class,
+            **others,
+        )
+        self.network: Network = network
+        self.loader = None
+        self._pending: dict[str, float] = {}
+        self._sums: Terms = {}
+        self._tokens = 0
+        self._clock = time.perf_counter()
+
+    def _rows(self, rows: Iterable[Any]) -> list[Row]:
+        rows = list(rows)
+        return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.kinds).rows
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> Context:
+        """What the method may use of this run."""
+        return Context(
+            network=self.network,
+            tokenizer=self.processing_class,
+            length=self.length,
+            seed=self.args.seed,
+            rows_per_step=self.rows_per_step,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            device=self.args.device,
+            evaluate=self._evaluate_examples,
+            each=self._each,
+            log=self._pending.update,
+            samples=self._record_samples,
+        )
+
+    def get_train_dataloader(self) -> Any:
+        """The method's loader, made once: it keeps its own place in the data."""
+        if self.loader is None:
+            self.loader = self.method.loader(self.train_dataset, self.context)
+        return self.loader
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows of the training data."""
+        return len(self.train_dataset)  # type: ignore[arg-type]
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """The next optimizer step, or nothing at the end of the epoch or of a finished run."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return [[step] for step in [next(epoch_iterator, None)] if step is not None], None
+
+    def _cut(self, examples: list[Example]) -> list[MicroBatch]:
+        """This process's micro-batches; every process gets equally many, an empty one where they run out."""
+        groups = micro_batches(examples, self.token_budget, packed=self.packed)
+        world, rank = self.args.world_size, self.args.process_index
+        if world > 1 and self.token_budget is None:
+            groups = [list(range(i, len(examples), world)) for i in range(min(world, len(examples)))]
+        mine = [[examples[i] for i in group] for group in groups[rank::world]]
+        while len(mine) < -(-len(groups) // world):
+            mine.append([_silent(examples[groups[-1][0]])])
+        return [self._collate(batch) for batch in mine]
+
+    def _collate(self, examples: list[Example]) -> MicroBatch:
+        pad_id = self.processing_class.pad_token_id  # type: ignore[union-attr]
+        return collate(examples, pad_id or 0, side=self.padding_side, packed=self.packed).to(self.args.device)
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Gradient of one optimizer step; on out-of-memory again, with half the token budget."""
+        examples: list[Example] = inputs[0]
+        self._tokens += sum(len(s.tokens) for e in examples for s in e.sequences)
+        if not examples:
+            return torch.zeros((), device=self.args.device)
+        random_state = torch.get_rng_state()
+        while True:
+            try:
+                return self._forward_backward(model, examples)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or not self._halve_budget(examples):
+                    raise
+            model.zero_grad()
+            torch.set_rng_state(random_state)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _halve_budget(self, examples: list[Example]) -> bool:
+        """Whether there is a smaller budget to try; a step of several processes cannot be repeated by one of them."""
+        if self.args.world_size > 1:
+            return False
+        longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
+        now = self.token_budget or sum(len(s.tokens) for e in examples for s in e.sequences) * 2
+        if now <= longest:
+            return False
+        self.token_budget = max(now // 2, longest)
+        warnings.warn(f"out of memory: the step is repeated with token_budget={self.token_budget}", stacklevel=2)
+        return True
+
+    def _forward_backward(self, model: torch.nn.Module, examples: list[Example]) -> Tensor:
+        model.train()
+        counts = self.method.counts(examples)
+        weights = self.method.weights
+        batches = self._cut(examples)
+        sums: Terms = {}
+        loss_sum = torch.zeros((), device=self.args.device)
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                with self.compute_loss_context_manager():
+                    terms: Terms = model(self.method, batch)
+                loss = sum(
+                    weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0
+                )
+                # wrappers average the gradients of processes, but terms are sums already divided once
+                self.accelerator.backward(loss * self.args.world_size)
+            loss_sum += loss.detach()
+            _add(sums, terms)
+        self._check_counts(sums, counts, examples)
+        _add(self._sums, sums)
+        # averaged over processes when it is logged
+        return loss_sum * self.args.world_size
+
+    def _check_counts(self, sums: Terms, counts: Mapping[str, float], examples: list[Example]) -> None:
+        if self.args.world_size == 1 and self.args.device.type == "cpu":
+            for name in self.method.weights:
+                got, expected = float(sums[name].count), counts[name]
+                assert math.isclose(got, expected, rel_tol=1e-5), f"{name}: counted {got}, divided by {expected}"
+
+    # --- passes without gradient -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _each(self, function: Callable[[MicroBatch], Tensor], examples: list[Example]) -> list[list[float]]:
+        """Per-token results of a (B, T) function for every sequence, one list a sequence, in order, on every process."""
+        assert all(len(example.sequences) == 1 for example in examples)
+        groups = micro_batches(examples, self.token_budget, packed=self.packed)
+        training = self.model.training
+        self.model.eval()
+        mine: dict[int, list[float]] = {}
+        for group in groups[self.args.process_index :: self.args.world_size]:
+            batch = self._collate([examples[i] for i in group])
+            flat = function(batch).flatten().double().tolist()
+            for i, start, end in zip(group, batch.starts.tolist(), batch.ends.tolist(), strict=True):
+                mine[i] = flat[start : end + 1]
+        self.model.train(training)
+        merged: dict[int, list[float]] = {}
+        for part in self._gather(mine):
+            merged |= part
+        return [merged[i] for i in range(len(examples))]
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self.args.world_size == 1:
+            return [value]
+        parts: list[Any] = [None] * self.args.world_size
+        dist.all_gather_object(parts, value)
+        return parts
+
+    @torch.no_grad()
+    def _evaluate_examples(self, examples: list[Example]) -> dict[str, float]:
+        """Means of a method's terms over examples, without a step."""
+        training = self.model.training
+        self.model.eval()
+        sums: Terms = {}
+        groups = micro_batches(examples, self.token_budget or 4096, packed=self.packed)
+        for group in groups[self.args.process_index :: self.args.world_size]:
+            with self.compute_loss_context_manager():
+                _add(sums, self.network(self.method, self._collate([examples[i] for i in group])))
+        self.model.train(training)
+        means = self._means(sums)
+        weights = self.method.weights
+        return {"loss": sum(weights[name] * means[name] for name in weights)} | means
+
+    def _means(self, sums: Terms) -> dict[str, float]:
+        """Means of terms over all processes."""
+        totals: dict[str, list[float]] = {}
+        for part in self._gather({name: [float(t.total), float(t.count)] for name, t in sums.items()}):
+            for name, (total, count) in part.items():
+                old = totals.get(name, [0.0, 0.0])
+                totals[name] = [old[0] + total, old[1] + count]
+        return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+
+    def evaluate(  # type: ignore[override]
+        self,
+        eval_dataset: Iterable[Any] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The method's metrics on rows that training does not see, logged with the prefix ``eval_``."""
+        rows = self.eval_dataset if eval_dataset is None else self._rows(eval_dataset)
+        if not rows:
+            raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self.method.evaluate(rows, self.context).items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # --- optimizer and logs ----------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As in transformers, with a learning rate of its own for each part of the network that the method names."""
+        optimizer = super().create_optimizer(model) if model is not None else super().create_optimizer()
+        for part, rate in getattr(self.method, "learning_rates", {}).items():
+            mine = {id(p) for p in getattr(self.network, part).parameters()}
+            for group in list(optimizer.param_groups):
+                chosen = [p for p in group["params"] if id(p) in mine]
+                if chosen:
+                    group["params"] = [p for p in group["params"] if id(p) not in mine]
+                    optimizer.add_param_group({**group, "params": chosen, "lr": rate})
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the means of the method's terms since the last log, tokens and seconds beside the loss."""
+        steps = len(self.loader) if self.loader is not None else 0
+        if steps:
+            # the loop of transformers counts from where it was resumed
+            self.state.epoch = self.state.global_step / steps
+        if "loss" in logs:
+            now = time.perf_counter()
+            seconds, self._clock = now - self._clock, now
+            logs |= self._means(self._sums) | self._pending
+            logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
+            self._sums, self._tokens = {}, 0
+            self._pending.clear()
+        super().log(logs, start_time)
+
+    def _record_samples(self, samples: list[dict[str, Any]]) -> None:
+        if self.is_world_process_zero():
+            rows = [{"step": self.state.global_step, **sample} for sample in samples]
+            if self.recorder is not None:
+                self.recorder.samples(rows)
+            if self.show_samples is not None:
+                self.show_samples(rows)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(getattr(self, "_staging", None) or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
+        """Write a checkpoint aside, with the loader's place and the sizes of the logs, seal it, then rename it."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        aside = checkpoint.writing(folder) if self.args.should_save else contextlib.nullcontext(folder)
+        with aside as staging:
+            # the parent writes into a folder named checkpoint-N below what _get_output_dir returns
+            self._staging = staging / "parts"
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                for path in (self._staging / folder.name).iterdir():
+                    path.rename(staging / path.name)
+                (self._staging / folder.name).rmdir()
+                self._staging.rmdir()
+                torch.save(self._own_state(), staging / LOADER_STATE)
+            self._staging = None
+        if self.args.should_save:
+            rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.args.save_total_limit,
+                               best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=False)
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self.loader is not None
+        return {
+            "loader": self.loader.state_dict(),
+            "rows_per_step": self.rows_per_step,
+            "token_budget": self.token_budget,
+            "logs": self.recorder.offsets() if self.recorder is not None else {},
+        }
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the network as its parts save themselves, and the tokenizer."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        network = self.accelerator.unwrap_model(self.model)
+        network.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights, the loader's place and the token budget; cut the logs back to where the checkpoint was."""
+        folder = Path(resume_from_checkpoint)
+        if not checkpoint.is_complete(folder):
+            raise UserError(f"{folder}: the checkpoint is not complete: its files do not match their checksums")
+        state = torch.load(folder / LOADER_STATE, weights_only=True)
+        if state["rows_per_step"] != self.rows_per_step:
+            self.rows_per_step = state["rows_per_step"]
+            warnings.warn(f"the run goes on with its {self.rows_per_step} rows a step", stacklevel=2)
+        self.token_budget = state["token_budget"]
+        self.network.load_weights(folder)
+        self.get_train_dataloader().load_state_dict(state["loader"])
+        if self.recorder is not None and state["logs"]:
+            self.recorder.truncate(state["logs"])
+
+
+def _silent(example: Example) -> Example:
+    """An example of the same kind that adds nothing to any term."""
+    first = example.sequences[0]
+    muted = dataclasses.replace(first, trained=(False,) * len(first.tokens))
+    return Example((muted,))
+
+
+def _add(sums: Terms, terms: Terms) -> None:
+    for name, term in terms.items():
+        total, count = term.total.detach(), term.count.detach()
+        sums[name] = Term(sums[name].total + total, sums[name].count + count) if name in sums else Term(total, count)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
