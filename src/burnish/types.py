@@ -300,8 +300,9 @@ class Context:
     """What a method may use of the run it is in; the trainer makes it.
 
     ``rows_per_step`` counts rows of all processes. ``evaluate`` gives the means of the method's terms over examples;
-    ``each`` runs a function that gives (B, T) on them without gradient and returns its results, one list of numbers a
-    sequence in the order of the examples, on every process; ``log`` adds metrics to the current step's; ``samples``
+    ``annotate`` runs a function that gives named (B, T) tensors on the micro-batches of examples, without gradient,
+    and returns the examples with those arrays, on every process; ``gather`` collects a value of every process;
+    ``last`` gives the means of the terms of the last step; ``log`` adds metrics to the current step's; ``samples``
     writes rows to samples.jsonl and shows them.
     """
 
@@ -314,7 +315,9 @@ class Context:
     world_size: int
     device: Any
     evaluate: Callable[[list[Example]], dict[str, float]]
-    each: Callable[[Callable[[MicroBatch], Tensor], list[Example]], list[list[float]]]
+    annotate: Callable[[Callable[[MicroBatch], Mapping[str, Tensor]], list[Example]], list[Example]]
+    gather: Callable[[Any], list[Any]]
+    last: Callable[[], dict[str, float]]
     log: Callable[[Mapping[str, float]], None]
     samples: Callable[[list[dict[str, Any]]], None]
 

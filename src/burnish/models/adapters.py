@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import peft
+import torch
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
@@ -48,3 +50,26 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
         raise ValueError("only a model with an adapter has a base to go back to")
     with model.disable_adapter():
         yield model
+
+
+def is_fresh(model: peft.PeftModel) -> bool:
+    """Whether an adapter still changes nothing: every second factor is 0."""
+    factors = [p for name, p in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
+    return bool(factors) and not any(torch.any(p != 0) for p in factors)
+
+
+class Reference:
+    """The policy as it is now, kept to compare with: its base where its adapter is fresh, else a frozen copy."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        fresh = isinstance(policy, peft.PeftModel) and is_fresh(policy)
+        self.frozen = None if fresh else copy.deepcopy(policy).eval().requires_grad_(False)
+
+    @contextmanager
+    def use(self, policy: nn.Module) -> Iterator[nn.Module]:
+        """Give the reference of ``policy`` for as long as the context lasts."""
+        if self.frozen is None:
+            with disabled(policy) as base:
+                yield base
+        else:
+            yield self.frozen.to(next(policy.parameters()).device)

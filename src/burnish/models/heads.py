@@ -6,12 +6,13 @@ label, so both load with plain transformers.
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
@@ -54,25 +55,31 @@ class SharedCritic(nn.Module):
         nn.init.zeros_(self.score.bias)
 
 
-def separate_critic(start: PreTrainedModel) -> PreTrainedModel:
-    """A value network of its own, started from copied weights of a policy or of a causal reward model.
+def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) -> nn.Module:
+    """A value network of its own: weights copied from a causal reward model with the policy's shape, else the policy.
 
-    The head is the reward model's where there is one, so that values start at the scale of the rewards; else 0.
+    The head is the reward model's where there is one, so that values start at the scale of the rewards; else 0. A
+    policy with an adapter gets a critic with an adapter of the same kind, on a base of its own.
     """
-    config = start.config.__class__.from_dict(start.config.to_dict() | {"num_labels": 1})
+    start = copy.deepcopy(reward_model if reward_model is not None else policy)
+    source: PreTrainedModel = start.merge_and_unload() if isinstance(start, PeftModel) else start  # type: ignore
+    config = type(source.config).from_dict(source.config.to_dict() | {"num_labels": 1})
     try:
-        critic = AutoModelForTokenClassification.from_config(config, dtype=start.dtype)
+        critic = AutoModelForTokenClassification.from_config(config, dtype=source.dtype)
     except ValueError as error:
         raise UserError(
-            f"{type(start).__name__} has no token-classification form to make a critic of; use critic: shared"
+            f"{type(source).__name__} has no token-classification form to make a critic of: use critic: shared"
         ) from error
-    backbone(critic).load_state_dict(backbone(start).state_dict())
-    score: nn.Linear = critic.score
+    backbone(critic).load_state_dict(backbone(source).state_dict())
     with torch.no_grad():
-        score.bias.zero_()
-        old = getattr(start, "score", None)
-        score.weight.copy_(old.weight) if isinstance(old, nn.Linear) else score.weight.zero_()
-    return disable_dropout(critic)  # type: ignore[return-value]
+        critic.score.bias.zero_()
+        old = getattr(source, "score", None)
+        critic.score.weight.copy_(old.weight) if isinstance(old, nn.Linear) else critic.score.weight.zero_()
+    if isinstance(policy, PeftModel):
+        lora = copy.copy(policy.peft_config[policy.active_adapter])
+        lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None
+        critic = get_peft_model(critic, lora)
+    return disable_dropout(critic)
 
 
 class Network(nn.Module):

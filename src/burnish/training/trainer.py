@@ -94,6 +94,7 @@ class Trainer(transformers.Trainer):
         self.loader = None
         self._pending: dict[str, float] = {}
         self._sums: Terms = {}
+        self._last: Terms = {}
         self._tokens = 0
         self._clock = time.perf_counter()
 
@@ -116,7 +117,9 @@ class Trainer(transformers.Trainer):
             world_size=self.args.world_size,
             device=self.args.device,
             evaluate=self._evaluate_examples,
-            each=self._each,
+            annotate=self._annotate,
+            gather=self._gather,
+            last=lambda: self._means(self._last),
             log=self._pending.update,
             samples=self._record_samples,
         )
@@ -201,12 +204,13 @@ class Trainer(transformers.Trainer):
                 self.accelerator.backward(loss * self.args.world_size)
             loss_sum += loss.detach()
             _add(sums, terms)
-        self._check_counts(sums, counts, examples)
+        self._check_counts(sums, counts)
+        self._last = sums
         _add(self._sums, sums)
         # averaged over processes when it is logged
         return loss_sum * self.args.world_size
 
-    def _check_counts(self, sums: Terms, counts: Mapping[str, float], examples: list[Example]) -> None:
+    def _check_counts(self, sums: Terms, counts: Mapping[str, float]) -> None:
         if self.args.world_size == 1 and self.args.device.type == "cpu":
             for name in self.method.weights:
                 got, expected = float(sums[name].count), counts[name]
@@ -215,23 +219,24 @@ class Trainer(transformers.Trainer):
     # --- passes without gradient -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _each(self, function: Callable[[MicroBatch], Tensor], examples: list[Example]) -> list[list[float]]:
-        """Per-token results of a (B, T) function for every sequence, one list a sequence, in order, on every process."""
+    def _annotate(
+        self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]
+    ) -> list[Example]:
+        """Examples of one sequence each with the (B, T) arrays of a function, on every process."""
         assert all(len(example.sequences) == 1 for example in examples)
         groups = micro_batches(examples, self.token_budget, packed=self.packed)
         training = self.model.training
         self.model.eval()
-        mine: dict[int, list[float]] = {}
+        mine: dict[int, dict[str, tuple[float, ...]]] = {}
         for group in groups[self.args.process_index :: self.args.world_size]:
             batch = self._collate([examples[i] for i in group])
-            flat = function(batch).flatten().double().tolist()
+            with self.compute_loss_context_manager():
+                results = {name: x.flatten().double().tolist() for name, x in function(batch).items()}
             for i, start, end in zip(group, batch.starts.tolist(), batch.ends.tolist(), strict=True):
-                mine[i] = flat[start : end + 1]
+                mine[i] = {name: tuple(flat[start : end + 1]) for name, flat in results.items()}
         self.model.train(training)
-        merged: dict[int, list[float]] = {}
-        for part in self._gather(mine):
-            merged |= part
-        return [merged[i] for i in range(len(examples))]
+        merged = {i: arrays for part in self._gather(mine) for i, arrays in part.items()}
+        return [Example((example.sequences[0].with_arrays(**merged[i]),)) for i, example in enumerate(examples)]
 
     def _gather(self, value: Any) -> list[Any]:
         if self.args.world_size == 1:
@@ -252,8 +257,7 @@ class Trainer(transformers.Trainer):
                 _add(sums, self.network(self.method, self._collate([examples[i] for i in group])))
         self.model.train(training)
         means = self._means(sums)
-        weights = self.method.weights
-        return {"loss": sum(weights[name] * means[name] for name in weights)} | means
+        return {"loss": sum(weight * means[name] for name, weight in self.method.weights.items())} | means
 
     def _means(self, sums: Terms) -> dict[str, float]:
         """Means of terms over all processes."""
@@ -347,6 +351,7 @@ class Trainer(transformers.Trainer):
             "loader": self.loader.state_dict(),
             "rows_per_step": self.rows_per_step,
             "token_budget": self.token_budget,
+            "last": {name: (term.total, term.count) for name, term in self._last.items()},
             "logs": self.recorder.offsets() if self.recorder is not None else {},
         }
 
@@ -368,6 +373,7 @@ class Trainer(transformers.Trainer):
             self.rows_per_step = state["rows_per_step"]
             warnings.warn(f"the run goes on with its {self.rows_per_step} rows a step", stacklevel=2)
         self.token_budget = state["token_budget"]
+        self._last = {name: Term(total, count) for name, (total, count) in state["last"].items()}
         self.network.load_weights(folder)
         self.get_train_dataloader().load_state_dict(state["loader"])
         if self.recorder is not None and state["logs"]:

@@ -1,0 +1,130 @@
+"""Prompts to scored experience: generate, score, and say what was seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from burnish.rewards.functions import NamedReward, score
+from burnish.rollout.generate import Local, Request, Sampling, request_seed
+from burnish.types import Answer, Context, Prompt, Sequence
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt with one scored completion.
+
+    ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3", {"sampled": (0.0, 0.0, -0.1,
+    -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; ``sampled`` are the sampler's log-probabilities.
+    """
+
+    sequence: Sequence
+    answer: Answer
+    score: float
+    rewards: Mapping[str, float]
+
+
+def collect(
+    rows: list[Prompt],
+    prompts: list[tuple[int, ...]],
+    indices: list[int],
+    iteration: int,
+    sampling: Sampling,
+    rewards: list[NamedReward],
+    context: Context,
+    generator: Local,
+) -> list[Rollout]:
+    """Sample ``sampling.samples`` completions of each chosen prompt and score them.
+
+    Each completion has a seed of its own from (run seed, prompt, sample, iteration). Processes share the work and all
+    get the whole list, in the order of ``indices`` and then of samples.
+    """
+    wanted = [(i, g) for i in indices for g in range(sampling.samples)]
+    mine = wanted[context.rank :: context.world_size]
+    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration)) for i, g in mine]
+    tokenizer = context.tokenizer
+    completions = generator(
+        context.network.policy,
+        requests,
+        sampling,
+        eos_ids=eos_ids(context.network.policy, tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        tokenizer=tokenizer,
+    )
+    answers = [
+        Answer(
+            prompt=rows[i].messages,
+            text=tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
+            tokens=completion.tokens,
+            finish=completion.finish,
+            columns=rows[i].columns,
+            source=rows[i].source,
+        )
+        for (i, _), completion in zip(mine, completions, strict=True)
+    ]
+    totals, by_name = score(answers, rewards)
+    done = [
+        Rollout(
+            sequence=Sequence(
+                tokens=(*prompts[i], *completion.tokens),
+                trained=(False,) * len(prompts[i]) + (True,) * len(completion.tokens),
+                source=answer.source,
+                arrays={"sampled": (0.0,) * len(prompts[i]) + tuple(completion.logprobs)},
+            ),
+            answer=answer,
+            score=totals[k],
+            rewards={name: values[k] for name, values in by_name.items()},
+        )
+        for k, ((i, _), completion, answer) in enumerate(zip(mine, completions, answers, strict=True))
+    ]
+    parts = context.gather(done)
+    return [parts[k % context.world_size][k // context.world_size] for k in range(len(wanted))]
+
+
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The ids that end a completion: the tokenizer's end token and those of the model's generation config."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}
+    return {i for i in ids if i is not None}
+
+
+def summary(rollouts: list[Rollout]) -> dict[str, float]:
+    """Means over rollouts: score and each reward by name, lengths, the share that stopped."""
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([len(r.answer.tokens) for r in rollouts], dtype=torch.float64)
+    ties = 1 - len(set(scores.tolist())) / len(rollouts)
+    return {
+        "score": scores.mean().item(),
+        "score_std": scores.std(correction=0).item(),
+        "score_ties": ties,
+        "length": lengths.mean().item(),
+        "stopped": sum(r.answer.finish == "stop" for r in rollouts) / len(rollouts),
+    } | {f"reward_{name}": sum(r.rewards[name] for r in rollouts) / len(rollouts) for name in rollouts[0].rewards}
+
+
+def interval(name: str, values: list[float]) -> dict[str, float]:
+    """The mean of independent values and its 95 % interval (normal approximation), as name, name_low, name_high."""
+    x = torch.tensor(values, dtype=torch.float64)
+    half = 1.959964 * x.std().item() / math.sqrt(len(x)) if len(x) > 1 else math.inf
+    mean = x.mean().item()
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+
+
+def samples(rollouts: list[Rollout], kind: str) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl."""
+    return [
+        {
+            "kind": kind,
+            "prompt": r.answer.prompt[-1]["content"],
+            "completion": r.answer.text,
+            "score": r.score,
+            "rewards": dict(r.rewards),
+            "finish": r.answer.finish,
+            "source": r.answer.source,
+        }
+        for r in rollouts
+    ]
