@@ -1,0 +1,33 @@
+"""Burnish post-trains language models: supervised fine-tuning, reward models and PPO, from one recipe."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from burnish.methods.ppo import PPO
+    from burnish.methods.reward import RewardModel
+    from burnish.methods.sft import SFT
+    from burnish.training.trainer import Trainer
+    from burnish.types import UserError
+
+__version__ = "0.1.0"
+__all__ = ["PPO", "SFT", "RewardModel", "Trainer", "UserError", "__version__"]
+
+_HOMES = {
+    "PPO": "burnish.methods.ppo",
+    "RewardModel": "burnish.methods.reward",
+    "SFT": "burnish.methods.sft",
+    "Trainer": "burnish.training.trainer",
+    "UserError": "burnish.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch takes seconds to import and ``burnish --help`` needs none."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
