@@ -1,0 +1,380 @@
+"""Prompts as token ids in; completions as token ids, with the log-probability of every sampled token, out.
+
+A fixed number of slots share one key/value cache in which every row has its own length, so that no prompt is padded
+on the left. A prompt is read once for all its samples; a finished row leaves, and a waiting request takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from burnish.math.tensors import precise, warp
+from burnish.models.forward import backbone, head, unwrap
+from burnish.rollout.cache import SlotCache
+from burnish.types import Completion, Config, UserError
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens, padding included, that are read in one forward pass; more would only cost memory."""
+
+
+class Sampling(Config):
+    """How completions are drawn: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["\\n\\n"])``."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    """A completion that has not stopped by then ends with finish ``length``."""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """No end-of-sequence token is sampled and no stop string is looked for before so many tokens."""
+    length_range: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+    """[low, high): each request draws its own ``max_new_tokens`` uniformly from it."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Logits are divided by it; 0 always takes the likeliest token, whose log-probability is then 0."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Sample among the k likeliest tokens only."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Sample among the likeliest tokens that together have this probability."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Completions a prompt."""
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(default_factory=list)]
+    """A completion ends with the token that completes one of these strings."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        shortest = self.max_new_tokens
+        if self.length_range is not None:
+            low, high = self.length_range
+            if not 1 <= low < high:
+                raise ValueError(f"length_range [{low}, {high}) is empty: expected 1 <= low < high")
+            if "max_new_tokens" in self.model_fields_set:
+                raise ValueError("length_range draws the longest length of each request: leave max_new_tokens out")
+            shortest = low
+        if self.min_new_tokens > shortest:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is more than the shortest limit, {shortest}")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that any request may get."""
+        return self.length_range[1] - 1 if self.length_range else self.max_new_tokens
+
+
+class Request(NamedTuple):
+    """A prompt's token ids and the seed of what is drawn for it: ``Request((1, 9, 8), request_seed(0, 17, 0, 3))``."""
+
+    tokens: tuple[int, ...]
+    seed: int
+
+
+def request_seed(run_seed: int, prompt: int, sample: int, iteration: int) -> int:
+    """A seed in [0, 2**63) of its own for each (run seed, prompt, sample, iteration), the same on every machine."""
+    key = f"{run_seed}/{prompt}/{sample}/{iteration}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+@dataclass
+class Local:
+    """Generates in this process with a transformers causal language model, plain or with an adapter, CPU or GPU.
+
+    ``Local()(model, [Request((1, 9, 8), 5)], Sampling(), eos_ids=(2,), pad_id=0)`` is
+    ``[Completion((42, 2), (-0.1, -0.3), "stop")]``. A request's completion does not depend on the others.
+    """
+
+    batch_size: int = 64
+    """Rows that are decoded together, at most."""
+
+    def __call__(
+        self,
+        model: Any,
+        requests: list[Request],
+        sampling: Sampling,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int | None,
+        tokenizer: Any = None,
+    ) -> list[Completion]:
+        """Complete every request once, in the order given.
+
+        ``sampling.samples`` is the caller's: n samples are n requests with equal tokens, which share their prefix.
+        A completion keeps its stop token. Log-probabilities are those of the warped distribution before ``pad_id``
+        and early end-of-sequence tokens are taken out of it, which is what a forward pass over the result gives.
+
+        Raises:
+            UserError: stop strings without a tokenizer; an empty prompt or one that fills the context window; a
+                model whose attention cannot be cached row by row.
+        """
+        if sampling.stop and tokenizer is None:
+            raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
+        if not requests:
+            return []
+        with _evaluating(model):
+            rows = _Rows(model, min(self.batch_size, len(requests)), sampling, eos_ids, pad_id, tokenizer)
+            return rows.complete(requests)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    # Not inference_mode: buffers that a forward pass updates (dynamic rotary frequencies) must stay usable in training.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# --- the distribution ---------------------------------------------------------------------------------------------
+
+
+def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) by the inverse of the cumulative distribution at ``uniforms``, and their log-probabilities (B,).
+
+    p = softmax(warp(logits)); token = the first v at which sum_{w <= v} p_w > u * sum_w p_w, over the w not banned.
+    The log-probability is log p[token], with the banned tokens still in p. Where every token that p allows is banned,
+    the likeliest of the others is taken, with its log-probability before top-k and top-p.
+
+    Args:
+        logits: (B, V).
+        uniforms: (B,) float64 in [0, 1).
+        sampling: temperature, top_k and top_p.
+        banned: (B, V) or (1, V) bool, True for what is not to be sampled.
+    """
+    warped = warp(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    normaliser = warped.logsumexp(-1, keepdim=True)
+    weights = (warped - normaliser).exp_()
+    if banned is not None:
+        weights.masked_fill_(banned, 0.0)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below 1 by more than the rounding of the product, else the last token, of probability 0 perhaps, could be drawn.
+    target = uniforms[:, None].clamp(max=1 - 2**-40) * total
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    if banned is not None and bool((total == 0).any()):
+        plain = precise(logits) / (sampling.temperature or 1.0)
+        tokens = torch.where(total > 0, tokens, plain.masked_fill(banned, -torch.inf).argmax(-1, keepdim=True))
+        warped = torch.where(total > 0, warped, plain)
+        normaliser = warped.logsumexp(-1, keepdim=True)
+    return tokens[:, 0], (warped.gather(-1, tokens) - normaliser)[:, 0]
+
+
+def _layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:
+    """Number of layers with a cache, and the attention window (None: all tokens) of each type of layer."""
+    config = unwrap(model).config.get_text_config(decoder=True)
+    name = type(unwrap(model)).__name__
+    layers = DynamicCache(config=config).layers
+    unknown = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    types = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    if unknown or "chunked_attention" in types:
+        raise UserError(
+            f"{name} keeps {', '.join(sorted(unknown)) or 'chunked attention'}, which the local generator cannot cache "
+            "row by row: it takes models with full or sliding-window attention in every layer"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise UserError(
+            f"{name} was loaded with attn_implementation={config._attn_implementation!r}, which takes no mask by row: "
+            "load it with attn_implementation='sdpa'"
+        )
+    windows = {kind: getattr(layer, "sliding_window", None) for kind, layer in zip(types, layers, strict=True)}
+    return len(layers), windows
+
+
+# --- the rows -----------------------------------------------------------------------------------------------------
+
+
+class _Rows:
+    """The slots, of which the first ``live`` are being decoded. A slot is one entry of every tensor of ``state``."""
+
+    def __init__(
+        self, model: Any, slots: int, sampling: Sampling, eos_ids: Collection[int], pad_id: int | None, tokenizer: Any
+    ) -> None:
+        base = unwrap(model)
+        config = base.config.get_text_config(decoder=True)
+        self.body, self.head, self.tokenizer, self.sampling = backbone(model), head(model), tokenizer, sampling
+        self.device, self.dtype = base.device, base.dtype
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        layers, self.windows = _layer_windows(model)
+        self.cache = SlotCache(layers, slots, self.device)
+        self.slots, self.live, self.length = slots, 0, 0
+
+        vocabulary = torch.arange(config.vocab_size, device=self.device)
+        self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
+        self.early = torch.isin(vocabulary, self.eos)  # what is not sampled before min_new_tokens
+        self.never = vocabulary == (-1 if pad_id is None or pad_id in eos_ids else pad_id)
+
+        def column(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=self.device)
+
+        self.state = {
+            "request": column(),
+            "position": column(),  # of the next input: how many tokens the cache holds
+            "input": column(),
+            "count": column(),
+            "limit": column(),
+            "uniforms": column(sampling.longest, dtype=torch.float64),
+            "tokens": column(sampling.longest),
+            "logprobs": column(sampling.longest, dtype=torch.promote_types(self.dtype, torch.float32)),
+        }
+
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        """One completion for every request, in their order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            if not request.tokens:
+                raise UserError(f"request {index}: the prompt is empty; expected at least one token, such as BOS")
+            if self.context is not None and len(request.tokens) >= self.context:
+                raise UserError(
+                    f"request {index}: a prompt of {len(request.tokens)} tokens leaves no room in the model's context "
+                    f"window of {self.context}: cut the prompts to fewer tokens"
+                )
+            groups.setdefault(tuple(request.tokens), []).append(index)
+        waiting = deque(
+            members[start : start + self.slots]
+            for _, members in sorted(groups.items(), key=lambda group: -len(group[0]))
+            for start in range(0, len(members), self.slots)
+        )
+        completions: dict[int, Completion] = {}
+        while waiting or self.live:
+            while waiting and (group := self._next(waiting, requests)):
+                self._seat(group, requests)
+            completions.update(self._retire(self._sample(self._decode()), requests))
+        return [completions[index] for index in range(len(requests))]
+
+    def _next(self, waiting: deque[list[int]], requests: list[Request]) -> list[list[int]]:
+        """The groups of equal prompts, of similar length, that take their places now."""
+        free = self.slots - self.live
+        if self.live and free < self.slots // 8:  # reading a prompt alone costs as much as reading several
+            return []
+        width = len(requests[waiting[0][0]].tokens)
+        taken: list[list[int]] = []
+        while waiting and len(waiting[0]) <= free and (not taken or (len(taken) + 1) * width <= PREFILL_TOKENS):
+            free -= len(waiting[0])
+            taken.append(waiting.popleft())
+        return taken
+
+    def _seat(self, groups: list[list[int]], requests: list[Request]) -> None:
+        """Read each group's prompt once, but for its last token, and give all its requests a slot that begins so."""
+        prompts = [requests[members[0]].tokens for members in groups]
+        members = [index for group in groups for index in group]
+        here = slice(self.live, self.live + len(members))
+        width = max(len(prompt) for prompt in prompts) - 1
+        if width > 0:
+            inputs = torch.tensor([[*prompt[:-1], *[0] * (width + 1 - len(prompt))] for prompt in prompts])
+            positions = torch.arange(width, device=self.device)[None]
+            prefix = DynamicCache()
+            # Padding is on the right, where a causal model does not look, so that no mask is needed for it.
+            self.body(
+                input_ids=inputs.to(self.device),
+                attention_mask=self._mask(positions, width) if any(self.windows.values()) else None,
+                position_ids=positions.expand(len(prompts), -1),
+                past_key_values=prefix,
+                use_cache=True,
+            )
+            owner = [row for row, group in enumerate(groups) for _ in group]
+            self.cache.copy(prefix, torch.tensor(owner, device=self.device), self.live)
+        draws = [self._draws(requests[index]) for index in members]
+        lengths = torch.tensor([len(requests[index].tokens) for index in members])
+        self.state["request"][here] = torch.tensor(members, device=self.device)
+        self.state["position"][here] = (lengths - 1).to(self.device)
+        self.state["input"][here] = torch.tensor([requests[i].tokens[-1] for i in members], device=self.device)
+        self.state["count"][here] = 0
+        self.state["limit"][here] = torch.tensor([limit for limit, _ in draws], device=self.device)
+        self.state["uniforms"][here] = torch.stack([uniforms for _, uniforms in draws]).to(self.device)
+        self.live += len(members)
+        self.length = max(self.length, width)
+
+    def _draws(self, request: Request) -> tuple[int, Tensor]:
+        """The most tokens this request may get, and a uniform number for each: functions of its seed alone."""
+        generator = torch.Generator().manual_seed(request.seed)
+        limit = self.sampling.max_new_tokens
+        if self.sampling.length_range is not None:
+            low, high = self.sampling.length_range
+            limit = int(torch.randint(low, high, (), generator=generator))
+        if self.context is not None:
+            limit = min(limit, self.context - len(request.tokens))
+        return limit, torch.rand(self.sampling.longest, generator=generator, dtype=torch.float64)
+
+    def _mask(self, positions: Tensor, length: int) -> Any:
+        """Masks (B, 1, T, length), additive, for queries at ``positions`` (B, T), one for each type of layer."""
+        column = torch.arange(length, device=self.device)
+        masks = {}
+        for kind, window in self.windows.items():
+            seen = column <= positions[..., None]
+            if window is not None:
+                seen &= column > positions[..., None] - window
+            zeros = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+            masks[kind] = zeros.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _decode(self) -> Tensor:
+        """Logits (B, V) of the next token of every live row."""
+        self.length += 1
+        positions = self.state["position"][: self.live]
+        self.cache.at(positions, self.length)
+        hidden = self.body(
+            input_ids=self.state["input"][: self.live, None],
+            attention_mask=self._mask(positions[:, None], self.length),
+            position_ids=positions[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self.head(hidden[:, -1])
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        """Append a token to every live row; 0 for those that go on, 1 at their limit, 2 at their stop token. (B,)."""
+        live = {name: tensor[: self.live] for name, tensor in self.state.items()}
+        at = live["count"][:, None].clone()
+        banned = self.never[None]
+        if self.sampling.min_new_tokens:
+            banned = banned | (self.early & (at < self.sampling.min_new_tokens))
+        tokens, logprobs = draw(logits, live["uniforms"].gather(1, at)[:, 0], self.sampling, banned)
+        live["tokens"].scatter_(1, at, tokens[:, None])
+        live["logprobs"].scatter_(1, at, logprobs[:, None])
+        live["input"].copy_(tokens)
+        live["count"] += 1
+        live["position"] += 1
+        stopped = torch.isin(tokens, self.eos)
+        if self.sampling.stop:
+            stopped |= self._completes_stop(live["tokens"], live["count"])
+        return torch.where(stopped, 2, (live["count"] >= live["limit"]).long())
+
+    def _completes_stop(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Which rows' last tokens, (B, longest), decode to a text with a stop string in it. (B,)."""
+        # A token is at least one byte of text, so that so many tokens hold the longest string and a cut character.
+        span = max(len(stop.encode()) for stop in self.sampling.stop) + 4
+        rows = [row[max(0, count - span) : count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        found = [any(stop in text for stop in self.sampling.stop) for text in texts]
+        return torch.tensor(found, device=self.device) & (counts >= self.sampling.min_new_tokens)
+
+    def _retire(self, ended: Tensor, requests: list[Request]) -> dict[int, Completion]:
+        """Completions of the rows that ended, by request; the last live rows move to their places."""
+        flags = ended.tolist()
+        gone = [row for row, flag in enumerate(flags) if flag]
+        if not gone:
+            return {}
+        completions = {}
+        columns = [self.state[name][gone].tolist() for name in ("request", "count", "tokens", "logprobs")]
+        for row, request, count, tokens, logprobs in zip(gone, *columns, strict=True):
+            full = len(requests[request].tokens) + count == self.context
+            finish = "stop" if flags[row] == 2 else "aborted" if full else "length"
+            completions[request] = Completion(tuple(tokens[:count]), tuple(logprobs[:count]), finish)
+        self.live -= len(gone)
+        holes = [row for row in gone if row < self.live]
+        movers = [row for row, flag in enumerate(flags) if row >= self.live and not flag]
+        if holes:
+            source, target = torch.tensor([movers, holes], device=self.device)
+            self.cache.move(source, target)
+            for tensor in self.state.values():
+                tensor[target] = tensor[source]
+        self.length = int(self.state["position"][: self.live].max()) if self.live else 0
+        return completions
