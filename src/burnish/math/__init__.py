@@ -1,0 +1,9 @@
+"""The pure math: tensors and numbers in, tensors out. No settings, no files, no processes, no choice of device.
+
+Per-token tensors are (B, T), entry t belongs to token t, and masks are bool, True where a token is learned. What lies
+outside a mask never reaches a value or a gradient, not even where it is infinite or NaN.
+"""
+
+from burnish.math import advantages, kl, losses, tensors
+
+__all__ = ["advantages", "kl", "losses", "tensors"]

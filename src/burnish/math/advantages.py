@@ -1,0 +1,139 @@
+"""From scores to advantages: rewards per token, generalised advantage estimation, whitening, group baselines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from burnish.math.tensors import learned, precise, same_shape
+from burnish.types import UserError
+
+Baseline = Literal["rloo", "mean", "std"]
+
+# Added to a variance before its root is divided by.
+EPSILON = 1e-8
+
+
+def kl_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Reward of every token: r_t = -kl_coef * kl_t, plus the sequence's score at its last learned token.
+
+    Args:
+        scores: (B,), one of each sequence.
+        kl: (B, T), estimates of the KL of each token to the reference.
+        mask: (B, T), True at the tokens that the policy wrote.
+        kl_coef: weight of the KL, at least 0.
+
+    Returns:
+        (B, T), 0 where the mask is False. A row with no learned token has nowhere to put its score.
+
+    Raises:
+        ValueError: if the shapes do not align.
+    """
+    (kl,) = learned(mask, kl=kl)
+    same_shape(rows=mask[:, 0], scores=scores)
+    learned_from_here = mask.flip(1).cumsum(1).flip(1)
+    last = mask & (learned_from_here == 1)
+    return -kl_coef * kl + torch.where(last, scores.unsqueeze(1), 0)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the learned tokens of each row.
+
+    delta_t = r_t + gamma * V_next - V_t, A_t = delta_t + gamma * lam * A_next, returns_t = A_t + V_t, where "next" is
+    the next learned token of the row, and 0 after the last one. Tokens that the policy did not write (prompts, tool
+    output between turns, padding) are no steps: leaving them out of the row would give the same numbers.
+    Source: Schulman et al., "High-dimensional continuous control using generalized advantage estimation", 2015.
+
+    Args:
+        rewards: (B, T).
+        values: (B, T), entry t predicted before token t is chosen.
+        mask: (B, T), True at the tokens that the policy wrote.
+        gamma: discount, in [0, 1].
+        lam: 0 is the one-step residual, 1 the Monte Carlo return less the value.
+
+    Returns:
+        Advantages (not whitened) and returns, (B, T) each, 0 where the mask is False; without gradient.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    rewards, values = learned(mask, rewards=rewards, values=values)
+    advantages = torch.zeros_like(rewards + values)
+    next_advantage = next_value = advantages.new_zeros(len(mask))
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    advantages, returns = learned(mask, advantages=advantages, returns=advantages + values)
+    return advantages, returns
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) over the learned entries, with the unbiased variance.
+
+    Args:
+        x: (B, T).
+        mask: (B, T), True where an entry counts.
+        shift_mean: False adds the mean back, so that only the spread changes.
+
+    Returns:
+        (B, T), 0 where the mask is False. Fewer than two entries have no variance: they are only centred.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    (x,) = learned(mask, x=x)
+    count = mask.sum()
+    mean = x.sum() / count.clamp(min=1)
+    centred = torch.where(mask, x - mean, 0)
+    variance = centred.square().sum() / (count - 1).clamp(min=1)
+    whitened = centred * torch.where(count > 1, (variance + EPSILON).rsqrt(), 1)
+    return whitened if shift_mean else torch.where(mask, whitened + mean, 0)
+
+
+def group(rewards: Tensor, groups: Tensor, kind: Baseline = "rloo") -> Tensor:
+    """Advantages of completions of one prompt relative to one another; K rewards in a group with mean m.
+
+    rloo: K / (K - 1) * (r - m), which is r less the mean of the others. mean: r - m. std: (r - m) / sqrt(variance +
+    1e-8), with the variance over K, not K - 1.
+    Source: rloo: Ahmadian et al., "Back to basics", 2024; std: Shao et al., "DeepSeekMath" (GRPO), 2024; mean: Liu et
+    al., "Understanding R1-Zero-like training" (Dr. GRPO), 2025.
+
+    Args:
+        rewards: (N,).
+        groups: (N,), integers; equal ones belong together, in any order.
+        kind: rloo, mean or std.
+
+    Returns:
+        (N,); exactly 0 in a group whose rewards are equal.
+
+    Raises:
+        ValueError: if the shapes differ.
+        UserError: if the kind is unknown, or a group of rloo has only one reward.
+    """
+    same_shape(rewards=rewards, groups=groups)
+    _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
+    rewards = precise(rewards)
+    sizes = sizes.to(rewards.dtype)
+    # Rewards are taken from their group's smallest one, else rounding leaves a rest of equal rewards that std blows up.
+    smallest = rewards.new_zeros(len(sizes)).scatter_reduce(0, index, rewards, "amin", include_self=False)
+    above = rewards - smallest[index]
+    centred = above - _group_mean(above, index, sizes)
+    if kind == "mean":
+        return centred
+    if kind == "std":
+        return centred * (_group_mean(centred.square(), index, sizes) + EPSILON).rsqrt()
+    if kind == "rloo":
+        if (sizes < 2).any():
+            raise UserError("a leave-one-out baseline needs at least 2 completions of every prompt, got 1")
+        return centred * (sizes / (sizes - 1))[index]
+    raise UserError(f"unknown group baseline {kind!r}: expected rloo, mean or std")
+
+
+def _group_mean(x: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    return (x.new_zeros(len(sizes)).index_add(0, index, x) / sizes)[index]

@@ -1,0 +1,99 @@
+"""Estimates of the KL divergence from sampled tokens, and a coefficient that steers it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from burnish.math.tensors import same_shape
+from burnish.types import UserError
+
+Estimate = Literal["k1", "k2", "k3"]
+
+# exp of a larger log-ratio says nothing more than "far away", and soon overflows.
+LOG_RATIO_LIMIT = 20.0
+
+
+def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimate = "k1") -> Tensor:
+    """Estimates KL(policy || reference) of every token that was sampled from the policy; d = logprobs - ref_logprobs.
+
+    k1 = d (unbiased, of any sign), k2 = d^2 / 2 (biased, at least 0), k3 = exp(-d) - 1 + d (unbiased, at least 0; d is
+    taken as -20 below that, with no gradient, so that exp cannot overflow).
+
+    Which one depends on where it is used. In the reward, k1 gives the gradient of the reverse KL. As a loss, k2 gives
+    the gradient of the reverse KL, k3 that of the forward KL, and k1 has none in expectation.
+    Source: Schulman, "Approximating KL divergence", 2020.
+
+    Args:
+        logprobs: (B, T), of the policy that sampled the tokens.
+        ref_logprobs: (B, T), of the reference.
+        kind: k1, k2 or k3.
+
+    Returns:
+        (B, T), in nats.
+
+    Raises:
+        ValueError: if the shapes differ.
+        UserError: if the kind is unknown.
+    """
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    difference = logprobs - ref_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    if kind == "k3":
+        difference = difference.clamp(min=-LOG_RATIO_LIMIT)
+        return torch.expm1(-difference) + difference
+    raise UserError(f"unknown KL estimate {kind!r}: expected k1, k2 or k3")
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A KL coefficient that holds the KL near a target: ``AdaptiveKL(coef=0.2, target=6.0, horizon=10000)``.
+
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon. It never changes: ``update`` returns the next one.
+    ``dataclasses.asdict(controller)`` is its state, ``AdaptiveKL(**state)`` brings it back.
+    Source: Ziegler et al., "Fine-tuning language models from human preferences", 2019.
+
+    Attributes:
+        coef: the coefficient, at least 0.
+        target: the KL to hold, in nats a sequence, above 0.
+        horizon: how many sequences it takes to follow, above 0.
+    """
+
+    coef: float
+    target: float = 6.0
+    horizon: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if not (self.coef >= 0 and self.target > 0 and self.horizon > 0):
+            raise UserError(
+                f"an adaptive KL coefficient needs coef >= 0, target > 0 and horizon > 0, "
+                f"got coef {self.coef}, target {self.target}, horizon {self.horizon}"
+            )
+
+    def update(self, kl: float, n: int) -> AdaptiveKL:
+        """The controller after n more sequences.
+
+        Args:
+            kl: mean over these sequences of the KL summed over their tokens, in nats.
+            n: how many sequences were sampled since the last update, less than 5 * horizon.
+
+        Raises:
+            UserError: if n is so large for the horizon that the coefficient could become 0 or negative.
+            ValueError: if the KL is not finite.
+        """
+        if n >= 5 * self.horizon:
+            raise UserError(
+                f"a horizon of {self.horizon:g} is too short for {n} sequences an update: the KL coefficient could "
+                f"become 0 or negative; use a horizon above {n / 5:g}"
+            )
+        if not math.isfinite(kl):
+            raise ValueError(f"the KL to the reference must be finite, got {kl}")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * n / self.horizon))

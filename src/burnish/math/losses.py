@@ -1,0 +1,324 @@
+"""Losses and the metrics of their updates: each returns a sum and its count, and the trainer divides once."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from burnish.math.kl import LOG_RATIO_LIMIT
+from burnish.math.tensors import learned, precise, same_shape
+from burnish.types import Term, UserError
+
+Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+
+
+class Weights(NamedTuple):
+    """What each token counts, (B, T), and what the sum is divided by, a scalar.
+
+    ``Weights(torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor(1.0))`` is the mean over the two tokens of one sequence.
+    """
+
+    tokens: Tensor
+    count: Tensor
+
+
+def reduction_weights(
+    mask: Tensor,
+    kind: Reduction = "token_mean",
+    length: int | None = None,
+    segments: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Weights:
+    """Weights that turn losses of tokens into one number; n is the number of learned tokens of a token's sequence.
+
+    token_mean: weight 1, count all learned tokens. The other three count sequences with a learned token, and weigh each
+    of its tokens by 1 / n (sequence_mean), by 1 (sequence_sum), or by 1 / length (fixed_length). No weight depends on
+    how far a row is padded.
+
+    Args:
+        mask: (B, T), True where a token is learned.
+        kind: one of the four.
+        length: the constant of fixed_length, such as the most tokens that can be sampled; of no other kind.
+        segments: (B, T), the number of the sequence within its row, where rows hold several; None is one a row.
+        dtype: of the losses that are weighed.
+
+    Returns:
+        Weights, 0 where the mask is False.
+
+    Raises:
+        ValueError: if the shapes differ.
+        UserError: if the kind is unknown, or the length is missing or would be ignored.
+    """
+    if kind not in ("token_mean", "sequence_mean", "sequence_sum", "fixed_length"):
+        raise UserError(f"unknown reduction {kind!r}: expected token_mean, sequence_mean, sequence_sum or fixed_length")
+    if (length is None) == (kind == "fixed_length") or (length is not None and length < 1):
+        raise UserError(f"a length of at least 1 belongs to the reduction fixed_length only: got {length} for {kind}")
+    tokens = mask.to(dtype)
+    if kind == "token_mean":
+        return Weights(tokens, tokens.sum())
+    if segments is None:
+        segments = torch.ones_like(mask, dtype=torch.long)
+    same_shape(mask=mask, segments=segments)
+    rows, width = mask.shape
+    sequence = segments.long() + torch.arange(rows, device=mask.device).unsqueeze(1) * (width + 1)
+    sizes = tokens.new_zeros(rows * (width + 1)).index_add(0, sequence.flatten(), tokens.flatten())
+    count = (sizes > 0).sum().to(dtype)
+    if kind == "sequence_mean":
+        tokens = tokens / sizes[sequence].clamp(min=1)
+    elif length is not None:
+        tokens = tokens / length
+    return Weights(tokens, count)
+
+
+def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
+    """Sum of values over the learned tokens, and its count: sum_t w_t * x_t.
+
+    Args:
+        values: (B, T), such as losses or entropies.
+        mask: (B, T), True where a token is learned.
+        weights: from reduction_weights; None is 1 for each token, and their number as the count.
+
+    Returns:
+        Term; total and count are 0 if nothing is learned.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    (values,) = learned(mask, values=precise(values))
+    if weights is None:
+        return Term(values.sum(), mask.sum().to(values.dtype))
+    same_shape(mask=mask, weights=weights.tokens)
+    return Term((values * weights.tokens).sum(), weights.count)
+
+
+def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
+    """Negative log-likelihood: -sum_t log p(token_t).
+
+    Args:
+        logprobs: (B, T), in nats.
+        mask: (B, T), True where a token is learned.
+        weights: from reduction_weights; None is the mean over tokens.
+
+    Returns:
+        Term.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return reduce(-logprobs, mask, weights)
+
+
+def bradley_terry(
+    chosen: Tensor,
+    rejected: Tensor,
+    margin: Tensor | None = None,
+    p_chosen: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Term:
+    """Cross-entropy of sig(x), the modelled chance that chosen is better, with p; x = r_c - r_r - margin.
+
+    -p log sig(x) - (1 - p) log sig(-x), which is -log sig(x) at p = 1.
+    Source: Bradley and Terry, 1952; Ouyang et al., "Training language models to follow instructions", 2022; the margin:
+    Touvron et al., "Llama 2", 2023.
+
+    Args:
+        chosen: (P,), scores r_c of the better answers.
+        rejected: (P,), scores r_r of the worse ones.
+        margin: (P,), by how much r_c should exceed r_r at least; None is 0.
+        p_chosen: (P,), in [0, 1], share of judges that preferred chosen, 0.5 for a tie; None is 1.
+        weights: (P,), at least 0, such as 1 / (number of pairs) of a ranking; None is 1.
+
+    Returns:
+        Term: weighted sum over pairs, and the sum of the weights.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    given = {"margin": margin, "p_chosen": p_chosen}
+    same_shape(chosen=chosen, rejected=rejected, **{name: x for name, x in given.items() if x is not None})
+    difference = precise(chosen) - precise(rejected)
+    if margin is not None:
+        difference = difference - margin
+    losses = -F.logsigmoid(difference)
+    if p_chosen is not None:
+        losses = losses + (1 - p_chosen) * difference
+    return _over_pairs(losses, weights)
+
+
+def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
+    """(r_c + r_r)^2: Bradley-Terry does not fix where scores lie; this, with a small weight, keeps them around 0.
+
+    Source: Eisenstein et al., "Helping or herding?", 2023.
+
+    Args:
+        chosen: (P,), scores of the better answers.
+        rejected: (P,), scores of the worse ones.
+        weights: (P,); None is 1.
+
+    Returns:
+        Term: weighted sum over pairs, and the sum of the weights.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    same_shape(chosen=chosen, rejected=rejected)
+    return _over_pairs((precise(chosen) + precise(rejected)).square(), weights)
+
+
+@torch.no_grad()
+def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
+    """Share of pairs with r_c > r_r; equal scores count 1/2. Arguments and result as in bradley_terry."""
+    same_shape(chosen=chosen, rejected=rejected)
+    return _over_pairs((1 + (precise(chosen) - precise(rejected)).sign()) / 2, weights)
+
+
+def _over_pairs(losses: Tensor, weights: Tensor | None) -> Term:
+    if weights is None:
+        weights = torch.ones_like(losses)
+    same_shape(pairs=losses, weights=weights)
+    return Term((weights * losses).sum(), weights.sum())
+
+
+def clipped_policy(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    weights: Weights | None = None,
+) -> Term:
+    """PPO's policy loss: max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high)), ratio = exp(l - l_old).
+
+    With dual_clip c, where A < 0 it is at most -A * c. The exponent is clamped to [-20, 20].
+    Source: Schulman et al., "Proximal policy optimization algorithms", 2017; the dual clip: Ye et al., 2020.
+
+    Args:
+        logprobs: (B, T), of the policy that is trained.
+        old_logprobs: (B, T), of the policy that sampled; no gradient flows into it.
+        advantages: (B, T); no gradient flows into it.
+        mask: (B, T), True where a token is learned.
+        clip_low: in [0, 1].
+        clip_high: at least 0.
+        dual_clip: above 1, or None.
+        weights: from reduction_weights; None is the mean over tokens.
+
+    Returns:
+        Term.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    (advantages,) = learned(mask, advantages=advantages.detach())
+    ratios = importance(logprobs, old_logprobs, mask)
+    losses = torch.maximum(-advantages * ratios, -advantages * ratios.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    return reduce(losses, mask, weights)
+
+
+def clipped_value(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float | None,
+    weights: Weights | None = None,
+) -> Term:
+    """PPO's value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2).
+
+    Source: the implementation of Schulman et al., "Proximal policy optimization algorithms", 2017 (OpenAI baselines).
+
+    Args:
+        values: (B, T), of the critic that is trained.
+        old_values: (B, T), at the time of sampling; no gradient flows into it.
+        returns: (B, T), R; no gradient flows into it.
+        mask: (B, T), True where a token is learned.
+        clip: c, above 0; None leaves out the second part.
+        weights: from reduction_weights; None is the mean over tokens.
+
+    Returns:
+        Term.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    plain, clipped = _value_errors(values, old_values, returns, mask, clip)
+    return reduce(torch.maximum(plain, clipped) / 2, mask, weights)
+
+
+def importance(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Ratio of each token's probability to the one it was sampled with: exp(clamp(l - l_old, -20, 20)).
+
+    Args:
+        logprobs: (B, T), of the policy that is trained.
+        old_logprobs: (B, T), of the policy that sampled; no gradient flows into it.
+        mask: (B, T), True where a token is learned.
+
+    Returns:
+        (B, T), 1 where the mask is False.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return _log_ratio(logprobs, old_logprobs, mask).exp()
+
+
+@torch.no_grad()
+def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Term:
+    """Sum of the importance ratios over learned tokens, and their number. Arguments as in importance."""
+    return reduce(importance(logprobs, old_logprobs, mask), mask)
+
+
+@torch.no_grad()
+def approxkl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Term:
+    """How far the policy has moved since it sampled: sum of (l - l_old)^2 / 2, in nats. Arguments as in importance.
+
+    Source: Ziegler et al., "Fine-tuning language models from human preferences", 2019.
+    """
+    return reduce(_log_ratio(logprobs, old_logprobs, mask).square() / 2, mask)
+
+
+@torch.no_grad()
+def clipfrac(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> Term:
+    """Tokens without a gradient in clipped_policy: A > 0 and ratio > 1 + clip_high, or A < 0 and ratio < 1 - clip_low.
+
+    Arguments as in clipped_policy; the mean of the Term is their share of the learned tokens.
+    """
+    (advantages,) = learned(mask, advantages=advantages)
+    ratios = importance(logprobs, old_logprobs, mask)
+    above = (advantages > 0) & (ratios > 1 + clip_high)
+    below = (advantages < 0) & (ratios < 1 - clip_low)
+    return reduce((above | below).to(ratios.dtype), mask)
+
+
+@torch.no_grad()
+def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Term:
+    """Tokens where the second part of clipped_value is the larger one, so that it decides. Arguments as there."""
+    plain, clipped = _value_errors(values, old_values, returns, mask, clip)
+    return reduce((clipped > plain).to(plain.dtype), mask)
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    logprobs, old_logprobs = learned(mask, logprobs=precise(logprobs), old_logprobs=old_logprobs.detach())
+    return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _value_errors(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    values, old_values, returns = learned(
+        mask, values=precise(values), old_values=old_values.detach(), returns=returns.detach()
+    )
+    plain = (values - returns).square()
+    if clip is None:
+        return plain, plain
+    # Clamped between two bounds rather than as old + clamp(difference): inside the clip the value stays bit-equal.
+    inside = torch.clamp(values, old_values - clip, old_values + clip)
+    return plain, (inside - returns).square()

@@ -1,0 +1,139 @@
+"""Log-probabilities of tokens, the shift by one, and the distribution that is sampled from."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def same_shape(**tensors: Tensor) -> None:
+    """Check that tensors have the shape of the first one: a (B,) tensor would meet a (B, T) one in silence if B == T.
+
+    Raises:
+        ValueError: with both names and both shapes.
+    """
+    (reference, first), *rest = tensors.items()
+    for name, tensor in rest:
+        if tensor.shape != first.shape:
+            got, expected = tuple(tensor.shape), tuple(first.shape)
+            raise ValueError(f"{name} must align with {reference}: got shape {got}, expected {expected}")
+
+
+def learned(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, of the mask's shape, with 0 and no gradient wherever the mask is False.
+
+    Raises:
+        ValueError: if a tensor has another shape than the mask.
+    """
+    same_shape(mask=mask, **tensors)
+    return tuple(torch.where(mask, tensor, 0) for tensor in tensors.values())
+
+
+def precise(x: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it was: sums and log-probabilities lose too much in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def previous(x: Tensor) -> Tensor:
+    """Entry t of the result is x[:, t - 1]; entry 0, which has no predecessor, repeats x[:, 0] and is never used.
+
+    A causal model's output at t - 1 predicts token t. This is the only place where that shift happens.
+
+    Args:
+        x: (B, T, ...).
+
+    Returns:
+        (B, T, ...).
+    """
+    return torch.cat([x[:, :1], x[:, :-1]], dim=1)
+
+
+def logprobs_at(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of tokens, log softmax(logits)[token], without a shift: entry i of the logits predicts token i.
+
+    Args:
+        logits: (..., V); half precision is computed in float32.
+        tokens: (...), token ids.
+
+    Returns:
+        (...), at most 0; -inf for a token whose logit is -inf.
+
+    Raises:
+        ValueError: if the shapes do not align.
+    """
+    same_shape(logits=logits[..., 0], tokens=tokens)
+    return precise(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of every token given those before it: log softmax(logits[:, t - 1])[tokens[:, t]].
+
+    Args:
+        logits: (B, T, V), a causal model's output on the tokens.
+        tokens: (B, T), token ids.
+
+    Returns:
+        (B, T) in nats; entry 0, which nothing predicts, is 0.
+
+    Raises:
+        ValueError: if the shapes do not align.
+    """
+    return F.pad(logprobs_at(previous(logits), tokens)[:, 1:], (1, 0))
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits): H = -sum_v p_v log p_v, in nats, in [0, ln V].
+
+    Args:
+        logits: (..., V); -inf marks what cannot be sampled.
+
+    Returns:
+        (...).
+    """
+    logprobs = precise(logits).log_softmax(-1)
+    return -(logprobs.exp() * torch.where(logprobs == -torch.inf, 0, logprobs)).sum(-1)
+
+
+def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Logits of the distribution that is sampled from: divided by the temperature, cut to top-k, then to top-p.
+
+    Sampler and trainer call this same function, so that their log-probabilities mean the same. Logits equal to the
+    last one kept are kept too: which tokens stay then depends neither on the order of a sort nor on the batch.
+
+    Args:
+        logits: (..., V).
+        temperature: at least 0; 0 is greedy: all probability on the first of the largest logits.
+        top_k: keep the k largest logits; None or at least V keeps all.
+        top_p: keep the fewest most probable tokens whose probabilities reach top_p, in (0, 1]; None keeps all.
+
+    Returns:
+        (..., V), -inf for what was cut; what was cut gets no gradient.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, or None to keep all tokens, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, or None to keep all tokens, got {top_p}")
+    logits = precise(logits)
+    if temperature == 0:
+        greedy = F.one_hot(logits.argmax(-1), logits.shape[-1]).bool()
+        return logits.masked_fill(~greedy, -torch.inf)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = logits.detach().topk(top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if top_p is not None and top_p < 1:
+        logits = logits.masked_fill(logits < _smallest_in_nucleus(logits.detach(), top_p), -torch.inf)
+    return logits
+
+
+def _smallest_in_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    ordered = logits.sort(-1, descending=True).values
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    return torch.where(before < top_p, ordered, torch.inf).amin(-1, keepdim=True)

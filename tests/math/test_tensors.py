@@ -1,0 +1,162 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.math import tensors
+
+
+def numpy_log_softmax(z):
+    z = np.asarray(z, dtype=np.float64)
+    return z - z.max(-1, keepdims=True) - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True))
+
+
+def test_previous_holds_the_entry_before():
+    x = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert tensors.previous(x).tolist() == [[1, 1, 2], [4, 4, 5]]
+    assert tensors.previous(torch.zeros(2, 3, 5)).shape == (2, 3, 5)
+
+
+def test_token_logprobs_by_hand():
+    # The output at 0 gives probabilities 1/4, 3/4 and predicts token 1; the output at 2 predicts nothing.
+    logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(9.0), 0.0], [50.0, -50.0]]])
+    logprobs = tensors.token_logprobs(logits, torch.tensor([[0, 1, 1]]))
+    assert logprobs.tolist() == [pytest.approx([0.0, math.log(0.75), math.log(0.1)], abs=1e-6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_token_logprobs_against_numpy(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, 11, generator=generator, dtype=dtype) * 5
+    tokens = torch.randint(11, (3, 6), generator=generator)
+    expected = np.zeros((3, 6))
+    for b in range(3):
+        for t in range(1, 6):
+            expected[b, t] = numpy_log_softmax(logits[b, t - 1])[tokens[b, t]]
+    result = tensors.token_logprobs(logits, tokens)
+    assert result.dtype == dtype
+    np.testing.assert_allclose(result, expected, atol=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_uniform_logits_give_minus_ln_v():
+    logprobs = tensors.token_logprobs(torch.full((2, 4, 7), 3.0), torch.randint(7, (2, 4)))
+    torch.testing.assert_close(logprobs[:, 1:], torch.full((2, 3), -math.log(7)))
+
+
+def test_half_precision_logits_give_float32():
+    logits = torch.randn(1, 3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens = torch.tensor([[1, 2, 3]])
+    result = tensors.token_logprobs(logits, tokens)
+    assert result.dtype == torch.float32
+    np.testing.assert_allclose(result[0, 2], numpy_log_softmax(logits[0, 1].float())[3], rtol=1e-5)
+
+
+def test_token_logprobs_gradient():
+    logits = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(5, (2, 4))
+    assert torch.autograd.gradcheck(lambda z: tensors.token_logprobs(z, tokens), logits)
+    (gradient,) = torch.autograd.grad(tensors.token_logprobs(logits, tokens).sum(), logits)
+    assert gradient[:, -1].abs().max() == 0  # the last output predicts no token of the row
+
+
+def test_misaligned_shapes_are_named():
+    with pytest.raises(ValueError, match=r"tokens must align with logits: got shape \(2, 3\), expected \(2, 4\)"):
+        tensors.token_logprobs(torch.zeros(2, 4, 5), torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"rewards must align with mask: got shape \(3,\), expected \(3, 3\)"):
+        tensors.learned(torch.ones(3, 3, dtype=torch.bool), rewards=torch.zeros(3))
+
+
+def test_learned_keeps_infinities_out_of_the_gradient():
+    x = torch.tensor([[1.0, math.nan, 4.0]], requires_grad=True)
+    mask = torch.tensor([[True, False, True]])
+    (kept,) = tensors.learned(mask, x=x)
+    (gradient,) = torch.autograd.grad(torch.where(mask, kept.sqrt(), 0).sum(), x)
+    assert kept.tolist() == [[1.0, 0.0, 4.0]]
+    assert gradient.tolist() == [[0.5, 0.0, 0.25]]
+
+
+def test_entropy_by_hand():
+    logits = torch.tensor(
+        [[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf], [0.0, -math.inf, -math.inf, 0.0]]
+    )
+    expected = [math.log(4), 0.25 * math.log(4) + 0.75 * math.log(4 / 3), math.log(2)]
+    assert tensors.entropy(logits).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@given(st.lists(st.floats(-60, 60), min_size=1, max_size=12))
+def test_entropy_lies_between_0_and_ln_v(logits):
+    entropy = tensors.entropy(torch.tensor(logits, dtype=torch.float64)).item()
+    p = np.exp(numpy_log_softmax(logits))
+    assert 0 <= entropy <= math.log(len(logits)) + 1e-12
+    assert entropy == pytest.approx(-sum(x * math.log(x) for x in p if x > 0), abs=1e-9)
+
+
+def test_entropy_gradient_passes_infinite_logits():
+    logits = torch.tensor([0.3, -math.inf, 1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(tensors.entropy(logits), logits)
+    finite = logits.detach()[[0, 2, 3]].requires_grad_()
+    assert torch.autograd.gradcheck(tensors.entropy, finite)
+    torch.testing.assert_close(gradient[[0, 2, 3]], torch.autograd.grad(tensors.entropy(finite), finite)[0])
+    assert gradient[1] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_warp_at_a_temperature_is_log_softmax_of_the_quotient(temperature):
+    logits = torch.randn(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    result = tensors.warp(logits, temperature).log_softmax(-1)
+    np.testing.assert_allclose(result, numpy_log_softmax(logits.numpy() / temperature), atol=1e-12)
+
+
+def test_warp_by_hand():
+    p = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+
+    def probabilities(**settings):
+        return tensors.warp(p.log(), **settings).softmax(-1).tolist()
+
+    assert probabilities(top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7])
+    assert probabilities(top_k=9) == pytest.approx(p.tolist())
+    assert probabilities(top_p=0.39) == pytest.approx([0, 1, 0, 0])
+    assert probabilities(top_p=0.5) == pytest.approx([0, 4 / 7, 0, 3 / 7])
+    assert probabilities(top_p=0.95) == pytest.approx(p.tolist())
+    assert probabilities(top_p=1.0) == pytest.approx(p.tolist())
+    # After top-k the probabilities are 4/9, 2/9, 3/9: the first two hold 7/9.
+    assert probabilities(top_k=3, top_p=0.75) == pytest.approx([0, 4 / 7, 0, 3 / 7])
+    assert probabilities(temperature=0.5) == pytest.approx([1 / 30, 16 / 30, 4 / 30, 9 / 30])
+    assert probabilities(temperature=0) == pytest.approx([0, 1, 0, 0])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.01, 1.0))
+def test_nucleus_is_the_smallest_set_that_reaches_top_p(seed, v, top_p):
+    p = np.random.default_rng(seed).dirichlet(np.ones(v))
+    kept = tensors.warp(torch.tensor(p).log(), top_p=top_p).isfinite().numpy()
+    assert p[kept].sum() >= top_p - 1e-9
+    assert p[kept].sum() - p[kept].min() < top_p + 1e-9
+    assert p[kept].min() >= p[~kept].max(initial=0)
+
+
+def test_warp_keeps_ties_and_rows_apart():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 3.0, 2.0, 1.0]])
+    assert tensors.warp(logits, top_k=2).isfinite().tolist() == [[True, True, True, False], [False, True, True, False]]
+    assert tensors.warp(logits[:1], temperature=0).isfinite().tolist() == [[True, False, False, False]]
+
+
+def test_warp_gradient():
+    logits = torch.tensor([[0.1, 2.0, 1.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    settings = {"temperature": 0.7, "top_k": 3, "top_p": 0.9}
+    assert torch.autograd.gradcheck(
+        lambda z: tensors.logprobs_at(tensors.warp(z, **settings), torch.tensor([1])), logits
+    )
+    logprobs = tensors.logprobs_at(tensors.warp(logits, **settings), torch.tensor([2]))
+    (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+    assert gradient.isfinite().all()
+    assert gradient[0, 3] == 0
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_warp_refuses_settings_out_of_range(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        tensors.warp(torch.zeros(3), **settings)
