@@ -82,6 +82,7 @@ class PPO:
 
     name = "ppo"
     kinds = (Prompt,)
+    task = "CAUSAL_LM"
     config = PPOConfig
 
     def __init__(
@@ -317,7 +318,7 @@ class PPOLoader:
             rewards = adv.whiten(rewards, mask, shift_mean=False)
         advantages, returns = adv.gae(rewards, arrays["values"], mask, s.gamma, s.lam)
         metrics = _experience_metrics(kl, returns, arrays["values"], mask) | {
-            "kl_coef": self.kl.coef, "sampler_gap": gap, "rlhf_reward": scores.mean().item() - self.kl.coef * kl.sum(1).mean().item(),
+            "kl_coef": self.kl.coef, "gap": gap, "rlhf_reward": scores.mean().item() - self.kl.coef * kl.sum(1).mean().item(),
         }
         if s.whiten_advantages:
             advantages = adv.whiten(advantages, mask)
@@ -395,7 +396,7 @@ def _experience_metrics(kl: Tensor, returns: Tensor, values: Tensor, mask: Tenso
     explained = 1 - (returns - values).var(correction=0) / variance if variance > 0 else torch.zeros(())
     return {
         "kl": kl.sum(1).mean().item(),
-        "returns_mean": returns.mean().item(),
-        "values_mean": values.mean().item(),
+        "returns": returns.mean().item(),
+        "values": values.mean().item(),
         "explained_variance": explained.item(),
     }

@@ -28,6 +28,7 @@ class RewardModel:
 
     name = "reward"
     kinds = (Preference, Ranking)
+    task = "SEQ_CLS"
     config = RewardModelConfig
 
     def __init__(self, **settings: Any) -> None:

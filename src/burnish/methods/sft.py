@@ -31,6 +31,7 @@ class SFT:
 
     name = "sft"
     kinds = (Conversation,)
+    task = "CAUSAL_LM"
     config = SFTConfig
     weights = {"nll": 1.0}
 

@@ -100,7 +100,7 @@ def summary(rollouts: list[Rollout]) -> dict[str, float]:
     return {
         "score": scores.mean().item(),
         "score_std": scores.std(correction=0).item(),
-        "score_ties": ties,
+        "ties": ties,
         "length": lengths.mean().item(),
         "stopped": sum(r.answer.finish == "stop" for r in rollouts) / len(rollouts),
     } | {f"reward_{name}": sum(r.rewards[name] for r in rollouts) / len(rollouts) for name in rollouts[0].rewards}

@@ -1,0 +1,322 @@
+"""Runs the stages of a recipe in order; they meet in files, and an unfinished run goes on where it was."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+
+from burnish.data import chat, rows
+from burnish.models import loading
+from burnish.models.adapters import add_adapter
+from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
+from burnish.rewards import functions
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.model import ModelReward
+from burnish.training import checkpoint, report
+from burnish.training.display import Display, RunCallback
+from burnish.training.metrics import Recorder, read_metrics
+from burnish.training.trainer import Trainer
+from burnish.types import Config, UserError
+
+# what a stage's trainer does unless the recipe says otherwise
+DEFAULTS: dict[str, Any] = {
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_steps": 0.25,
+    "save_total_limit": 1,
+    "num_train_epochs": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
+
+
+def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) -> Path:
+    """Run a recipe to its end and write its report; returns the run's folder.
+
+    Stages that are done are not done again; the one that was interrupted goes on from its last complete checkpoint.
+
+    Raises:
+        UserError: the folder holds a run of another recipe, or a stage cannot start.
+    """
+    folder = recipe.folder
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    manifest = _open(recipe)
+    with display or Display() as screen:
+        for number, (stage, entry) in enumerate(zip(recipe.stages, manifest["stages"], strict=True), start=1):
+            screen.stage(stage.name, number, len(recipe.stages))
+            if entry["state"] == "done":
+                screen.message("done before")
+                continue
+            began = time.monotonic()
+            entry["state"] = "running"
+            _write(folder, manifest)
+            found = _run_function(recipe, stage) if stage.run else _Training(recipe, stage, screen).run()
+            entry |= found | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
+            _write(folder, manifest)
+        manifest["state"] = "done"
+        _write(folder, manifest)
+        report.write(folder)
+    return folder
+
+
+# --- the manifest --------------------------------------------------------------------------------------------------
+
+
+def _open(recipe: Recipe) -> dict[str, Any]:
+    """The manifest of the run as it stands, or a new one."""
+    path = recipe.folder / "manifest.json"
+    resolved = recipe.resolved()
+    if path.is_file():
+        manifest = json.loads(path.read_text("utf-8"))
+        different = next(_differences(manifest["recipe"], resolved, ""), None)
+        if different is not None:
+            raise UserError(
+                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
+                "folder with out=FOLDER"
+            )
+        return manifest
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "name": recipe.name,
+        "state": "running",
+        "recipe": resolved,
+        "versions": {name: version(name) for name in VERSIONS} | {"python": platform.python_version()},
+        "machine": {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        },
+        "stages": [
+            {"name": stage.name, "method": stage.method.name if stage.method else None, "state": "pending",
+             "seconds": 0.0}
+            for stage in recipe.stages
+        ],
+    }
+
+
+def _differences(old: Any, new: Any, at: str) -> Any:
+    """Where two recipes differ, as ``key: old -> new``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(a, b, f"{at}.{i}")
+    elif old != new:
+        yield f"{at} was {old!r} and is {new!r}"
+
+
+def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
+    checkpoint.write_text(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
+
+
+# --- where things are ----------------------------------------------------------------------------------------------
+
+
+def model_reference(source: str | Config, folder: Path) -> str:
+    """A model source as a folder or a hub id; a package that is not installed gives its hub id."""
+    if isinstance(source, StageModel):
+        return str(folder / source.stage / "model")
+    if isinstance(source, PackageModel):
+        place = loading.package_folder(source.package)
+        if place is None and source.hub is None:
+            raise UserError(f"the package {source.package!r} is not installed, and no hub: names its model elsewhere")
+        return str(place) if place is not None else str(source.hub)
+    return str(source)
+
+
+def data_reference(source: str | Config, folder: Path) -> str:
+    """A data source as a file, a folder or a hub id."""
+    return str(folder / source.stage / "data" / source.file) if isinstance(source, StageData) else str(source)
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function ``file.py:name`` or ``package.module:name``."""
+    file, _, name = reference.rpartition(":")
+    if not file.endswith(".py"):
+        return getattr(importlib.import_module(file), name)
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+# --- a stage that runs a function ----------------------------------------------------------------------------------
+
+
+def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """Run a stage's function into its folder, which is complete or absent."""
+    assert stage.run is not None
+    function = load_function(recipe.locate(stage.run))
+    folder = recipe.folder / stage.name
+    set_seed(recipe.seed)
+    with checkpoint.writing(folder) as staging:
+        function(staging, seed=recipe.seed, **stage.arguments)
+    return {"files": _checksums(folder)}
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return json.loads((folder / checkpoint.CHECKSUMS).read_text("utf-8"))
+
+
+# --- a stage that trains -------------------------------------------------------------------------------------------
+
+
+class _Training:
+    """One stage that trains: loads what it reads, trains or goes on, evaluates, and saves a model folder."""
+
+    def __init__(self, recipe: Recipe, stage: Stage, screen: Display) -> None:
+        assert stage.method is not None and stage.model is not None and stage.data is not None
+        self.recipe, self.stage, self.screen = recipe, stage, screen
+        self.data: Data = stage.data
+        self.folder = recipe.folder / stage.name
+        self.method_class = method_class(stage.method.name)
+        self.source = model_reference(stage.model, recipe.folder)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end; what it came to, for the manifest."""
+        recorder = Recorder(self.folder)
+        start = checkpoint.latest(self.folder)
+        if start is None:
+            recorder.truncate({})
+        set_seed(self.recipe.seed)
+        model, tokenizer = self._load()
+        summary = loading.summary(model, tokenizer)
+        splits = {split: self._rows(split) for split in ("train", "eval") if getattr(self.data, split) is not None}
+        trainer = self._trainer(model, tokenizer, splits, recorder)
+        if start is None and "eval" in splits:
+            trainer.evaluate()
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        evaluated = [m for m in read_metrics(self.folder) if any(key.startswith("eval_") for key in m)]
+        if "eval" in splits and not (len(evaluated) > 1 and evaluated[-1]["step"] == trainer.state.global_step):
+            trainer.evaluate()
+        self._save(trainer)
+        evaluated = [m for m in read_metrics(self.folder) if any(key.startswith("eval_") for key in m)]
+        return {
+            "model": summary | {"source": self.source},
+            "data": {data_reference(getattr(self.data, s), self.recipe.folder): self._hash(s) for s in splits},
+            "rows": {s: self._counts(s, found, trainer, tokenizer) for s, found in splits.items()},
+            "results": {"before": evaluated[0], "after": evaluated[-1]} if evaluated else {},
+            "files": {f"model/{name}": digest for name, digest in _checksums(self.folder / "model").items()},
+        }
+
+    def _load(self) -> tuple[Any, PreTrainedTokenizerBase]:
+        """The model and its tokenizer with the template of this stage, and a fresh adapter where it has one."""
+        stage = self.stage
+        if stage.trust_remote_code:
+            self.screen.message(f"trust_remote_code: code from {self.source} is run")
+        tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
+        self._template(tokenizer)
+        task = self.method_class.task
+        dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None)
+        load = loading.load_reward_model if task == "SEQ_CLS" else loading.load_policy
+        model = load(self.source, dtype=dtype, trust_remote_code=stage.trust_remote_code)
+        if stage.adapter is not None:
+            if isinstance(model, PeftModel):
+                self.screen.message(f"{self.source} is an adapter: merged into its base before the new one is added")
+                model = model.merge_and_unload()
+            model = add_adapter(model, stage.adapter, task)
+        elif dtype in (torch.bfloat16, torch.float16):
+            self.screen.message(f"dtype {stage.dtype}: weights are trained in it, without float32 master weights")
+        base = loading.unwrap(model)
+        base.config.pad_token_id = tokenizer.pad_token_id
+        return model, tokenizer
+
+    def _template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give the tokenizer the recipe's plain template, and say where it differs from the stored one."""
+        if self.stage.template is None:
+            return
+        stored = tokenizer.chat_template
+        chat.set_template(tokenizer, self.stage.template)
+        if stored is not None and stored != tokenizer.chat_template:
+            self.screen.message(f"template {self.stage.template} takes the place of the one stored with {self.source}")
+
+    def _rows(self, split: str) -> rows.Rows:
+        data = self.data
+        reference = data_reference(getattr(data, split), self.recipe.folder)
+        return rows.load(
+            reference, self.method_class.kinds, format=data.format, keys=data.keys, on_bad_row=data.on_bad_row,
+            limit=data.limit if split == "train" else None,
+        )
+
+    def _trainer(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: dict[str, rows.Rows], recorder: Recorder
+    ) -> Trainer:
+        stage = self.stage
+        assert stage.method is not None
+        settings = dict(stage.method.settings)
+        if self.method_class.kinds == (rows.Prompt,):
+            settings |= {"reward": [self._reward(r) for r in stage.reward], "sampling": stage.generation}
+        arguments = TrainingArguments(
+            output_dir=str(self.folder), seed=self.recipe.seed, use_cpu=not torch.cuda.is_available(),
+            **(DEFAULTS | stage.trainer),
+        )
+        return Trainer(
+            model=model,
+            args=arguments,
+            method=self.method_class(**settings),
+            train_dataset=splits["train"].rows,
+            eval_dataset=splits["eval"].rows if "eval" in splits else None,
+            processing_class=tokenizer,
+            length=chat.Length(max_length=self.data.max_length, on_long=self.data.on_long),
+            token_budget=stage.token_budget,
+            recorder=recorder,
+            show_samples=self.screen.samples,
+            callbacks=[RunCallback(recorder, self.screen)],
+        )
+
+    def _reward(self, source: RewardSource) -> NamedReward:
+        if source.function is not None:
+            name = source.name or source.function.rpartition(":")[2]
+            return NamedReward(name, source.weight, functions.load(self.recipe.locate(source.function)))
+        assert source.model is not None
+        reference = model_reference(source.model, self.recipe.folder)
+        labels = None if source.label is not None else 1
+        tokenizer = loading.load_tokenizer(reference)
+        if source.template is not None:
+            chat.set_template(tokenizer, source.template)
+        model = loading.load_reward_model(reference, labels=labels)
+        return NamedReward(source.name or "reward", source.weight, ModelReward(model, tokenizer, label=source.label or 0))
+
+    def _save(self, trainer: Trainer) -> None:
+        """Write the model folder, an adapter merged into its base and beside it, so that anything can load it."""
+        network = trainer.accelerator.unwrap_model(trainer.model)
+        if isinstance(network.policy, PeftModel):
+            with checkpoint.writing(self.folder / "adapter") as staging:
+                network.policy.save_pretrained(staging)
+            network.policy = network.policy.merge_and_unload()
+        with checkpoint.writing(self.folder / "model") as staging:
+            trainer.save_model(str(staging))
+
+    def _hash(self, split: str) -> str:
+        path = Path(data_reference(getattr(self.data, split), self.recipe.folder))
+        return checkpoint.sha256(path) if path.is_file() else "not a file"
+
+    def _counts(self, split: str, found: rows.Rows, trainer: Trainer, tokenizer: Any) -> dict[str, Any]:
+        encoded = trainer.method.examples(found.rows, tokenizer, trainer.length)
+        return {
+            "rows": len(found.rows),
+            "skipped": [f"{s.source}: {s.reason}" for s in found.skipped],
+            "cut": [f"{c.source}: {c.reason}" for c in encoded.changed],
+        }
