@@ -1,0 +1,398 @@
+"""What a record means: the shapes of rows, recognised from their keys, and their checks."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from burnish.types import Conversation, Message, Messages, Preference, Prompt, Ranking, Row, Text, UserError
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "human": "user",
+    "gpt": "assistant",
+}
+# These keys of a message change what is rendered or learned: a message that uses one is refused.
+UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
+
+Record = Mapping[str, Any]
+
+
+class BadRow(UserError):
+    """One row is wrong: ``BadRow("chat.jsonl:17", "messages[0]", "unknown role", "got 'usr', did you mean 'user'?")``.
+
+    ``reason`` is what rows skipped for the same fault have in common.
+    """
+
+    def __init__(self, source: str, key: str, reason: str, detail: str = "") -> None:
+        self.source, self.key, self.reason = source, key, reason
+        super().__init__(": ".join(part for part in (source, key, reason, detail) if part))
+
+
+class At(NamedTuple):
+    """Where a value stands: ``At("chat.jsonl:17", "messages[0].content")``."""
+
+    source: str
+    key: str
+
+    def inside(self, key: str | int) -> At:
+        """The place of an item or of a key of the value."""
+        return At(self.source, f"{self.key}[{key}]" if isinstance(key, int) else f"{self.key}.{key}")
+
+    def bad(self, reason: str, detail: str = "") -> BadRow:
+        """The error that names this place."""
+        return BadRow(self.source, self.key, reason, detail)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def _text(value: Any, at: At) -> str:
+    if not isinstance(value, str):
+        raise at.bad("not text", f"expected a string, got {_shown(value)}")
+    if not value.strip():
+        raise at.bad("empty text")
+    return value
+
+
+def _number(value: Any, at: At) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        raise at.bad("not a number", f"got {_shown(value)}") from None
+    if not math.isfinite(number):
+        raise at.bad("not a finite number", f"got {_shown(value)}")
+    return number
+
+
+def _list(value: Any, at: At) -> list[Any]:
+    """A list; files that hold only strings (csv) write it as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise at.bad("not a list", f"got text that is not JSON, {_shown(value)}") from None
+    if not isinstance(value, list | tuple):
+        raise at.bad("not a list", f"got {_shown(value)}")
+    return list(value)
+
+
+def _message(value: Any, at: At) -> Message:
+    """``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``."""
+    if not isinstance(value, Mapping):
+        raise at.bad("not a message", f"expected {{role, content}}, got {_shown(value)}")
+    names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    for name in names:
+        if name not in value:
+            raise at.bad("missing key", _missing(value, (name,)))
+    role, content = value[names[0]], value[names[1]]
+    if not isinstance(role, str) or role not in ROLES:
+        near = difflib.get_close_matches(str(role), ROLES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ROLES)}"
+        raise at.bad("unknown role", f"got {_shown(role)}: {hint}")
+    for key in UNREAD:
+        if value.get(key) not in (None, "", [], {}, 1):
+            raise at.bad("key that is not read", f"{key!r} would be lost: write it into {names[1]!r}, or take it out")
+    return {"role": ROLES[role], "content": _text(content, at.inside(names[1]))}
+
+
+def _messages(value: Any, at: At) -> Messages:
+    items = _list(value, at)
+    if not items:
+        raise at.bad("empty conversation")
+    return tuple(_message(item, at.inside(i)) for i, item in enumerate(items))
+
+
+def _turns(value: Any, at: At, role: str) -> Messages:
+    """A string is one turn by ``role``."""
+    return ({"role": role, "content": _text(value, at)},) if isinstance(value, str) else _messages(value, at)
+
+
+def _with_system(record: Record, source: str, messages: Messages, key: str = "system") -> Messages:
+    """The messages, after the record's system prompt where it has one."""
+    system = record.get(key)
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return messages
+    first: Message = {"role": "system", "content": _text(system, At(source, key))}
+    if messages[0]["role"] != "system":
+        return (first, *messages)
+    if messages[0] != first:
+        raise BadRow(source, key, "two system prompts", "the messages begin with another one")
+    return messages
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+
+def _read_text(record: Record, source: str) -> Text:
+    return Text(_text(record["text"], At(source, "text")), source)
+
+
+def _learnable(messages: Messages, start: int | None, at: At) -> Conversation:
+    if all(message["role"] != "assistant" for message in messages[start or 0 :]):
+        raise at.bad("no assistant turn", "there is nothing to learn")
+    if messages[-1]["role"] != "assistant":
+        raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
+    return Conversation(messages, start, at.source)
+
+
+def _read_messages(record: Record, source: str, key: str = "messages") -> Conversation:
+    at = At(source, key)
+    return _learnable(_with_system(record, source, _messages(record[key], at)), None, at)
+
+
+def _read_whole_prompt(record: Record, source: str) -> Conversation:
+    """OpenRLHF's message list with no output: the whole conversation under one key."""
+    if isinstance(record["prompt"], str):
+        raise BadRow(source, "completion", "missing key", _missing(record, ("completion",)))
+    return _read_messages(record, source, "prompt")
+
+
+def _completed(record: Record, source: str, prompt: Messages, key: str, system: str = "system") -> Conversation:
+    prompt = _with_system(record, source, prompt, system)
+    return _learnable(prompt + _turns(record[key], At(source, key), "assistant"), len(prompt), At(source, key))
+
+
+def _read_prompt_completion(record: Record, source: str) -> Conversation:
+    return _completed(record, source, _turns(record["prompt"], At(source, "prompt"), "user"), "completion")
+
+
+def _read_alpaca(record: Record, source: str) -> Conversation:
+    question = _text(record["instruction"], At(source, "instruction"))
+    extra = record.get("input")
+    if extra is not None and not (isinstance(extra, str) and not extra.strip()):
+        question = f"{question}\n\n{_text(extra, At(source, 'input'))}"
+    return _completed(record, source, ({"role": "user", "content": question},), "output")
+
+
+def _read_openorca(record: Record, source: str) -> Conversation:
+    question = _turns(_text(record["question"], At(source, "question")), At(source, "question"), "user")
+    return _completed(record, source, question, "response", "system_prompt")
+
+
+def _transcript(value: str, at: At) -> Messages:
+    """The turns of an Anthropic HH string, each led by ``Human:`` or ``Assistant:`` after a blank line."""
+    pieces = TURN.split(value)
+    if len(pieces) < 3 or pieces[0].strip():
+        raise at.bad("not a transcript", "without a prompt, expected a message list or '\\n\\nHuman: ...' text")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return tuple(
+        {"role": roles[name], "content": _text(content, at.inside(i)).strip()}
+        for i, (name, content) in enumerate(zip(pieces[1::2], pieces[2::2], strict=True))
+    )
+
+
+def _answer(value: Any, at: At, prompt: Messages) -> Messages:
+    """What follows the prompt; a message list may repeat the prompt, or its end after a system message."""
+    messages = _turns(value, at, "assistant")
+    if messages[0]["role"] == "assistant":
+        return messages
+    for start in range(len(messages)):
+        if messages[start : start + len(prompt)] == prompt and len(messages) > start + len(prompt):
+            break
+    else:
+        raise at.bad("does not follow the prompt", f"it begins with a turn by {messages[0]['role']!r}")
+    if any(message["role"] != "system" for message in messages[:start]):
+        raise at.bad("does not follow the prompt", "it has turns before the prompt that 'prompt' has not")
+    return messages[start + len(prompt) :]
+
+
+def _compared(record: Record, source: str, prompt: Messages, chosen: Messages, rejected: Messages) -> Preference:
+    prompt = _with_system(record, source, prompt)
+    if chosen == rejected:
+        raise BadRow(source, "rejected", "equal to chosen", "there is nothing to prefer")
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        _ends_with_assistant(answer, At(source, key))
+    margin = None if record.get("margin") is None else _number(record["margin"], At(source, "margin"))
+    if margin is not None and margin < 0:
+        raise BadRow(source, "margin", "margin below 0", f"got {margin}: swap chosen and rejected")
+    share = None if record.get("p_chosen") is None else _number(record["p_chosen"], At(source, "p_chosen"))
+    if share is not None and not 0 <= share <= 1:
+        raise BadRow(source, "p_chosen", "probability outside [0, 1]", f"got {share}")
+    return Preference(prompt, chosen, rejected, margin, share, source)
+
+
+def _ends_with_assistant(messages: Messages, at: At) -> None:
+    if messages[-1]["role"] != "assistant":
+        raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
+
+
+def _read_preference(record: Record, source: str) -> Preference:
+    prompt = _turns(record["prompt"], At(source, "prompt"), "user")
+    answers = (_answer(record[key], At(source, key), prompt) for key in ("chosen", "rejected"))
+    return _compared(record, source, prompt, *answers)
+
+
+def _read_pair(record: Record, source: str) -> Preference:
+    """Two conversations, as message lists or HH transcripts; the prompt is what they have in common."""
+    chosen, rejected = (
+        _transcript(record[key], At(source, key))
+        if isinstance(record[key], str)
+        else _messages(record[key], At(source, key))
+        for key in ("chosen", "rejected")
+    )
+    if chosen == rejected:
+        raise BadRow(source, "rejected", "equal to chosen", "there is nothing to prefer")
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    for key, answer in (("chosen", chosen[same:]), ("rejected", rejected[same:])):
+        if not answer:
+            raise BadRow(source, key, "no answer of its own", "the other conversation begins with all of it")
+        if answer[0]["role"] != "assistant":
+            raise BadRow(source, key, "parts from the other before an answer", f"at its turn {same}, by the user")
+    if same == 0:
+        raise BadRow(source, "chosen", "no common prompt", "chosen and rejected differ from their first message on")
+    return _compared(record, source, chosen[:same], chosen[same:], rejected[same:])
+
+
+def _read_ranking(record: Record, source: str) -> Ranking:
+    key, sign = ("ranks", -1.0) if record.get("ranks") is not None else ("scores", 1.0)
+    prompt = _turns(record["prompt"], At(source, "prompt"), "user")
+    at = At(source, "completions")
+    answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
+    for i, answer in enumerate(answers):
+        _ends_with_assistant(answer, at.inside(i))
+        if answer in answers[:i]:
+            raise at.inside(i).bad("equal to another completion", "there is nothing to prefer")
+    numbers = _list(record[key], At(source, key))
+    scores = tuple(sign * _number(value, At(source, key).inside(i)) for i, value in enumerate(numbers))
+    if len(answers) < 2 or len(answers) != len(scores):
+        detail = f"{len(answers)} completions and {len(scores)} {key}: expected one each, of at least two"
+        raise BadRow(source, key, "not one for each completion", detail)
+    return Ranking(_with_system(record, source, prompt), answers, scores, source)
+
+
+def _read_prompt(record: Record, source: str, key: str = "prompt") -> Prompt:
+    messages = _with_system(record, source, _turns(record[key], At(source, key), "user"))
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(source, key, "prompt ends with the assistant", "there is nothing left to answer")
+    return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, source)
+
+
+class Shape(NamedTuple):
+    """One way to write a row: its name in ``format:``, the row it makes, and the keys it needs and may have."""
+
+    name: str
+    kind: type[Any]
+    needs: tuple[str, ...]
+    read: Callable[[Record, str], Row]
+
+
+SHAPES = (
+    Shape("text", Text, ("text",), _read_text),
+    Shape("messages", Conversation, ("messages",), _read_messages),
+    Shape("sharegpt", Conversation, ("conversations",), functools.partial(_read_messages, key="conversations")),
+    Shape("prompt_completion", Conversation, ("prompt", "completion"), _read_prompt_completion),
+    Shape("openrlhf", Conversation, ("prompt",), _read_whole_prompt),
+    Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca),
+    Shape("openorca", Conversation, ("question", "response"), _read_openorca),
+    Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference),
+    Shape("pair", Preference, ("chosen", "rejected"), _read_pair),
+    Shape("ranks", Ranking, ("prompt", "completions", "ranks"), _read_ranking),
+    Shape("scores", Ranking, ("prompt", "completions", "scores"), _read_ranking),
+    Shape("prompt", Prompt, ("prompt",), _read_prompt),
+    Shape("query", Prompt, ("query",), functools.partial(_read_prompt, key="query")),
+)
+
+
+# --- recognition --------------------------------------------------------------------------------------------------
+
+
+def parse(
+    record: Any,
+    kinds: tuple[type[Any], ...],
+    source: str,
+    format: str | None = None,
+    keys: Mapping[str, str] | None = None,
+) -> Row:
+    """One record as one of the rows that a method reads.
+
+    Args:
+        record: a mapping, as a line of a file holds it.
+        kinds: row classes to choose from, for instance ``(Preference, Ranking)``.
+        source: where the record stands, for messages: ``"chat.jsonl:17"``.
+        format: the name of a shape (``alpaca``, ``sharegpt``, ...) where the keys fit several.
+        keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
+
+    Raises:
+        BadRow: the record fits no shape, or has a fault; the message names the key, and the nearest if it is missing.
+        UserError: ``format`` is not a shape that makes one of ``kinds``.
+    """
+    if not isinstance(record, Mapping):
+        raise BadRow(source, "", "not a record", f"expected an object with keys, got {_shown(record)}")
+    record = _renamed(record, keys, source) if keys else record
+    present = frozenset(key for key, value in record.items() if value is not None)
+    fitting = _fitting(present, kinds, format)
+    if len(fitting) == 1:
+        return fitting[0].read(record, source)
+    if fitting:
+        names = ", ".join(shape.name for shape in fitting)
+        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format:")
+    shapes = _shapes(kinds, format)
+    name, detail = _nearest(record, [tuple(n for n in shape.needs if n not in present) for shape in shapes])
+    choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
+    raise BadRow(source, name, "missing key" if name else "fits no shape", f"{detail} (shapes: {choices})")
+
+
+def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
+    for name, column in keys.items():
+        if column not in record:
+            raise BadRow(
+                source, column, "missing key", f"keys: says that it is {name!r}; {_missing(record, (column,))}"
+            )
+        if name in record and name not in keys.values():
+            detail = f"keys: reads {column!r} as {name!r}: give this one another name, as in {name}_original: {name}"
+            raise BadRow(source, name, "two columns of one name", detail)
+    rest = {name: value for name, value in record.items() if name not in keys.values()}
+    return rest | {name: record[column] for name, column in keys.items()}
+
+
+@functools.cache
+def _shapes(kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
+    shapes = tuple(shape for shape in SHAPES if shape.kind in kinds)
+    if format is None:
+        return shapes
+    names = [shape.name for shape in shapes]
+    if format not in names:
+        near = difflib.get_close_matches(format, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+        rows = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"format: {format!r} is not a shape of {rows} rows: {hint}")
+    return tuple(shape for shape in shapes if shape.name == format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitting(present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
+    """The shapes whose keys are all there, without those that need only a part of another's keys."""
+    shapes = [shape for shape in _shapes(kinds, format) if present.issuperset(shape.needs)]
+    return tuple(s for s in shapes if not any(set(s.needs) < set(other.needs) for other in shapes))
+
+
+def _nearest(record: Record, missing: list[tuple[str, ...]]) -> tuple[str, str]:
+    """The missing keys of the shape that the record all but fits, and what to say of them."""
+    for names in sorted(missing, key=len):
+        if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
+            return ", ".join(names), _missing(record, names)
+    return "", _missing(record, ())
+
+
+def _missing(record: Record, names: tuple[str, ...]) -> str:
+    """What keys there are and which of them may have been meant: "has keys 'instructon': did you mean ...?"."""
+    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
+    hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
+    return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"
