@@ -198,8 +198,9 @@ def test_binary_rewards_divided_by_their_deviation(wins):
 
 @pytest.mark.parametrize("kind", ["rloo", "mean", "std"])
 def test_equal_rewards_give_exactly_0(kind):
-    result = advantages.group(torch.full((3,), 100.1), torch.zeros(3, dtype=torch.long), kind)
-    assert result.tolist() == [0, 0, 0]
+    for size in range(2, 12):
+        result = advantages.group(torch.full((size,), 100.1), torch.zeros(size, dtype=torch.long), kind)
+        assert result.tolist() == [0] * size
 
 
 def test_group_refuses_bad_arguments():

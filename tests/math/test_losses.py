@@ -256,8 +256,8 @@ def test_gradcheck_of_policy_and_value():
 def test_only_the_trained_tensors_get_a_gradient():
     a, returns, _, new, mask = batch(5)
     new.requires_grad_()
-    (gradient,) = torch.autograd.grad(policy(new, new, a, mask).total, new)
-    np.testing.assert_allclose(gradient, torch.where(mask, -a, 0), atol=1e-12)
+    (gradient,) = torch.autograd.grad(policy(new, new, new * a, mask).total, new)
+    np.testing.assert_allclose(gradient, torch.where(mask, -new * a, 0).detach(), atol=1e-12)
     old, returns = torch.zeros_like(new).requires_grad_(), returns.requires_grad_()
     losses.clipped_value(new, old, returns, mask, 0.2).total.backward()
     assert old.grad is None

@@ -92,7 +92,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     mean = x.sum() / count.clamp(min=1)
     centred = torch.where(mask, x - mean, 0)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
-    whitened = centred * torch.where(count > 1, (variance + EPSILON).rsqrt(), 1)
+    whitened = centred * (variance + EPSILON).rsqrt()
     return whitened if shift_mean else torch.where(mask, whitened + mean, 0)
 
 
