@@ -31,8 +31,9 @@ BARS = "▁▂▃▄▅▆▇█"
 class View:
     """All that the display knows: ``View(stage="sft", part=1, parts=3, step=40, last_step=313)``.
 
-    ``values`` holds the last value of each metric, ``first`` its first one, ``history`` its last ones, for the trend; ``speed`` holds (tokens, seconds) of the last steps. ``started`` is the clock when step
-    ``first_step`` was done. The view is replaced, never changed, so that the refreshing thread sees a whole one.
+    ``values`` holds the last value of each metric, ``first`` its first one, ``history`` its last ones, for the trend;
+    ``speed`` holds (tokens, seconds) of the last steps. ``started`` is the clock when step ``first_step`` was done.
+    The view is replaced, never changed, so that the refreshing thread sees a whole one.
     """
 
     stage: str = "train"
@@ -237,8 +238,16 @@ class Display:
     def begin(self, step: int, last_step: int) -> None:
         """Training starts, or goes on, after ``step``; it will end with ``last_step``."""
         self._view = replace(
-            self._view, step=step, first_step=step, last_step=last_step, started=self._clock(), values={}, first={},
-            history={}, speed=(), samples=(),
+            self._view,
+            step=step,
+            first_step=step,
+            last_step=last_step,
+            started=self._clock(),
+            values={},
+            first={},
+            history={},
+            speed=(),
+            samples=(),
         )
         self._last_line = self._clock() - self._interval
         if step:

@@ -134,11 +134,11 @@ METRICS: dict[str, Metric] = {
     "loss": Metric("Loss", "what training minimises", "lower", headline=True),
     "perplexity": Metric("Perplexity", "exp(loss of a token); 1 is best", "lower", False, True),
     "nll": Metric("Negative log-likelihood", "nats a token", "lower"),
-    "preference": Metric("Preference loss", "−log σ(margin), a pair", "lower"),
+    "preference": Metric("Preference loss", "-log sigmoid(margin), a pair", "lower"),
     "margin": Metric("Margin", "score of the preferred answer less that of the other", "higher", headline=True),
     "kl": Metric("KL to the reference", "nats a completion; how far the policy has moved", headline=True),
     "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score", headline=True),
-    "rlhf_reward": Metric("Score less KL penalty", "score − coefficient × KL: what PPO maximises", "higher"),
+    "rlhf_reward": Metric("Score less KL penalty", "score - coefficient * KL: what PPO maximises", "higher"),
     "entropy": Metric("Entropy", "nats a token; near 0 the policy repeats itself", headline=True),
     "value": Metric("Value loss", "squared error of the critic", "lower", headline=True),
     "explained_variance": Metric(

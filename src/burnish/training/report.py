@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import io
-import itertools
 import json
 import math
 import os
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from burnish.training.curves import Estimate, estimates, panels
 from burnish.training.metrics import (
     SAMPLES_FILE,
     Metric,
     describe,
     duration,
     headline,
-    is_timing,
     number,
     order,
     read_lines,
@@ -32,14 +29,7 @@ from burnish.types import UserError
 
 SHOWN_SAMPLES = 6
 MOST_SAMPLES = 48
-POINTS = 400
-# Colours that matplotlib is given, and the page's colours that take their places, so that both themes work.
-INK = {"#010101": "var(--muted)", "#020202": "var(--rule)", "#030303": "var(--train)", "#040404": "var(--eval)"}
-TEXT, RULE, TRAIN, EVAL = INK
-
 METHODS = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "proximal policy optimization"}
-
-Points = list[tuple[int, float]]
 
 
 def write(run_folder: Path) -> Path:
@@ -66,15 +56,6 @@ def write(run_folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A value with its 95 % interval where there is one: ``Estimate(1.43, 1.31, 1.55)``."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
 class Change:
     """One metric before and after a stage; either may be missing."""
 
@@ -90,11 +71,8 @@ class Change:
     @property
     def overlap(self) -> bool | None:
         """Whether the two intervals overlap; None where either is missing."""
-        ends = [e and e.low is not None and e.high is not None and (e.low, e.high) for e in (self.before, self.after)]
-        if not ends[0] or not ends[1]:
-            return None
-        (low, high), (other_low, other_high) = ends[0], ends[1]
-        return low <= other_high and other_low <= high
+        first, last = self.before and self.before.interval, self.after and self.after.interval
+        return first[0] <= last[1] and last[0] <= first[1] if first and last else None
 
     @property
     def direction(self) -> str:
@@ -136,14 +114,12 @@ class Change:
     @property
     def whiskers(self) -> list[dict[str, Any]]:
         """Both estimates as places in per cent of a common line, for the drawing; none where intervals lack."""
-        if self.overlap is None or self.before is None or self.after is None:
-            return []
-        places = [(e.value, e.low, e.high) for e in (self.before, self.after)]
-        ends = [x for place in places for x in place if x is not None and math.isfinite(x)]
-        if len(ends) < 6 or min(ends) == max(ends):
+        places = [(e.value, *e.interval) for e in (self.before, self.after) if e is not None and e.interval]
+        ends = [end for place in places for end in place]
+        if len(places) < 2 or not all(map(math.isfinite, ends)) or min(ends) == max(ends):
             return []
         low, span = min(ends), max(ends) - min(ends)
-        scaled = [[round(4 + 92 * (x - low) / span, 2) for x in place if x is not None] for place in places]
+        scaled = [[round(4 + 92 * (end - low) / span, 2) for end in place] for place in places]
         return [
             {"name": name, "value": value, "low": start, "high": end}
             for name, (value, start, end) in zip(("before", "after"), scaled, strict=True)
@@ -152,134 +128,12 @@ class Change:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Every metric of two evaluations, in reading order; an interval comes as X_low and X_high."""
-    first, last = _estimates(before), _estimates(after)
+    first, last = estimates(before), estimates(after)
     for key in last:
         start = describe(key).start
         if start is not None and key not in first:
-            first[key] = Estimate(start, start, start)
+            first[key] = Estimate(start, (start, start))
     return [Change(key, first.get(key), last.get(key)) for key in sorted({**first, **last}, key=order)]
-
-
-def _estimates(values: Mapping[str, Any]) -> dict[str, Estimate]:
-    plain = {key.removeprefix("eval_"): value for key, value in values.items()}
-    return {key: Estimate(float(plain[key]), *_interval(plain, key)) for key in plain if _is_curve(plain, key)}
-
-
-def _interval(values: Mapping[str, Any], key: str) -> tuple[float, float] | tuple[()]:
-    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-    if low is None or high is None or not (math.isfinite(float(low)) and math.isfinite(float(high))):
-        return ()
-    return float(low), float(high)
-
-
-def _is_curve(values: Mapping[str, Any], key: str) -> bool:
-    base = re.sub("_(low|high)$", "", key)
-    if key.removeprefix("eval_") in ("step", "epoch") or is_timing(key) or (base != key and base in values):
-        return False
-    return values[key] in ("NaN", "Infinity", "-Infinity") or isinstance(values[key], int | float)
-
-
-# --- curves -------------------------------------------------------------------------------------------------------
-
-
-def binned(points: Points, most: int = POINTS) -> tuple[Points, int]:
-    """At most ``most`` points, each the mean of ``width`` neighbours in x and y; also that width."""
-    width = math.ceil(len(points) / most) if points else 1
-    groups = [points[i : i + width] for i in range(0, len(points), width)]
-    return [(round(_mean(x for x, _ in group)), _mean(y for _, y in group)) for group in groups], width
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Running mean over a window of a tenth of the values around each, shorter at both ends."""
-    half = len(values) // 20
-    return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
-
-
-def _noisy(values: Sequence[float]) -> bool:
-    """Whether the values go up and down more than along: their steps sum to more than three times their range."""
-    steps = math.fsum(abs(b - a) for a, b in itertools.pairwise(values))
-    return steps > 3 * (max(values) - min(values))
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return math.fsum(listed) / len(listed)
-
-
-def _curves(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Panels of the metrics that matter and of all others, steps a point, and what was not finite (name -> steps)."""
-    train: dict[str, Points] = defaultdict(list)
-    evals: dict[str, list[tuple[int, Estimate]]] = defaultdict(list)
-    lost: dict[str, list[int]] = defaultdict(list)
-    for line in lines:
-        for key in (key for key in line if _is_curve(line, key)):
-            name = key.removeprefix("eval_")
-            if not math.isfinite(line[key]):
-                lost[describe(name).label].append(line["step"])
-            elif name == key:
-                train[name].append((line["step"], line[key]))
-            else:
-                evals[name].append((line["step"], Estimate(line[key], *_interval(line, key))))
-    names = sorted({**train, **evals}, key=order)
-    first = [name for name in headline(dict.fromkeys(names)) if name != "learning_rate"]
-    panels = {name: _panel(name, train[name], evals[name]) for name in names}
-    return {
-        "curves": [panels[name] for name in first],
-        "other_curves": [panels[name] for name in names if name not in first],
-        "steps_a_point": max((binned(points)[1] for points in train.values()), default=1),
-        "lost": lost,
-    }
-
-
-def _panel(name: str, train: Points, evals: list[tuple[int, Estimate]]) -> dict[str, Any]:
-    from markupsafe import Markup
-
-    ends = [number(y) for y in [y for _, y in train] or [e.value for _, e in evals]]
-    svg = _draw(name, binned(train)[0], evals)
-    return {"metric": describe(name), "summary": f"from {ends[0]} to {ends[-1]}", "svg": Markup(svg)}
-
-
-def _draw(name: str, train: Points, evals: list[tuple[int, Estimate]]) -> str:
-    """Both kinds of points of one metric over steps, as an SVG element whose colours are the page's."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "axes.formatter.limits": (-3, 5)}
-    with rc_context(settings):
-        figure = Figure(figsize=(4.2, 2.3), layout="constrained")
-        axes = figure.add_subplot()
-        if train:
-            x, y = zip(*train, strict=True)
-            noisy = len(train) > 40 and _noisy(y)
-            axes.plot(x, y, color=TRAIN, linewidth=1 if noisy else 2, alpha=0.35 if noisy else 1)
-            if noisy:
-                axes.plot(x, smoothed(y), color=TRAIN, linewidth=2)
-        if evals:
-            x, y = [step for step, _ in evals], [e.value for _, e in evals]
-            axes.plot(x, y, "o-", color=EVAL, markersize=4.5, linewidth=1, markeredgewidth=0)
-            whiskers = [(step, e.low, e.high) for step, e in evals if e.low is not None]
-            for step, low, high in whiskers:
-                axes.plot([step, step], [low, high], color=EVAL, linewidth=1.4)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(RULE)
-        axes.grid(axis="y", color=RULE, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=0, colors=TEXT, labelcolor=TEXT)
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.get_offset_text().set_color(TEXT)
-        axes.margins(x=0.03, y=0.08)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
-    # Ids that nothing refers to would clash between the figures of a page.
-    svg = re.sub(r' id="[a-z_A-Z0-9]*_\d+"', "", svg)
-    svg = re.sub(r' d="[^"]+"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
-    return re.sub("|".join(INK), lambda match: INK[match[0]], svg)
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -380,7 +234,7 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
         "changes": [change for change in compared if change.key in matter],
         "other_changes": [change for change in compared if change.key not in matter],
         "card": next((change for change in compared if change.direction), compared[0] if compared else None),
-        **_curves(lines),
+        **panels(entry["name"], lines),
         "samples": samples[:MOST_SAMPLES],
         "sample_count": len(samples),
         "sample_steps": steps,
