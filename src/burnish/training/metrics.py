@@ -163,7 +163,7 @@ METRICS: dict[str, Metric] = {
     "gap": Metric("Sampler to trainer gap", "difference of log-probability; 0 when both agree"),
     "learning_rate": Metric("Learning rate", "", headline=True),
     "grad_norm": Metric("Gradient norm", "before clipping"),
-    "tokens": Metric("Tokens", "learned in a step"),
+    "tokens": Metric("Tokens", "processed in a step"),
     "tokens_per_second": Metric("Speed", "tokens a second"),
     "seconds": Metric("Time of a step", "seconds"),
 }

@@ -167,7 +167,7 @@ def _numbered(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any
     for row in rows:
         source = row.get("source", row.get("prompt", ""))
         score = float(row["score"]) if row.get("score") is not None else None
-        rewards = [f"{name} {number(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
+        rewards = [f"{name} {_typeset(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
         places[source, seen[source]] = {**row, "score": score, "rewards": rewards if len(rewards) > 1 else []}
         seen[source] += 1
     return places
@@ -209,10 +209,14 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         "recipe": as_yaml(manifest.get("recipe")),
         "versions": manifest.get("versions", {}),
         "hashes": as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
-        "number": lambda *values: number(*values).replace("-", "\N{MINUS SIGN}"),
+        "number": _typeset,
         "shown_samples": SHOWN_SAMPLES,
         "most_samples": MOST_SAMPLES,
     }
+
+
+def _typeset(value: float, share: bool = False, digits: int = 4) -> str:
+    return number(value, share, digits).replace("-", "\N{MINUS SIGN}")
 
 
 def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
