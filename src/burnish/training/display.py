@@ -132,7 +132,7 @@ def render(view: View, now: float) -> RenderableType:
     head = Table.grid(padding=(0, 1))
     head.add_row(
         Text(view.title, style="bold"),
-        ProgressBar(total=max(view.last_step, 1), completed=view.step, width=28),
+        ProgressBar(total=max(view.last_step, 1), completed=view.step, width=16),
         Text(_progress(view, now)),
     )
     parts: list[RenderableType] = [head]
