@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from burnish.models.forward import backbone, unwrap
+from burnish.types import UserError
 
 BLOCK = 64
 """The number of columns is a multiple of it."""
@@ -36,6 +40,7 @@ class SlotLayer(CacheLayerMixin):
         self.cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for all slots."""
         # Zeros, since what is masked is still multiplied: an uninitialised NaN would pass through the mask.
         self.keys, self.values = (
             new.new_zeros(self.cursor.slots, new.shape[1], self.cursor.capacity, new.shape[3])
@@ -44,6 +49,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one key and one value (B, heads, 1, size) a row at the cursor, and give all those of the live rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         at = self.cursor
@@ -53,12 +59,15 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:live, :, : at.length], self.values[:live, :, : at.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns, and the first of them."""
         return self.cursor.length, 0
 
     def get_seq_length(self) -> int:
+        """Columns before this step's, in the longest row."""
         return max(self.cursor.length - 1, 0)
 
     def get_max_length(self) -> int:
+        """No limit: the cache grows."""
         return -1
 
 
@@ -110,3 +119,31 @@ class SlotCache(Cache):
         for store in self.stores:
             store.keys[target, :, :used] = store.keys[source, :, :used]
             store.values[target, :, :used] = store.values[source, :, :used]
+
+
+def layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:
+    """Number of layers with a cache, and the attention window (None: all tokens) of each type of layer.
+
+    Raises:
+        UserError: if the model's attention cannot be cached row by row.
+    """
+    config = unwrap(model).config.get_text_config(decoder=True)
+    name = type(unwrap(model)).__name__
+    taken = inspect.signature(backbone(model).forward).parameters
+    if missing := [key for key in ("past_key_values", "position_ids") if key not in taken]:
+        raise UserError(f"{name} takes no {', '.join(missing)}: the local generator needs them to decode row by row")
+    layers = DynamicCache(config=config).layers
+    unknown = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    types = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    if unknown or "chunked_attention" in types:
+        raise UserError(
+            f"{name} keeps {', '.join(sorted(unknown)) or 'chunked attention'}, which the local generator cannot cache "
+            "row by row: it takes models with full or sliding-window attention in every layer"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise UserError(
+            f"{name} was loaded with attn_implementation={config._attn_implementation!r}, which takes no mask by row: "
+            "load it with attn_implementation='sdpa'"
+        )
+    windows = {kind: getattr(layer, "sliding_window", None) for kind, layer in zip(types, layers, strict=True)}
+    return len(layers), windows

@@ -14,21 +14,25 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
 from burnish.math.tensors import precise, warp
 from burnish.models.forward import backbone, head, unwrap
-from burnish.rollout.cache import SlotCache
+from burnish.rollout.cache import SlotCache, layer_windows
 from burnish.types import Completion, Config, UserError
 
 PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, that are read in one forward pass; more would only cost memory."""
 
+DRAW_BLOCK = 128
+"""Tokens of the vocabulary that are summed before one of their sums is drawn; 128 divides most vocabularies."""
+
 
 class Sampling(Config):
-    """How completions are drawn: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["\\n\\n"])``."""
+    """How completions are drawn: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["User:"])``."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     """A completion that has not stopped by then ends with finish ``length``."""
@@ -44,7 +48,7 @@ class Sampling(Config):
     """Sample among the likeliest tokens that together have this probability."""
     samples: Annotated[int, Field(ge=1)] = 1
     """Completions a prompt."""
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(default_factory=list)]
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A completion ends with the token that completes one of these strings."""
 
     @model_validator(mode="after")
@@ -136,12 +140,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 # --- the distribution ---------------------------------------------------------------------------------------------
 
 
-def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) by the inverse of the cumulative distribution at ``uniforms``, and their log-probabilities (B,).
+def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) by inverting the cumulative distribution at ``uniforms``, and their log-probabilities (B,).
 
-    p = softmax(warp(logits)); token = the first v at which sum_{w <= v} p_w > u * sum_w p_w, over the w not banned.
-    The log-probability is log p[token], with the banned tokens still in p. Where every token that p allows is banned,
-    the likeliest of the others is taken, with its log-probability before top-k and top-p.
+    p = softmax(warp(logits)); token = the first v at which sum_{w <= v} p_w > u sum_w p_w, over the w not banned. The
+    log-probability is log p[token] with the banned tokens still in p. Where p allows banned tokens only, the likeliest
+    other one is taken, with its log-probability before top-k and top-p. Greedy log-probabilities are 0.
 
     Args:
         logits: (B, V).
@@ -149,43 +153,38 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor | 
         sampling: temperature, top_k and top_p.
         banned: (B, V) or (1, V) bool, True for what is not to be sampled.
     """
+    if sampling.temperature == 0:
+        tokens = logits.masked_fill(banned, -torch.inf).argmax(-1)
+        return tokens, torch.zeros_like(tokens, dtype=precise(logits).dtype)
     warped = warp(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    normaliser = warped.logsumexp(-1, keepdim=True)
-    weights = (warped - normaliser).exp_()
-    if banned is not None:
-        weights.masked_fill_(banned, 0.0)
+    largest = warped.amax(-1, keepdim=True)
+    weights = (warped - largest).exp_()
+    normaliser = largest[:, 0] + weights.sum(-1).log()
+    weights.masked_fill_(banned, 0.0)
+    # In two levels, since a running sum over V numbers is slow on every device.
+    blocks = F.pad(weights, (0, -weights.shape[-1] % DRAW_BLOCK)) if weights.shape[-1] % DRAW_BLOCK else weights
+    blocks = blocks.unflatten(-1, (-1, DRAW_BLOCK))
+    sums = blocks.sum(-1)
+    block, rest = _invert(sums, uniforms)
+    within, _ = _invert(blocks[torch.arange(len(block), device=block.device), block], rest)
+    tokens = block * DRAW_BLOCK + within
+    nothing = sums.sum(-1) == 0
+    if bool(nothing.any()):
+        plain = precise(logits) / sampling.temperature
+        tokens = torch.where(nothing, plain.masked_fill(banned, -torch.inf).argmax(-1), tokens)
+        warped = torch.where(nothing[:, None], plain, warped)
+        normaliser = torch.where(nothing, plain.logsumexp(-1), normaliser)
+    return tokens, warped.gather(-1, tokens[:, None])[:, 0] - normaliser
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Index (B,) of the weight (B, V) in which each uniform number falls, and how far into it, again in [0, 1)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # Below 1 by more than the rounding of the product, else the last token, of probability 0 perhaps, could be drawn.
-    target = uniforms[:, None].clamp(max=1 - 2**-40) * total
-    tokens = torch.searchsorted(cumulative, target, right=True)
-    if banned is not None and bool((total == 0).any()):
-        plain = precise(logits) / (sampling.temperature or 1.0)
-        tokens = torch.where(total > 0, tokens, plain.masked_fill(banned, -torch.inf).argmax(-1, keepdim=True))
-        warped = torch.where(total > 0, warped, plain)
-        normaliser = warped.logsumexp(-1, keepdim=True)
-    return tokens[:, 0], (warped.gather(-1, tokens) - normaliser)[:, 0]
-
-
-def _layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:
-    """Number of layers with a cache, and the attention window (None: all tokens) of each type of layer."""
-    config = unwrap(model).config.get_text_config(decoder=True)
-    name = type(unwrap(model)).__name__
-    layers = DynamicCache(config=config).layers
-    unknown = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
-    types = getattr(config, "layer_types", None) or ["attention"] * len(layers)
-    if unknown or "chunked_attention" in types:
-        raise UserError(
-            f"{name} keeps {', '.join(sorted(unknown)) or 'chunked attention'}, which the local generator cannot cache "
-            "row by row: it takes models with full or sliding-window attention in every layer"
-        )
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise UserError(
-            f"{name} was loaded with attn_implementation={config._attn_implementation!r}, which takes no mask by row: "
-            "load it with attn_implementation='sdpa'"
-        )
-    windows = {kind: getattr(layer, "sliding_window", None) for kind, layer in zip(types, layers, strict=True)}
-    return len(layers), windows
+    # Below 1 by more than the product's rounding, else a last index of weight 0 could be drawn.
+    target = uniforms[:, None].clamp(max=1 - 2**-40) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
+    weight = weights.gather(-1, index).double()
+    return index[:, 0], ((target - cumulative.gather(-1, index) + weight) / weight)[:, 0].clamp(0.0, 1.0)
 
 
 # --- the rows -----------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ class _Rows:
         self.body, self.head, self.tokenizer, self.sampling = backbone(model), head(model), tokenizer, sampling
         self.device, self.dtype = base.device, base.dtype
         self.context: int | None = getattr(config, "max_position_embeddings", None)
-        layers, self.windows = _layer_windows(model)
+        layers, self.windows = layer_windows(model)
         self.cache = SlotCache(layers, slots, self.device)
         self.slots, self.live, self.length = slots, 0, 0
 
@@ -283,11 +282,14 @@ class _Rows:
             self.cache.copy(prefix, torch.tensor(owner, device=self.device), self.live)
         draws = [self._draws(requests[index]) for index in members]
         lengths = torch.tensor([len(requests[index].tokens) for index in members])
+        limits = torch.tensor([limit for limit, _ in draws])
+        if self.context is not None:
+            limits = torch.minimum(limits, self.context - lengths)
         self.state["request"][here] = torch.tensor(members, device=self.device)
         self.state["position"][here] = (lengths - 1).to(self.device)
         self.state["input"][here] = torch.tensor([requests[i].tokens[-1] for i in members], device=self.device)
         self.state["count"][here] = 0
-        self.state["limit"][here] = torch.tensor([limit for limit, _ in draws], device=self.device)
+        self.state["limit"][here] = limits.to(self.device)
         self.state["uniforms"][here] = torch.stack([uniforms for _, uniforms in draws]).to(self.device)
         self.live += len(members)
         self.length = max(self.length, width)
@@ -299,8 +301,6 @@ class _Rows:
         if self.sampling.length_range is not None:
             low, high = self.sampling.length_range
             limit = int(torch.randint(low, high, (), generator=generator))
-        if self.context is not None:
-            limit = min(limit, self.context - len(request.tokens))
         return limit, torch.rand(self.sampling.longest, generator=generator, dtype=torch.float64)
 
     def _mask(self, positions: Tensor, length: int) -> Any:
@@ -365,8 +365,8 @@ class _Rows:
         completions = {}
         columns = [self.state[name][gone].tolist() for name in ("request", "count", "tokens", "logprobs")]
         for row, request, count, tokens, logprobs in zip(gone, *columns, strict=True):
-            full = len(requests[request].tokens) + count == self.context
-            finish = "stop" if flags[row] == 2 else "aborted" if full else "length"
+            cut = count < self._draws(requests[request])[0]  # by the context window
+            finish = "stop" if flags[row] == 2 else "aborted" if cut else "length"
             completions[request] = Completion(tuple(tokens[:count]), tuple(logprobs[:count]), finish)
         self.live -= len(gone)
         holes = [row for row in gone if row < self.live]
