@@ -230,17 +230,19 @@ def _csv(path: Path) -> Iterator[Found]:
 def _parquet(path: Path) -> Iterator[Found]:
     import datasets
     import pyarrow
+    from datasets.exceptions import DatasetsError
 
     try:
         # Streaming reads the file where it stands, without a copy of it in the cache.
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         yield from _numbered(rows, f"{path}:")
-    except (OSError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+    except (OSError, pyarrow.ArrowException, DatasetsError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def _folder(path: Path, split: str) -> Iterator[Found]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         saved = datasets.load_from_disk(str(path))
@@ -249,17 +251,18 @@ def _folder(path: Path, split: str) -> Iterator[Found]:
         return _numbered(saved, f"{path}:")
     try:
         files = datasets.load_dataset_builder(str(path)).config.data_files
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"{path}: no rows: {error}") from error
     return itertools.chain.from_iterable(_file(Path(file)) for file in _one_of(files or {}, split, str(path)))
 
 
 def _hub(path: str, config: str | None, split: str) -> Iterator[Found]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
         rows = datasets.load_dataset(path, config, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"{path}: no such file or folder here, and not read from the hub: {error}") from error
     return _numbered(rows, f"{path}:")
 

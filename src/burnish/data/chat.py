@@ -1,0 +1,300 @@
+"""Rows to sequences: which tokens a conversation becomes, and which of them are learned.
+
+All ids of a row come from one tokenisation. Where the template marks what the assistant writes (``{% generation %}``),
+the mask is that mark; else a turn's tokens are those that it adds to the prompt before it, and the ids of that prompt
+must be a prefix of the row's, or the mask would be wrong without a word.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from burnish.data.lengths import Length, cache_key, encode, fit
+from burnish.data.templates import (
+    PLAIN_TEMPLATES,
+    Tokens,
+    Written,
+    around,
+    backend,
+    encode_text,
+    marks_generation,
+    set_template,
+    special_ids,
+    template_of,
+    tokenise,
+    write,
+)
+from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "PLAIN_TEMPLATES",
+    "Length",
+    "answer",
+    "cache_key",
+    "comparison",
+    "conversation",
+    "encode",
+    "prompt",
+    "set_template",
+    "text",
+]
+
+Learn = Literal["last", "all", "completion", "everything"]
+
+
+class Turn(NamedTuple):
+    """Tokens ``start`` to ``end`` are what the assistant says; ``end_id`` follows, if it ends: ``Turn(5, 8, 2)``."""
+
+    start: int
+    end: int
+    end_id: int | None
+
+
+def text(tokenizer: PreTrainedTokenizerBase, row: Text) -> Sequence:
+    """Text and EOS, all of it learned but the first token, which has no predecessor.
+
+    The tokenizer's own BOS, or ``[CLS]`` and ``[SEP]``, stand around it as the tokenizer has them.
+    """
+    ids = encode_text(tokenizer, row.text)
+    eos = _eos(tokenizer)
+    if ids[-len(eos) :] != eos:
+        ids += eos
+    if len(ids) < 2:
+        raise UserError(f"{row.source}: one token: there is nothing to learn")
+    return Sequence(tuple(ids), (False,) + (True,) * (len(ids) - 1), row.source)
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, row: Prompt | Messages, source: str = "prompt") -> tuple[int, ...]:
+    """The ids that a model is given before it answers, up to the opening of the assistant's turn.
+
+    Raises:
+        UserError: the template refuses the messages.
+    """
+    messages, source = (row.messages, row.source) if isinstance(row, Prompt) else (row, source)
+    return tuple(_opened(tokenizer, messages, source))
+
+
+def answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    completion: Messages | str,
+    length: Length | None = None,
+    source: str = "answer",
+) -> Sequence:
+    """A prompt with one answer to it, as a reward model sees it, in training and in scoring; nothing is learned.
+
+    ``length`` cuts the prompt, never the answer (``Length``).
+
+    Raises:
+        UserError: the template refuses the messages, or they are too long and may not be cut.
+    """
+    turns: Messages = ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
+
+    def render(row: Prompt) -> Example:
+        ids = _closed(tokenizer, write(tokenizer, row.messages + turns, source), source).ids
+        return Example((Sequence(tuple(ids), (False,) * len(ids), source),))
+
+    examples, _ = fit(Prompt(prompt, {}, source), render, length or Length())
+    if not examples:
+        raise UserError(f"{source}: longer than max_length {length and length.max_length}: set on_long: truncate_left")
+    return examples[0].sequences[0]
+
+
+def comparison(
+    tokenizer: PreTrainedTokenizerBase, row: Preference | Ranking, *, ties: Literal["drop", "half"] = "drop"
+) -> Example:
+    """The answers of a row, with the pairs that are compared; ``encode`` cuts the prompt where they are too long.
+
+    A ranking of K answers makes all its K (K - 1) / 2 pairs, each weighted 1 / (K (K - 1) / 2); answers of equal score
+    make none (``ties="drop"``) or one with p = 0.5 (``"half"``).
+
+    Raises:
+        UserError: no pair is left, or the template refuses the messages.
+    """
+    if isinstance(row, Preference):
+        sequences = tuple(answer(tokenizer, row.prompt, side, source=row.source) for side in (row.chosen, row.rejected))
+        p_chosen = 1.0 if row.p_chosen is None else row.p_chosen
+        return Example(sequences, (Pair(0, 1, margin=row.margin or 0.0, p_better=p_chosen),))
+    sequences = tuple(answer(tokenizer, row.prompt, completion, source=row.source) for completion in row.completions)
+    every = list(combinations(range(len(sequences)), 2))
+    pairs = []
+    for i, j in every:
+        better, worse = (i, j) if row.scores[i] >= row.scores[j] else (j, i)
+        tie = row.scores[i] == row.scores[j]
+        if not tie or ties == "half":
+            pairs.append(Pair(better, worse, weight=1 / len(every), p_better=0.5 if tie else 1.0))
+    if not pairs:
+        raise UserError(f"{row.source}: all answers have the same score: there is nothing to prefer")
+    return Example(sequences, tuple(pairs))
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, row: Conversation, learn: Learn | None = None, learn_eos: bool = True
+) -> Sequence:
+    """A conversation with its assistant turns learned.
+
+    Args:
+        tokenizer: with a chat template; a plain one is set by ``set_template``.
+        row: the conversation.
+        learn: ``last`` the last assistant turn; ``all`` of them; ``completion`` those after the prompt; ``everything``
+            every token that has a predecessor. None: ``completion`` where the row has one, else ``all``.
+        learn_eos: learn the token that ends a turn too. White space after it is never learned.
+
+    Raises:
+        UserError: the template refuses the messages, does not keep a prompt's ids when its answer follows, marks
+            another number of turns, or never ends a turn; or there is nothing to learn.
+    """
+    wanted = _wanted(row, learn)
+    written = write(tokenizer, row.messages, row.source)
+    tokens = _closed(tokenizer, written, row.source)
+    find = _marked if marks_generation(tokenizer) else _grown
+    turns = find(tokenizer, row, written, tokens, wanted)
+    if learn_eos and any(turn.end_id is None for turn in turns):
+        raise UserError(
+            f"{row.source}: the chat template writes no end token after the assistant's turn, so the model would not"
+            " learn to stop: use a template that does, or set learn_eos: false"
+        )
+    if learn == "everything":
+        trained = _everything(tokenizer, tokens.ids, turns[-1].end_id, learn_eos)
+    else:
+        trained = [False] * len(tokens.ids)
+        for turn in turns:
+            trained[turn.start : turn.end + learn_eos] = [True] * (turn.end + learn_eos - turn.start)
+    trained[0] = False
+    if not any(trained):
+        raise UserError(f"{row.source}: nothing to learn")
+    return Sequence(tuple(tokens.ids), tuple(trained), row.source)
+
+
+# --- ids ----------------------------------------------------------------------------------------------------------
+
+
+def _eos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    eos: Any = tokenizer.eos_token_id
+    return [] if eos is None else [eos]
+
+
+def _opened(tokenizer: PreTrainedTokenizerBase, messages: Messages, source: str) -> list[int]:
+    before, _ = around(tokenizer)
+    return before + tokenise(tokenizer, write(tokenizer, messages, source, generation_prompt=True), source).ids
+
+
+def _closed(tokenizer: PreTrainedTokenizerBase, written: Written, source: str) -> Tokens:
+    """The ids of a whole conversation; where the tokenizer ends a text with EOS, it is not ended twice."""
+    before, after = around(tokenizer)
+    tokens = tokenise(tokenizer, written, source)
+    if after and tokens.ids[-len(after) :] == after:
+        after = []
+    first, last = (0, 0), (len(written.text), len(written.text))
+    return Tokens(before + tokens.ids + after, [first] * len(before) + tokens.offsets + [last] * len(after))
+
+
+# --- masks --------------------------------------------------------------------------------------------------------
+
+
+def _wanted(row: Conversation, learn: Learn | None) -> list[int]:
+    """Indices of the messages to be learned."""
+    turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    start = row.completion_start
+    if learn == "completion" and start is None:
+        raise UserError(
+            f"{row.source}: learn: completion: the row has no prompt and completion: set learn: last or all"
+        )
+    if learn == "completion" or (learn is None and start is not None):
+        turns = [i for i in turns if i >= (start or 0)]
+    if not turns:
+        raise UserError(f"{row.source}: no assistant turn: there is nothing to learn")
+    return turns[-1:] if learn in ("last", "everything") else turns
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, row: Conversation, written: Written, tokens: Tokens, wanted: list[int]
+) -> list[Turn]:
+    """Turns by the template's own marks."""
+    said = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    if len(written.marked) != len(said):
+        raise UserError(
+            f"{row.source}: the chat template marks {len(written.marked)} turns as generated, the conversation has"
+            f" {len(said)} by the assistant: mend its {{% generation %}} marks, or take them out"
+        )
+    special = special_ids(tokenizer)
+    ends = set(_eos(tokenizer))
+    turns = []
+    for i, (first, last) in reversed(list(zip(said, written.marked, strict=True))):
+        inside = [t for t, offset in enumerate(tokens.offsets) if _overlap(offset, first, last)]
+        if not inside:
+            raise UserError(f"{row.source}: message {i}: the chat template marks nothing of it as generated")
+        start, stop = inside[0], inside[-1] + 1
+        if i == said[-1] and stop < len(tokens.ids) and tokens.ids[stop] in special:
+            ends.add(tokens.ids[stop])  # nothing follows the last turn but what ends it
+        if i in wanted:
+            turn = _ended(tokenizer, tokens.ids, start, stop)
+            outside = turn.end_id is None and stop < len(tokens.ids) and tokens.ids[stop] in ends
+            turns.append(turn._replace(end_id=tokens.ids[stop]) if outside else turn)
+            if template_of(tokenizer) in PLAIN_TEMPLATES.values():
+                _check_prefix(tokenizer, row, i, _opened(tokenizer, row.messages[:i], row.source), tokens.ids)
+    return turns[::-1]
+
+
+def _overlap(offset: tuple[int, int], first: int, last: int) -> bool:
+    """Whether a token lies in the characters; byte-level tokenizers leave white space out of a token's own."""
+    start, end = offset
+    return first < end <= last if start == end else start < last and end > first
+
+
+def _grown(
+    tokenizer: PreTrainedTokenizerBase, row: Conversation, written: Written, tokens: Tokens, wanted: list[int]
+) -> list[Turn]:
+    """Turns by growing the conversation: what a turn adds to the prompt before it."""
+    turns = []
+    for i in wanted:
+        before = _opened(tokenizer, row.messages[:i], row.source)
+        _check_prefix(tokenizer, row, i, before, tokens.ids)
+        after = tokens.ids
+        if i + 1 < len(row.messages):
+            after = _closed(tokenizer, write(tokenizer, row.messages[: i + 1], row.source), row.source).ids
+            _check_prefix(tokenizer, row, i + 1, after, tokens.ids)
+        turns.append(_ended(tokenizer, tokens.ids, len(before), len(after)))
+    if any(turn.start >= turn.end for turn in turns):
+        raise UserError(f"{row.source}: the chat template adds nothing for a turn of the assistant")
+    return turns
+
+
+def _check_prefix(
+    tokenizer: PreTrainedTokenizerBase, row: Conversation, i: int, before: list[int], ids: list[int]
+) -> None:
+    if ids[: len(before)] == before:
+        return
+    same = next((t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids)))
+    start = max(0, same - 8)
+    shown = [tokenizer.convert_ids_to_tokens(part[start : same + 8]) for part in (before, ids)]
+    raise UserError(
+        f"{row.source}: the first {i} messages alone do not have the ids that they have in the whole conversation, so"
+        f" what the model learns is not what it is asked; from token {start} on\n  alone:    {shown[0]}\n"
+        f"  in whole: {shown[1]}\nSet learn: last, use a template that marks {{% generation %}}, or let the completion"
+        " begin with the space that the prompt ends with"
+    )
+
+
+def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, stop: int) -> Turn:
+    """The turn in ``ids[start:stop]``, without its end token and the white space after that."""
+    special = special_ids(tokenizer)
+    for end in range(stop - 1, start - 1, -1):
+        if ids[end] in special:
+            return Turn(start, end, ids[end])
+        if backend(tokenizer).decode([ids[end]], skip_special_tokens=False).strip():
+            break
+    return Turn(start, stop, None)
+
+
+def _everything(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int | None, learn_eos: bool) -> list[bool]:
+    trained, after_end = [], False
+    for id in ids:
+        blank = after_end and not backend(tokenizer).decode([id], skip_special_tokens=False).strip()
+        after_end = id == end_id or blank
+        trained.append(not blank and (learn_eos or id != end_id))
+    return trained

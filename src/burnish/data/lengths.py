@@ -1,0 +1,262 @@
+"""Sequences that are too long, and the cache of what rows were encoded to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from burnish.data.templates import backend
+from burnish.types import (
+    Changed,
+    Config,
+    Encoded,
+    Example,
+    Messages,
+    Pair,
+    Preference,
+    Prompt,
+    Ranking,
+    Row,
+    Sequence,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Length(Config):
+    """The longest sequence, and what happens to longer ones; each change is counted with its row.
+
+    What a row is cut to never gets an end token that it did not have. Of preferences, rankings and prompts only the
+    prompt is cut, and only by ``truncate_left``: its oldest turns first, then the beginning of its last one; never a
+    system message or an answer.
+    """
+
+    max_length: int | None = Field(default=None, ge=2, description="tokens of the longest sequence; none: any length")
+    on_long: Literal["error", "drop", "truncate_left", "truncate_right", "split"] = Field(
+        default="error",
+        description="error stops; drop leaves the row out; truncate_left and truncate_right keep its end and its "
+        "beginning; split makes pieces that overlap by one token, so that every token is still a target",
+    )
+
+
+def encode(
+    rows: list[Row], function: Callable[[Any], Example], length: Length, cache_key: str | None = None
+) -> Encoded:
+    """Rows as examples, of a length that fits.
+
+    Args:
+        rows: what ``function`` takes.
+        function: a row to its example, uncut.
+        length: the longest sequence allowed.
+        cache_key: says all that ``function`` depends on (``cache_key``): the result is then read from disk when the
+            same rows were encoded before. None: not kept.
+
+    Raises:
+        UserError: a row cannot be encoded, is too long and may not be cut, or has nothing left to learn.
+    """
+    path = None if cache_key is None else _folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
+    if path is not None and path.exists():
+        return _read(path)
+    encoded = Encoded([], [])
+    for row in _progress(rows):
+        examples, reason = fit(row, function, length)
+        encoded.examples.extend(examples)
+        if reason:
+            encoded.changed.append(Changed(row.source, reason))
+    if path is not None and all(not s.arrays for example in encoded.examples for s in example.sequences):
+        _keep(encoded, path)
+    return encoded
+
+
+def fit(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[list[Example], str]:
+    """The examples that one row makes, and what was done to make them fit ("" where nothing was).
+
+    Raises:
+        UserError: the row is too long and may not be cut, or has nothing left to learn.
+    """
+    example = function(row)
+    longest, limit = _longest(example), length.max_length
+    if limit is None or longest <= limit:
+        return [example], ""
+    what = f"{longest} tokens, max_length {limit}"
+    if length.on_long == "error":
+        raise UserError(f"{row.source}: {what}: raise it, or set on_long: drop, truncate_left, truncate_right or split")
+    if length.on_long == "drop":
+        return [], f"drop: {what}"
+    if isinstance(row, Preference | Ranking | Prompt):
+        if length.on_long != "truncate_left":
+            detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
+            raise UserError(f"{row.source}: {what}: on_long: {length.on_long} {detail}: set truncate_left or drop")
+        shorter, cut = _cut_prompt(row, lambda row: _longest(function(row)) <= limit, what)
+        return [function(shorter)], f"truncate_left: {what}: {cut}"
+    (sequence,) = example.sequences
+    pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, length.on_long)]
+    learned = [piece for piece in pieces if any(piece.trained)]
+    if not learned:
+        raise UserError(f"{row.source}: {what}: {length.on_long} leaves nothing to learn: raise max_length, or drop")
+    left_out = len(pieces) - len(learned)
+    note = f" into {len(pieces)}" + (f", {left_out} of them with nothing to learn" if left_out else "")
+    return [Example((piece,)) for piece in learned], f"{length.on_long}: {what}" + (note if len(pieces) > 1 else "")
+
+
+def _longest(example: Example) -> int:
+    return max(len(sequence.tokens) for sequence in example.sequences)
+
+
+def _spans(size: int, limit: int, how: str) -> list[tuple[int, int]]:
+    if how == "truncate_left":
+        return [(size - limit, size)]
+    if how == "truncate_right":
+        return [(0, limit)]
+    return [(start, min(start + limit, size)) for start in range(0, size - 1, limit - 1)]
+
+
+def _part(sequence: Sequence, start: int, end: int) -> Sequence:
+    """Tokens ``start`` to ``end``; the first has lost its predecessor and is not learned."""
+    return Sequence(
+        sequence.tokens[start:end],
+        (False, *sequence.trained[start + 1 : end]),
+        sequence.source,
+        {name: values[start:end] for name, values in sequence.arrays.items()},
+    )
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+def _cut_prompt(
+    row: Preference | Ranking | Prompt, fits: Callable[[Any], bool], what: str
+) -> tuple[Preference | Ranking | Prompt, str]:
+    """The row with as much of its prompt as fits, and what was left out."""
+
+    def with_prompt(messages: Messages) -> Any:
+        return replace(row, messages=messages) if isinstance(row, Prompt) else replace(row, prompt=messages)
+
+    prompt = row.messages if isinstance(row, Prompt) else row.prompt
+    first = 1 if prompt[0]["role"] == "system" else 0
+    head, turns = prompt[:first], prompt[first:]
+    # A conversation that begins with an answer is refused by many templates, so cuts fall before a user's turn.
+    starts = [i for i in range(1, len(turns)) if turns[i]["role"] == "user"]
+    for start in starts:
+        if fits(with_prompt(head + turns[start:])):
+            return with_prompt(head + turns[start:]), f"{start} of {len(turns)} turns of the prompt left out"
+    start = starts[-1] if starts else 0
+    if not turns or turns[start]["role"] == "assistant":
+        raise UserError(f"{row.source}: {what}: there is no turn of the prompt to cut: raise max_length, or drop")
+    whole = turns[start]["content"]
+
+    def without(characters: int) -> Any:
+        return with_prompt((*head, {**turns[start], "content": whole[characters:].lstrip()}, *turns[start + 1 :]))
+
+    low, high = 0, len(whole) - 1  # the least that is cut keeps a character
+    if not fits(without(high)):
+        raise UserError(f"{row.source}: {what}: it does not fit even without its prompt: raise max_length, or drop")
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(without(middle)) else (middle + 1, high)
+    dropped = f"{start} of {len(turns)} turns and " if start else ""
+    return without(low), f"{dropped}{low} of {len(whole)} characters of the last turn left out"
+
+
+# --- cache --------------------------------------------------------------------------------------------------------
+
+
+def cache_key(tokenizer: PreTrainedTokenizerBase, *options: Any) -> str:
+    """A digest of the tokenizer, its template, and the options: what the ids of a row depend on besides the row."""
+    import tokenizers
+    import transformers
+
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    parts = [
+        hashlib.sha256(code).hexdigest(),
+        transformers.__version__,
+        tokenizers.__version__,
+        backend(tokenizer).to_str(),
+        repr(tokenizer.chat_template),
+        repr(sorted(tokenizer.special_tokens_map.items())),
+        repr(options),
+    ]
+    return _digest(parts)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _fingerprint(rows: list[Row], length: Length, key: str) -> str:
+    plain = (replace(row, columns={}) if isinstance(row, Prompt) else row for row in rows)
+    return _digest([key, repr(length), *(repr(row) for row in plain)])
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
+
+
+def _keep(encoded: Encoded, path: Path) -> None:
+    """Write the examples as arrays, whole or not at all."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    sequences = [s for example in encoded.examples for s in example.sequences]
+    tensors = {
+        "tokens": np.array([token for s in sequences for token in s.tokens], dtype=np.int64),
+        "trained": np.array([learned for s in sequences for learned in s.trained], dtype=np.bool_),
+        "lengths": np.array([len(s.tokens) for s in sequences], dtype=np.int64),
+        "sequences": np.array([len(example.sequences) for example in encoded.examples], dtype=np.int64),
+        "pairs": np.array([pair for e in encoded.examples for pair in e.pairs], dtype=np.float64).reshape(-1, 5),
+        "pair_counts": np.array([len(example.pairs) for example in encoded.examples], dtype=np.int64),
+    }
+    notes = {"sources": json.dumps([s.source for s in sequences]), "changed": json.dumps(encoded.changed)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(save(tensors, notes))
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"encoded rows are not kept for the next run: {error}", stacklevel=3)
+
+
+def _read(path: Path) -> Encoded:
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        notes = file.metadata()
+        arrays = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+    sources = iter(json.loads(notes["sources"]))
+    tokens, trained, lengths = arrays["tokens"], arrays["trained"], iter(arrays["lengths"])
+    pairs = iter(arrays["pairs"])
+    examples, done = [], 0
+    for sequences, pair_count in zip(arrays["sequences"], arrays["pair_counts"], strict=True):
+        made = []
+        for _ in range(sequences):
+            end = done + next(lengths)
+            made.append(Sequence(tuple(tokens[done:end]), tuple(trained[done:end]), next(sources)))
+            done = end
+        compared = (next(pairs) for _ in range(pair_count))
+        examples.append(Example(tuple(made), tuple(Pair(int(a), int(b), *rest) for a, b, *rest in compared)))
+    return Encoded(examples, [Changed(*change) for change in json.loads(notes["changed"])])
+
+
+def _progress(rows: list[Row]) -> Iterable[Row]:
+    if not sys.stderr.isatty():
+        return rows
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(rows, "Encoding rows", console=Console(stderr=True), transient=True)
