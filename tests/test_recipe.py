@@ -82,8 +82,16 @@ def test_a_recipe_of_one_stage_may_leave_out_the_level(folder):
 
 
 def test_overrides_reach_stages_by_name_and_by_index(folder):
-    recipe = load("two.yaml", ["seed=3", "stages.tune.trainer.learning_rate=1e-5", "stages.1.method.learn=all",
-                               "stages.tune.generation.stop=['a']", "stages.prefer.model={stage: tune}"])
+    recipe = load(
+        "two.yaml",
+        [
+            "seed=3",
+            "stages.tune.trainer.learning_rate=1e-5",
+            "stages.1.method.learn=all",
+            "stages.tune.generation.stop=['a']",
+            "stages.prefer.model={stage: tune}",
+        ],
+    )
     tune = recipe.stages[1]
     assert recipe.seed == 3
     assert tune.trainer["learning_rate"] == 1e-5
@@ -117,7 +125,7 @@ def test_every_key_has_its_line():
 
 def test_anchors_are_followed_and_endless_ones_refused():
     assert read("a: &x {b: 1}\nc: *x\n", "r.yaml").value == {"a": {"b": 1}, "c": {"b": 1}}
-    with pytest.raises(UserError, match="r.yaml:1: more than 32 blocks"):
+    with pytest.raises(UserError, match=r"r\.yaml:1: more than 32 blocks"):
         read("&x [*x]", "r.yaml")
 
 
@@ -145,7 +153,8 @@ def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):
     recipe = load("two.yaml", ["stages.tune.method={name: 'mine:Mine', push: 2}"])
     assert recipe.resolved()["stages"][1]["method"] == {"name": "mine:Mine", "push": 2.0}
     assert "command line: stages.tune.method.pusch: unknown key; did you mean 'push'?" in message(
-        "two.yaml", ["stages.tune.method={name: 'mine:Mine'}", "stages.tune.method.pusch=2"])
+        "two.yaml", ["stages.tune.method={name: 'mine:Mine'}", "stages.tune.method.pusch=2"]
+    )
     assert "mine has no 'Mein'; did you mean 'Mine'?" in message("two.yaml", ["stages.tune.method={name: 'mine:Mein'}"])
     assert "there is no module 'mein'" in message("two.yaml", ["stages.tune.method={name: 'mein:Mine'}"])
 

@@ -48,13 +48,19 @@ def _kind(value: Any) -> str | None:
 
 ModelSource = Annotated[
     Annotated[str, Tag("<path>")] | Annotated[StageModel, Tag("<stage>")] | Annotated[PackageModel, Tag("<package>")],
-    Discriminator(_kind, custom_error_type="expected", custom_error_message=
-                  "a folder, a hub id, {stage: NAME} or {package: NAME, hub: ID}"),
+    Discriminator(
+        _kind,
+        custom_error_type="expected",
+        custom_error_message="a folder, a hub id, {stage: NAME} or {package: NAME, hub: ID}",
+    ),
 ]
 DataSource = Annotated[
     Annotated[str, Tag("<path>")] | Annotated[StageData, Tag("<stage>")],
-    Discriminator(_kind, custom_error_type="expected", custom_error_message=
-                  "a file, a folder, a hub id or {stage: NAME, file: FILE}"),
+    Discriminator(
+        _kind,
+        custom_error_type="expected",
+        custom_error_message="a file, a folder, a hub id or {stage: NAME, file: FILE}",
+    ),
 ]
 
 
@@ -124,7 +130,7 @@ class Stage(Config, use_attribute_docstrings=True):
     """Absent: full training."""
     data: Data | None = None
     reward: list[RewardSource] = Field([])
-    generation: Sampling = Sampling()
+    generation: Sampling = Field(default_factory=Sampling)
     token_budget: int | None = Field(None, gt=0)
     """Most tokens of a micro-batch."""
     trainer: dict[str, Any] = Field({})
@@ -133,8 +139,8 @@ class Stage(Config, use_attribute_docstrings=True):
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:
         if (self.run is None) == (self.method is None):
-            both = "has both" if self.run else "has neither"
-            raise ValueError(f"{both} run: and method:; a stage either runs a function or trains with a method")
+            found = "both run: and" if self.run else "neither run: nor"
+            raise ValueError(f"has {found} method:; a stage either runs a function or trains with a method")
         given = self.model_fields_set
         if self.run and (extra := given - {"name", "run", "arguments"}):
             raise ValueError(f"{', '.join(sorted(extra))} cannot stand beside run:; a function is set by with:")

@@ -13,14 +13,23 @@ from typing import Any, get_args, get_type_hints
 import pydantic
 
 from burnish.data.chat import PLAIN_TEMPLATES
+from burnish.data.rows import READERS
 from burnish.methods import METHODS
 from burnish.models.adapters import AdapterConfig
-from burnish.recipe.blocks import Data, PackageModel, Recipe, Stage, StageData, StageModel, is_module, method_class
+from burnish.recipe.blocks import (
+    Data,
+    PackageModel,
+    Recipe,
+    RewardSource,
+    Stage,
+    StageData,
+    StageModel,
+    is_module,
+    method_class,
+)
 from burnish.recipe.places import Keys, Problem, find, mistakes, nearest, shown
 from burnish.rollout.generate import Sampling
-from burnish.types import UserError
-
-DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+from burnish.types import Prompt, UserError
 
 # Keys of TrainingArguments that a recipe may not set, and what to write instead.
 OWNED = {
@@ -83,9 +92,12 @@ def _home(path: Keys, value: dict[str, Any]) -> str | None:
 
 def _method_problems(name: str, value: dict[str, Any], at: Keys) -> Iterator[Problem]:
     try:
-        config = method_class(name).config
+        config = getattr(method_class(name), "config", None)
     except UserError as error:
         yield Problem((*at, "name"), str(error))
+        return
+    if not (isinstance(config, type) and issubclass(config, pydantic.BaseModel)):
+        yield Problem((*at, "name"), f"{name!r} has no class of settings: its attribute config is {config!r}")
         return
     settings = {key: value[key] for key in value if key != "name"}
     try:
@@ -168,9 +180,19 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             if name is not None and name not in PLAIN_TEMPLATES:
                 text = f"unknown template {name!r}{nearest(name, PLAIN_TEMPLATES)}"
                 yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
+        if stage.method and (text := _reward_problem(stage.method.name, stage.reward)):
+            yield Problem(("stages", index, "reward"), text)
         evaluates = stage.trainer.get("eval_strategy", "no") != "no"
         if stage.data and evaluates and stage.data.eval is None:
             yield Problem(("stages", index, "trainer", "eval_strategy"), "no rows for it: data.eval is missing")
+
+
+def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
+    """A method that samples completions needs something that scores them; any other would ignore it."""
+    samples = Prompt in getattr(method_class(method), "kinds", ())
+    if samples and not rewards:
+        return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
+    return f"method {method!r} uses no reward; take this key away" if rewards and not samples else None
 
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -191,13 +213,11 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("stages", index, *path), text)
 
 
-
-
 def _is_hub_id(source: str) -> bool:
-    """Whether something that is not here may be on the hub: ``owner/name`` where no folder ``owner`` is here."""
+    """Whether what is not here may be on the hub: ``owner/name``, with no folder ``owner`` here."""
     owner, slash, _ = source.partition("/")
-    shape = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
-    return bool(shape) and not source.endswith((*DATA_FILES, ".gguf")) and not (slash and Path(owner).is_dir())
+    shape = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+){0,2}", source)
+    return bool(shape) and not source.endswith((*READERS, ".gguf", ".gz")) and not (slash and Path(owner).is_dir())
 
 
 def _missing(source: str, what: str) -> str:
@@ -208,11 +228,13 @@ def _missing(source: str, what: str) -> str:
 
 
 def _data_problem(source: str) -> str | None:
-    path = Path(source).expanduser()
+    name, _, _ = source.partition(":")  # a folder or a hub id may end in :split
+    path = Path(source if Path(source).exists() else name)
     if not path.exists():
-        return None if _is_hub_id(source) else _missing(source, "file")
-    if path.is_file() and path.suffix not in DATA_FILES:
-        return f"{source}: cannot read {path.suffix or 'a file without ending'}; expected {', '.join(DATA_FILES)}"
+        return None if "/" in name and _is_hub_id(name) else _missing(source, "file")
+    ending = Path(path.name.removesuffix(".gz")).suffix
+    if path.is_file() and ending not in READERS:
+        return f"{source}: cannot read {ending or 'a file without ending'}; expected {', '.join(READERS)}"
     return None
 
 
@@ -244,7 +266,12 @@ def _function_problem(reference: str) -> str | None:
     except SyntaxError as error:
         return f"{file}:{error.lineno}: not valid Python: {error.msg}"
     known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    known |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets
-              if isinstance(target, ast.Name)}
+    known |= {
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     known |= {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
     return None if name in known else f"{file} defines no {name!r}{nearest(name, known)}"

@@ -161,9 +161,12 @@ def dotted(path: Keys, root: Any = None) -> str:
 def find(root: Any, path: Keys) -> Any:
     """The value at a path, None where there is none."""
     for key in path:
-        if isinstance(key, int) != isinstance(root, list) or root is None:
+        if isinstance(root, dict) and isinstance(key, str):
+            root = root.get(key)
+        elif isinstance(root, list) and isinstance(key, int):
+            root = root[key]
+        else:
             return None
-        root = root[key] if isinstance(root, list) else root.get(key) if isinstance(root, dict) else None
     return root
 
 
@@ -198,10 +201,10 @@ _EXPECTED = {
     "expected": "{0}",
     "literal_error": "{expected}",
     "enum": "{expected}",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "{ge} or more",
-    "less_than": "less than {lt}",
-    "less_than_equal": "{le} or less",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
     "string_pattern_mismatch": "a name of letters, digits, '_', '-' and '.', that starts with a letter or digit",

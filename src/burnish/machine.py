@@ -1,0 +1,84 @@
+"""What this machine can do: cores, memory, accelerators, measured speed, and advice."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
+OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU", "vllm": "fast rollouts on a GPU", "ray": "several machines"}
+MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
+    """Floating-point operations a second of (size, size) matrix products: 2 size^3 each, the best of several."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a = torch.randn(size, size, device=device).to(dtype)
+    best, began = float("inf"), time.perf_counter()
+    while time.perf_counter() - began < seconds or best == float("inf"):
+        start = time.perf_counter()
+        a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or the limit of its container."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [Path(name).read_text().strip() for name in MEMORY_LIMITS if Path(name).is_file()]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def examine() -> dict[str, str]:
+    """Facts by name; takes about a second, most of it to measure matrix products."""
+    facts = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
+    for name in PACKAGES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = "not installed"
+    facts["cores"] = f"{cores()} of {os.cpu_count()}"
+    facts["threads"] = str(torch.get_num_threads())
+    facts["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "not set")
+    facts["memory"] = f"{memory_bytes() / 2**30:.1f} GiB"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        facts["GPU"] = f"{torch.cuda.device_count()} x {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+        facts["bfloat16"] = "yes" if torch.cuda.is_bf16_supported() else "no"
+    else:
+        facts["GPU"] = "none"
+        facts["bfloat16"] = "fast" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "emulated"
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        facts[f"matrix product, {name}"] = f"{matmul_rate(dtype) / 1e9:.0f} GFLOP/s"
+    for name, purpose in OPTIONAL.items():
+        facts[name] = version(name) if importlib.util.find_spec(name) else f"not installed (optional: {purpose})"
+    return facts
+
+
+def advice(facts: dict[str, str]) -> list[str]:
+    """What would make this machine faster or safer, in full sentences."""
+    found = []
+    if facts["OMP_WAIT_POLICY"].upper() != "PASSIVE":
+        found.append("set OMP_WAIT_POLICY=PASSIVE: threads that wait then sleep, instead of slowing down all others.")
+    usable = int(facts["cores"].split()[0])
+    if int(facts["threads"]) > usable:
+        found.append(f"{facts['threads']} threads share {usable} cores: set threads: {usable} in the recipe.")
+    if facts["GPU"] == "none" and facts["bfloat16"] == "emulated":
+        found.append("keep dtype: float32: this processor has no bfloat16 instructions.")
+    if float(facts["memory"].split()[0]) < 4:
+        found.append("less than 4 GiB of memory: set a small token_budget: in the recipe.")
+    return found

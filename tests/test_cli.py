@@ -1,0 +1,257 @@
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from burnish import cli
+from burnish.types import UserError
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+RECIPE = """\
+name: tiny
+stages:
+  - name: sft
+    method: {name: sft}
+    model: MODEL
+    data: {train: chat.jsonl}
+  - name: after
+    method: {name: sft}
+    model: {stage: sft}
+    data: {train: {stage: sft, file: more.jsonl}}
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    special = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=special[2:],
+        chat_template=TEMPLATE,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tiny.yaml").write_text(RECIPE.replace("MODEL", str(model)))
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "bcdefgh\n"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def call(*arguments):
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments], terminal_width=200)
+
+
+def test_help_needs_no_torch():
+    code = "import sys, burnish.cli; print({'torch', 'transformers', 'datasets', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_help_names_every_command():
+    shown = call("--help").output
+    for name in ("run", "inspect", "generate", "report", "recipes", "schema", "doctor"):
+        assert re.search(rf"\b{name}\b", shown)
+
+
+def test_wrong_usage_exits_with_2():
+    assert call("rnu").exit_code == 2
+    assert call("inspect", "x.yaml", "--row", "-1").exit_code == 2
+    assert call("generate", "somewhere").exit_code == 2
+
+
+@pytest.fixture
+def pipeline(monkeypatch):
+    fake = SimpleNamespace(calls=[])
+    monkeypatch.setitem(sys.modules, "burnish.pipeline", fake)
+    monkeypatch.setattr("burnish.pipeline", fake, raising=False)
+    return fake
+
+
+def test_run_hands_the_recipe_to_the_pipeline(here, pipeline):
+    def run(recipe, *, fresh):
+        pipeline.calls.append((recipe.name, recipe.seed, fresh))
+        return recipe.folder
+
+    pipeline.run = run
+    assert call("run", "tiny.yaml", "seed=3", "--fresh").exit_code == 0
+    result = call("run", "tiny.yaml")
+    assert pipeline.calls == [("tiny", 3, True), ("tiny", 0, False)]
+    assert "runs/tiny" in result.stdout
+
+
+@pytest.mark.parametrize(("raised", "code", "text"), [
+    (UserError("no [bold] model: x"), 2, "error: no [bold] model: x\n"),
+    (KeyboardInterrupt(), 130, "stopped; run the same command to go on\n"),
+])  # fmt: skip
+def test_mistakes_and_interrupts_have_one_message_and_a_code(here, pipeline, raised, code, text):
+    def run(recipe, *, fresh):
+        raise raised
+
+    pipeline.run = run
+    result = call("run", "tiny.yaml")
+    assert (result.exit_code, result.stderr) == (code, text)
+
+
+def test_a_fault_keeps_its_traceback_and_exits_with_1(here, pipeline):
+    def run(recipe, *, fresh):
+        raise ZeroDivisionError("ours")
+
+    pipeline.run = run
+    result = call("run", "tiny.yaml")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_the_environment_is_set_unless_the_user_did(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    call("recipes")
+    assert cli.os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert cli.os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_recipes_lists_names_and_descriptions(tmp_path, monkeypatch):
+    (tmp_path / "quick.yaml").write_text("# All of it in a minute.\nname: quick\n")
+    monkeypatch.setattr("burnish.recipe.loading.RECIPES", tmp_path)
+    assert re.search(r"quick +All of it in a minute\.", call("recipes").stdout)
+
+
+def test_schema_is_json():
+    assert "$defs" in json.loads(call("schema").stdout)
+
+
+def test_doctor_says_what_there_is():
+    shown = call("doctor").stdout
+    for name in ("python", "torch", "cores", "threads", "memory", "GPU", "bfloat16", "GFLOP/s", "bitsandbytes", "vllm"):
+        assert name in shown
+
+
+def test_report_wants_the_folder_of_a_run(tmp_path):
+    result = call("report", tmp_path)
+    assert result.exit_code == 2
+    assert "no manifest.json" in result.stderr
+
+
+def test_inspect_shows_what_is_learned(here):
+    result = call("inspect", "tiny.yaml")
+    assert result.exit_code == 0, result.output
+    assert "<|user|>ab<|end|><|assistant|>[[cd<|end|>]]" in result.stdout
+    # Row 1: user, a, end, assistant, 8 characters, end; row 0: user, a, b, end, assistant, c, d, end.
+    assert re.search(r"rows +2 *\n", result.stdout)
+    assert re.search(r"tokens +21 *\n", result.stdout)
+    assert re.search(r"learned +12 \(57\.1%\)", result.stdout)
+    assert re.search(r"longest +8, 8, 13, 13, 13 *\n", result.stdout)
+    assert "waits for runs/tiny/sft/data/more.jsonl" in result.stdout
+    assert "memory of this machine" in result.stdout
+
+
+def test_inspect_shows_one_row(here):
+    shown = call("inspect", "tiny.yaml", "--row", "1").stdout
+    assert "row 1 (chat.jsonl:2): 13 tokens, 9 learned" in shown
+    assert "row 0" not in shown
+    assert "there are 2 rows" in call("inspect", "tiny.yaml", "--row", "2").stderr
+
+
+def test_inspect_counts_and_lists_what_is_cut_and_skipped(here):
+    with (here / "chat.jsonl").open("a") as file:
+        file.write('{"messages": []}\n')
+    shown = call(
+        "inspect",
+        "tiny.yaml",
+        "stages.sft.data.max_length=10",
+        "stages.sft.data.on_long=truncate_right",
+        "stages.sft.data.on_bad_row=skip",
+    ).stdout
+    assert re.search(r"cut or dropped +1 *\n", shown)
+    assert re.search(r"skipped +1 x ", shown)
+    assert "changed: chat.jsonl:2" in shown
+    assert "skipped: chat.jsonl:3" in shown
+
+
+def test_inspect_looks_through_a_stage_that_has_not_run(here):
+    shown = call("inspect", "tiny.yaml", "stages.after.data.train=chat.jsonl").stdout
+    assert shown.count("<|user|>ab<|end|><|assistant|>[[cd<|end|>]]") == 2
+
+
+def test_generate_prints_and_writes(here, model):
+    printed = call("generate", model, "ab", "--temperature", "0", "--max-new-tokens", "4")
+    assert printed.exit_code == 0, printed.output
+    (here / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "c"}\n')
+    written = call(
+        "generate",
+        model,
+        "--input",
+        "prompts.jsonl",
+        "--output",
+        "out/done.jsonl",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "4",
+        "--seed",
+        "7",
+    )
+    assert written.exit_code == 0, written.output
+    rows = [json.loads(line) for line in (here / "out/done.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["source"]) for row in rows] == [
+        ("ab", "prompts.jsonl:1"),
+        ("ab", "prompts.jsonl:1"),
+        ("c", "prompts.jsonl:2"),
+        ("c", "prompts.jsonl:2"),
+    ]
+    again = call(
+        "generate",
+        model,
+        "--input",
+        "prompts.jsonl",
+        "--output",
+        "again.jsonl",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "4",
+        "--seed",
+        "7",
+    )
+    assert again.exit_code == 0
+    assert (here / "again.jsonl").read_text() == (here / "out/done.jsonl").read_text()
+
+
+def test_generate_checks_its_options(here, model):
+    result = call("generate", model, "ab", "--top-p", "0")
+    assert result.exit_code == 2
+    assert result.stderr == "error: command line: top_p: expected more than 0, got 0.0\n"
