@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
 
 from burnish.data import chat, rows
 from burnish.models import loading
@@ -105,8 +104,12 @@ def _open(recipe: Recipe) -> dict[str, Any]:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         },
         "stages": [
-            {"name": stage.name, "method": stage.method.name if stage.method else None, "state": "pending",
-             "seconds": 0.0}
+            {
+                "name": stage.name,
+                "method": stage.method.name if stage.method else None,
+                "state": "pending",
+                "seconds": 0.0,
+            }
             for stage in recipe.stages
         ],
     }
@@ -256,7 +259,11 @@ class _Training:
         data = self.data
         reference = data_reference(getattr(data, split), self.recipe.folder)
         return rows.load(
-            reference, self.method_class.kinds, format=data.format, keys=data.keys, on_bad_row=data.on_bad_row,
+            reference,
+            self.method_class.kinds,
+            format=data.format,
+            keys=data.keys,
+            on_bad_row=data.on_bad_row,
             limit=data.limit if split == "train" else None,
         )
 
@@ -269,10 +276,12 @@ class _Training:
         if self.method_class.kinds == (rows.Prompt,):
             settings |= {"reward": [self._reward(r) for r in stage.reward], "sampling": stage.generation}
         arguments = TrainingArguments(
-            output_dir=str(self.folder), seed=self.recipe.seed, use_cpu=not torch.cuda.is_available(),
+            output_dir=str(self.folder),
+            seed=self.recipe.seed,
+            use_cpu=not torch.cuda.is_available(),
             **(DEFAULTS | stage.trainer),
         )
-        return Trainer(
+        trainer = Trainer(
             model=model,
             args=arguments,
             method=self.method_class(**settings),
@@ -285,6 +294,8 @@ class _Training:
             show_samples=self.screen.samples,
             callbacks=[RunCallback(recorder, self.screen)],
         )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
     def _reward(self, source: RewardSource) -> NamedReward:
         if source.function is not None:
@@ -297,7 +308,9 @@ class _Training:
         if source.template is not None:
             chat.set_template(tokenizer, source.template)
         model = loading.load_reward_model(reference, labels=labels)
-        return NamedReward(source.name or "reward", source.weight, ModelReward(model, tokenizer, label=source.label or 0))
+        return NamedReward(
+            source.name or "reward", source.weight, ModelReward(model, tokenizer, label=source.label or 0)
+        )
 
     def _save(self, trainer: Trainer) -> None:
         """Write the model folder, an adapter merged into its base and beside it, so that anything can load it."""

@@ -248,7 +248,9 @@ class Answer:
 class Reward(Protocol):
     """Scores answers: one finite number each, in the same order. A plain function is a reward."""
 
-    def __call__(self, answers: list[Answer], /) -> list[float]: ...
+    def __call__(self, answers: list[Answer], /) -> list[float]:
+        """Score answers."""
+        ...
 
 
 # --- losses -------------------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class Term(NamedTuple):
     @property
     def mean(self) -> Tensor:
         """The quotient, 0 where the count is 0."""
-        return self.total / self.count.clamp(min=1e-30) if self.count > 0 else self.total * 0.0
+        return self.total / self.count.where(self.count > 0, 1) * (self.count > 0)
 
 
 Terms = dict[str, Term]
@@ -292,7 +294,9 @@ class StepLoader(Protocol):
         """All that is needed to go on from here, as plain values and tensors."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -19,8 +18,8 @@ from burnish.data.batching import collate, permutation
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import AdaptiveKL, estimate
-from burnish.models.forward import Warp, hidden_states, token_logprobs
 from burnish.models.adapters import Reference
+from burnish.models.forward import Warp, hidden_states, token_logprobs
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.rewards.functions import NamedReward
 from burnish.rollout.collect import Rollout, collect, interval, samples, summary
@@ -35,7 +34,6 @@ from burnish.types import (
     Reward,
     Row,
     Sequence,
-    Term,
     Terms,
     UserError,
 )
@@ -72,8 +70,12 @@ class PPOConfig(Config):
     missing_eos_penalty: float = Field(1.0, description="what is subtracted, or put in its place")
     score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
     score_scale: float = Field(1.0, gt=0, description="scores are multiplied by this, before clipping")
-    max_gap: float | None = Field(None, gt=0, description="mean gap of log-probabilities between sampler and trainer "
-                                  "that stops the run; default 1e-3 in float32, 0.05 in half precision")
+    max_gap: float | None = Field(
+        None,
+        gt=0,
+        description="mean gap of log-probabilities between sampler and trainer "
+        "that stops the run; default 1e-3 in float32, 0.05 in half precision",
+    )
     show_every: int = Field(5, ge=1, description="iterations between tables of samples")
 
 
@@ -102,15 +104,19 @@ class PPO:
         if self.sampling.temperature == 0:
             raise UserError("generation.temperature: PPO explores by sampling: expected more than 0, got 0")
         if self.settings.kl_coef and not self.settings.reference:
-            raise UserError(f"method.kl_coef: {self.settings.kl_coef} needs a reference: set kl_coef to 0 or "
-                            "reference to true")
+            raise UserError(
+                f"method.kl_coef: {self.settings.kl_coef} needs a reference: set kl_coef to 0 or reference to true"
+            )
 
     @property
     def weights(self) -> dict[str, float]:
         """The policy's and the critic's loss, as far as they learn."""
         s = self.settings
-        parts = {"policy": 0.0 if self.warming_up else 1.0, "value": 0.0 if s.critic_frozen else s.value_coef,
-                 "entropy": 0.0 if self.warming_up else -s.entropy_coef}
+        parts = {
+            "policy": 0.0 if self.warming_up else 1.0,
+            "value": 0.0 if s.critic_frozen else s.value_coef,
+            "entropy": 0.0 if self.warming_up else -s.entropy_coef,
+        }
         return {name: weight for name, weight in parts.items() if weight}
 
     @property
@@ -147,7 +153,23 @@ class PPO:
             tokens = chat.prompt(tokenizer, row)
             return Example((Sequence(tokens, (False,) * len(tokens), row.source),))
 
+        if length.max_length is not None:
+            room = length.max_length - self.sampling.longest
+            if room < 1:
+                raise UserError(
+                    f"data.max_length: {length.max_length} leaves no room for a prompt beside a completion "
+                    f"of {self.sampling.longest} tokens"
+                )
+            length = length.model_copy(update={"max_length": room})
         return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
+
+    def prompts(self, rows: list[Row], context: Context) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+        """The prompts that fit and their tokens, one to one."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        kept = {example.source for example in examples}
+        fitting = [row for row in rows if isinstance(row, Prompt) and row.source in kept]
+        assert len(fitting) == len(examples), "every prompt has a source of its own"
+        return fitting, [example.sequences[0].tokens for example in examples]
 
     def loader(self, rows: list[Row], context: Context) -> PPOLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches."""
@@ -178,9 +200,7 @@ class PPO:
             "entropy": losses.reduce(entropy, mask),
             "approxkl": losses.approxkl(*moved),
             "clipfrac": losses.clipfrac(logprobs.detach(), old["logprobs"], old["advantages"], mask, *clips),
-            "value_clipfrac": losses.value_clipfrac(
-                values.detach(), old["values"], old["returns"], mask, s.value_clip
-            ),
+            "value_clipfrac": losses.value_clipfrac(values.detach(), old["values"], old["returns"], mask, s.value_clip),
             "ratio": losses.ratio(*moved),
         }
 
@@ -197,7 +217,9 @@ class PPO:
         if self.reference is not None:
             with self.reference.use(network.policy) as reference:
                 states = hidden_states(reference, batch)
-                arrays["ref_logprobs"], _ = token_logprobs(reference, states, batch, batch.trained, self.warp)
+                # of all tokens: one that was sampled may be outside the reference's own top-k
+                whole = Warp(self.sampling.temperature)
+                arrays["ref_logprobs"], _ = token_logprobs(reference, states, batch, batch.trained, whole)
         return arrays
 
     def check_gap(self, logprobs: Tensor, sampled: Tensor, mask: Tensor, network: Network) -> float:
@@ -230,10 +252,11 @@ class PPO:
 
         The seeds are the same at every evaluation, so that only the policy differs.
         """
-        prompts = self.examples(rows, context.tokenizer, context.length).examples
-        tokens = [example.sequences[0].tokens for example in prompts]
+        prompts, tokens = self.prompts(rows, context)
         sampling = self.sampling.model_copy(update={"samples": 1})
-        rollouts = collect(rows, tokens, list(range(len(rows))), -1, sampling, self.rewards, context, self.generator)  # type: ignore
+        rollouts = collect(
+            prompts, tokens, list(range(len(prompts))), -1, sampling, self.rewards, context, self.generator
+        )
         examples = context.annotate(
             lambda batch: self.experience(context.network, batch), [Example((r.sequence,)) for r in rollouts]
         )
@@ -263,18 +286,21 @@ class PPOLoader:
 
     def __init__(self, method: PPO, rows: list[Row], context: Context) -> None:
         s = method.settings
-        self.method, self.rows, self.context = method, rows, context
-        encoded = method.examples(rows, context.tokenizer, context.length)
-        self.prompts = [example.sequences[0].tokens for example in encoded.examples]
+        self.method, self.context = method, context
+        self.rows, self.prompts = method.prompts(rows, context)
         self.batch = context.rows_per_step
         samples_each = method.sampling.samples
         if len(self.prompts) < self.batch:
-            raise UserError(f"{len(self.prompts)} prompts are less than one batch of {self.batch}: "
-                            "lower trainer.per_device_train_batch_size or add prompts")
+            raise UserError(
+                f"{len(self.prompts)} prompts are less than one batch of {self.batch}: "
+                "lower trainer.per_device_train_batch_size or add prompts"
+            )
         for n in {self.batch, len(self.prompts) % self.batch or self.batch}:
             if n * samples_each % s.mini_batches:
-                raise UserError(f"method.mini_batches: a batch of {n} prompts x {samples_each} samples does not divide "
-                                f"into {s.mini_batches} mini-batches")
+                raise UserError(
+                    f"method.mini_batches: a batch of {n} prompts x {samples_each} samples does not divide "
+                    f"into {s.mini_batches} mini-batches"
+                )
         self.kl = AdaptiveKL(s.kl_coef, s.kl_target or 1.0, s.kl_horizon)
         self.epoch = self.position = self.iteration = self.update = 0
         self.stopped = False
@@ -300,8 +326,16 @@ class PPOLoader:
         """Sample a batch, score it, and work out what the update needs of it."""
         method, s = self.method, self.method.settings
         began = time.perf_counter()
-        rollouts = collect(self.rows, self.prompts, indices, self.iteration, method.sampling, method.rewards,  # type: ignore
-                           self.context, method.generator)
+        rollouts = collect(
+            self.rows,
+            self.prompts,
+            indices,
+            self.iteration,
+            method.sampling,
+            method.rewards,
+            self.context,
+            method.generator,
+        )
         generated = time.perf_counter()
         examples = self.context.annotate(
             lambda batch: method.experience(self.context.network, batch), [Example((r.sequence,)) for r in rollouts]
@@ -318,18 +352,22 @@ class PPOLoader:
             rewards = adv.whiten(rewards, mask, shift_mean=False)
         advantages, returns = adv.gae(rewards, arrays["values"], mask, s.gamma, s.lam)
         metrics = _experience_metrics(kl, returns, arrays["values"], mask) | {
-            "kl_coef": self.kl.coef, "gap": gap, "rlhf_reward": scores.mean().item() - self.kl.coef * kl.sum(1).mean().item(),
+            "kl_coef": self.kl.coef,
+            "gap": gap,
+            "rlhf_reward": scores.mean().item() - self.kl.coef * kl.sum(1).mean().item(),
         }
         if s.whiten_advantages:
             advantages = adv.whiten(advantages, mask)
-        self.pending = _with_arrays(examples, logprobs=arrays["logprobs"], values=arrays["values"],
-                                    advantages=advantages, returns=returns)
+        self.pending = _with_arrays(
+            examples, logprobs=arrays["logprobs"], values=arrays["values"], advantages=advantages, returns=returns
+        )
         if s.kl_target is not None:
             self.kl = self.kl.update(metrics["kl"], len(rollouts))
         seconds = generated - began
         tokens = sum(len(r.answer.tokens) for r in rollouts)
-        self.context.log(summary(rollouts) | metrics | {"generated_per_second": tokens / seconds,
-                                                        "generation_seconds": seconds})
+        self.context.log(
+            summary(rollouts) | metrics | {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
+        )
         if self.iteration % s.show_every == 0:
             self.context.samples(samples(rollouts[:4], "train"))
 
@@ -383,8 +421,13 @@ def _with_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
     """Examples that carry these (N, T) arrays, and no others, cut to each one's length."""
     rows = {name: x.tolist() for name, x in arrays.items()}
     return [
-        Example((dataclasses.replace(
-            sequence, arrays={name: tuple(row[i][: len(sequence.tokens)]) for name, row in rows.items()}),))
+        Example(
+            (
+                dataclasses.replace(
+                    sequence, arrays={name: tuple(row[i][: len(sequence.tokens)]) for name, row in rows.items()}
+                ),
+            )
+        )
         for i, sequence in enumerate(example.sequences[0] for example in examples)
     ]
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
 from burnish.data.batching import RowLoader
-from burnish.math.losses import bradley_terry
+from burnish.math import losses
 from burnish.models.forward import scores
 from burnish.models.heads import Network, disable_dropout
 from burnish.types import Config, Context, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
@@ -48,7 +48,7 @@ class RewardModel:
         """The compared answers of a row together, with their pairs."""
 
         def encode(row: Any) -> Example:
-            return chat.comparison(tokenizer, row, length)
+            return chat.comparison(tokenizer, row)
 
         return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
 
@@ -66,17 +66,18 @@ class RewardModel:
         """The preference term and, as metrics, accuracy (a tie is one half), margin, and the two sides' scores."""
         score = scores(network.policy, batch)
         better, worse = score[batch.pairs[:, 0]], score[batch.pairs[:, 1]]
-        weights = batch.pair_weights.to(score.dtype)
-        count = weights.sum()
-        right = (better > worse).to(score.dtype) + 0.5 * (better == worse).to(score.dtype)
-        measured = {"accuracy": right, "margin": better - worse, "chosen": better, "rejected": worse,
-                    "squares": (better.square() + worse.square()) / 2}
-        terms = {
-            "preference": bradley_terry(better, worse, batch.margins.to(score.dtype), batch.p_better.to(score.dtype),
-                                        weights=weights),
-            "centering": Term((weights * (better + worse).square()).sum(), count),
+        weights, margins, p_better = (x.to(score.dtype) for x in (batch.pair_weights, batch.margins, batch.p_better))
+        measured = {
+            "margin": better - worse,
+            "chosen": better,
+            "rejected": worse,
+            "squares": (better.square() + worse.square()) / 2,
         }
-        return terms | {name: Term((weights * value).detach().sum(), count) for name, value in measured.items()}
+        return {
+            "preference": losses.bradley_terry(better, worse, margins, p_better, weights),
+            "centering": losses.centering(better, worse, weights),
+            "accuracy": losses.pair_accuracy(better, worse, weights),
+        } | {name: Term((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Loss, accuracy with its 95 % interval (Wilson), and the mean and spread of the scores."""

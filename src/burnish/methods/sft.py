@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -33,7 +33,7 @@ class SFT:
     kinds = (Conversation,)
     task = "CAUSAL_LM"
     config = SFTConfig
-    weights = {"nll": 1.0}
+    weights: ClassVar = {"nll": 1.0}
 
     def __init__(self, **settings: Any) -> None:
         self.settings = SFTConfig(**settings)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from burnish.data.batching import attention_mask
-from burnish.math.tensors import entropy, previous, warp
+from burnish.math.tensors import entropy, logprobs_at, precise, previous, warp
 from burnish.types import MicroBatch
 
 LOGITS_AT_ONCE = 2**27  # elements of a chunk of logits: 512 MiB in float32
@@ -27,6 +27,9 @@ class Warp(NamedTuple):
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+
+
+PLAIN = Warp()
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -52,8 +55,7 @@ def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
     def logits(hidden: Tensor) -> Tensor:
-        z = project(hidden)
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        z = precise(project(hidden))
         z = z if scale == 1.0 else z * scale
         return z if cap is None else cap * torch.tanh(z / cap)
 
@@ -72,7 +74,7 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def token_logprobs(
-    model: nn.Module, hidden: Tensor, batch: MicroBatch, mask: Tensor, how: Warp = Warp()
+    model: nn.Module, hidden: Tensor, batch: MicroBatch, mask: Tensor, how: Warp = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token where ``mask`` (B, T) is True, and the entropy it was drawn at; 0 elsewhere.
 
@@ -86,8 +88,8 @@ def token_logprobs(
 
     def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         z = logits_of(rows)
-        z = z if how == Warp() else warp(z, how.temperature, how.top_k, how.top_p)
-        return z.log_softmax(-1).gather(-1, tokens[:, None])[:, 0], entropy(z)
+        z = z if how == PLAIN else warp(z, how.temperature, how.top_k, how.top_p)
+        return logprobs_at(z, tokens), entropy(z)
 
     step = max(1, LOGITS_AT_ONCE // unwrap(model).config.get_text_config().vocab_size)
     pieces = []
@@ -110,11 +112,14 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
         last = hidden_states(model, batch).flatten(0, 1)[batch.ends]
         logits = base.score(last)
     else:
-        if batch.packed or bool((batch.positions != torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
-                                .logical_and(batch.segments > 0).any()):
+        if batch.packed or bool(
+            (batch.positions != torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
+            .logical_and(batch.segments > 0)
+            .any()
+        ):
             raise ValueError("an encoder takes one sequence a row, padded on the right")
         logits = base(input_ids=batch.tokens, attention_mask=attention_mask(batch, base.dtype)).logits
-    return logits[:, label].to(torch.promote_types(logits.dtype, torch.float32))
+    return precise(logits[:, label])
 
 
 def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -125,5 +130,4 @@ def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 def values_of(score: nn.Module, hidden: Tensor) -> Tensor:
     """Values (B, T) of a scalar head on hidden states (B, T, H), entry t predicted before token t is chosen."""
-    value = score(hidden.to(next(score.parameters()).dtype))[..., 0]
-    return previous(value.to(torch.promote_types(value.dtype, torch.float32)))
+    return previous(precise(score(hidden.to(next(score.parameters()).dtype))[..., 0]))

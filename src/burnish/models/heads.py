@@ -63,7 +63,8 @@ def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) ->
     """
     start = copy.deepcopy(reward_model if reward_model is not None else policy)
     source: PreTrainedModel = start.merge_and_unload() if isinstance(start, PeftModel) else start  # type: ignore
-    config = type(source.config).from_dict(source.config.to_dict() | {"num_labels": 1})
+    labels = {"id2label": {0: "value"}, "label2id": {"value": 0}}
+    config = type(source.config).from_dict(source.config.to_dict() | labels)
     try:
         critic = AutoModelForTokenClassification.from_config(config, dtype=source.dtype)
     except ValueError as error:

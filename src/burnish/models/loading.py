@@ -84,8 +84,9 @@ def convert_gguf(path: Path) -> Path:
     if folder.is_dir():
         return folder
     staging = folder.with_name(f".{folder.name}.{os.getpid()}")
-    extra = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(
-        transformers, "GgufConfig") else {}
+    extra = (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **extra)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model.save_pretrained(staging)
@@ -101,8 +102,11 @@ def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTra
     """
     tokenizer = _pretrained(AutoTokenizer, reference, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
-        spare = [t for t in ("<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<|finetune_right_pad_id|>")
-                 if t in tokenizer.get_vocab() and t != tokenizer.eos_token]
+        spare = [
+            t
+            for t in ("<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<|finetune_right_pad_id|>")
+            if t in tokenizer.get_vocab() and t != tokenizer.eos_token
+        ]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
     return tokenizer
 

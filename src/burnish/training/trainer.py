@@ -48,7 +48,8 @@ class Trainer(transformers.Trainer):
         length: the longest sequence, and what to do with longer ones (an error unless said otherwise).
         token_budget: the most tokens, with padding, of one micro-batch; None puts a step in one. On out-of-memory it
             is halved and the step is done again.
-        padding_side: right or left; packed: several sequences in one row that do not see each other.
+        padding_side: right or left; pad_to: the least width of a micro-batch (for kernels that want round numbers);
+            packed: several sequences in one row that do not see each other.
         recorder: where samples go; None keeps none.
         others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
     """
@@ -65,6 +66,7 @@ class Trainer(transformers.Trainer):
         length: Length | None = None,
         token_budget: int | None = None,
         padding_side: str = "right",
+        pad_to: int = 0,
         packed: bool = False,
         recorder: Recorder | None = None,
         show_samples: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -77,10 +79,13 @@ class Trainer(transformers.Trainer):
         self.token_budget = token_budget
         self.padding_side = padding_side
         self.packed = packed
+        self.pad_to = pad_to
         self.recorder = recorder
         self.show_samples = show_samples
         self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        args = dataclasses.replace(args, gradient_accumulation_steps=1, ignore_data_skip=True, remove_unused_columns=False)
+        args = dataclasses.replace(
+            args, gradient_accumulation_steps=1, ignore_data_skip=True, remove_unused_columns=False
+        )
         network = method.prepare(model, processing_class)
         super().__init__(
             model=network,
@@ -141,7 +146,7 @@ class Trainer(transformers.Trainer):
         return [[step] for step in [next(epoch_iterator, None)] if step is not None], None
 
     def _cut(self, examples: list[Example]) -> list[MicroBatch]:
-        """This process's micro-batches; every process gets equally many, an empty one where they run out."""
+        """Micro-batches of this process; every process gets equally many, an empty one where they run out."""
         groups = micro_batches(examples, self.token_budget, packed=self.packed)
         world, rank = self.args.world_size, self.args.process_index
         if world > 1 and self.token_budget is None:
@@ -153,7 +158,8 @@ class Trainer(transformers.Trainer):
 
     def _collate(self, examples: list[Example]) -> MicroBatch:
         pad_id = self.processing_class.pad_token_id  # type: ignore[union-attr]
-        return collate(examples, pad_id or 0, side=self.padding_side, packed=self.packed).to(self.args.device)
+        batch = collate(examples, pad_id or 0, side=self.padding_side, packed=self.packed, pad_to=self.pad_to)
+        return batch.to(self.args.device)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Gradient of one optimizer step; on out-of-memory again, with half the token budget."""
@@ -197,9 +203,7 @@ class Trainer(transformers.Trainer):
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
                     terms: Terms = model(self.method, batch)
-                loss = sum(
-                    weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0
-                )
+                loss = sum(weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0)
                 # wrappers average the gradients of processes, but terms are sums already divided once
                 self.accelerator.backward(loss * self.args.world_size)
             loss_sum += loss.detach()
@@ -281,6 +285,7 @@ class Trainer(transformers.Trainer):
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in self.method.evaluate(rows, self.context).items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._clock = time.perf_counter()
         return metrics
 
     # --- optimizer and logs ----------------------------------------------------------------------------------------
@@ -342,8 +347,12 @@ class Trainer(transformers.Trainer):
                 torch.save(self._own_state(), staging / LOADER_STATE)
             self._staging = None
         if self.args.should_save:
-            rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.args.save_total_limit,
-                               best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=False)
+            rotate_checkpoints(
+                output_dir=self.args.output_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
 
     def _own_state(self) -> dict[str, Any]:
         assert self.loader is not None

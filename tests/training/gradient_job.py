@@ -1,0 +1,131 @@
+"""The gradient of one optimizer step of each method, as one process or several see it; run by test_shape.py.
+
+``python -m torch.distributed.run --nproc-per-node 2 gradient_job.py OUT`` saves {method: flat gradient}.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from burnish import PPO, SFT, RewardModel, Trainer
+from burnish.data.batching import RowLoader
+from burnish.types import Example, Pair, Sequence, Text
+
+CONFIG = LlamaConfig(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=1,
+    eos_token_id=1,
+    bos_token_id=None,
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word an id; pad is eos, as in many chat models."""
+    words = {"<eos>": 1} | {str(i): i for i in range(32) if i != 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), eos_token="<eos>", pad_token="<eos>"
+    )
+
+
+def sequence(seed: int, *arrays: str) -> Sequence:
+    """Tokens (the pad id among them), a mask with gaps, and arrays of numbers."""
+    r = random.Random(seed)
+    n = r.randint(3, 14)
+    trained = [False, True, *(r.random() < 0.7 for _ in range(n - 2))]
+    numbers = {name: tuple(r.gauss(-1 if "log" in name else 0, 0.3) for _ in range(n)) for name in arrays}
+    return Sequence(tuple(r.randrange(1, 32) for _ in range(n)), tuple(trained), f"row {seed}", numbers)
+
+
+def cases(dtype: torch.dtype) -> dict:
+    """Method, model and the examples of one step, for each method and each kind of critic."""
+    torch.manual_seed(0)
+    plain = [Example((sequence(i),)) for i in range(9)]
+    pairs = [
+        Example((sequence(2 * i), sequence(2 * i + 1)), (Pair(0, 1, margin=0.1 * i, p_better=0.9),)) for i in range(4)
+    ]
+    ranked = Example(
+        tuple(sequence(100 + i) for i in range(3)), (Pair(0, 1, 1 / 3), Pair(0, 2, 1 / 3), Pair(1, 2, 1 / 3))
+    )
+    rollouts = [Example((sequence(i, "logprobs", "advantages", "values", "returns"),)) for i in range(9)]
+
+    def policy() -> LlamaForCausalLM:
+        torch.manual_seed(1)
+        return LlamaForCausalLM(CONFIG).to(dtype)
+
+    def classifier() -> LlamaForSequenceClassification:
+        torch.manual_seed(1)
+        config = LlamaConfig.from_dict(CONFIG.to_dict() | {"id2label": {0: "score"}, "label2id": {"score": 0}})
+        return LlamaForSequenceClassification(config).to(dtype)
+
+    def reward(answers: list) -> list[float]:
+        return [0.0] * len(answers)
+
+    def ppo(**settings: object) -> PPO:
+        return PPO(reward, reference=False, kl_coef=0.0, entropy_coef=0.01, **settings)
+
+    return {
+        "sft": (SFT(), policy(), plain),
+        "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
+        "ppo separate": (ppo(critic="separate"), policy(), rollouts),
+        "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
+    }
+
+
+def gradients(folder: str, dtype: torch.dtype, **layout: object) -> dict[str, torch.Tensor]:
+    """Run one step of each method and return the gradient that the optimizer would see."""
+    found = {}
+
+    for name, (method, model, examples) in cases(dtype).items():
+        grads: list[torch.Tensor] = []
+
+        class Keep(TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, model=None, into=grads, **_):  # noqa: ANN
+                into.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
+
+        method.loader = lambda rows, context, examples=examples: RowLoader(examples, len(examples), 0)
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            max_steps=1,
+            per_device_train_batch_size=1,
+            max_grad_norm=0,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            ddp_backend="gloo" if "RANK" in os.environ else None,
+        )
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            method=method,
+            train_dataset=[Text("", "none")],
+            processing_class=tokenizer(),
+            callbacks=[Keep()],
+            **layout,
+        )
+        trainer.train()
+        found[name] = grads[0]
+    return found
+
+
+if __name__ == "__main__":
+    results = {str(dtype): gradients(sys.argv[1], dtype, token_budget=60) for dtype in (torch.float32, torch.float64)}
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, Path(sys.argv[1]) / "gradients.pt")
