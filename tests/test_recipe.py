@@ -45,6 +45,7 @@ def message(*arguments) -> str:
 def test_a_pipeline_is_read(folder):
     recipe = load("two.yaml")
     make, tune, prefer = recipe.stages
+    assert tune.method and tune.data
     assert (recipe.name, recipe.seed, recipe.folder) == ("two", 0, Path("runs/two"))
     assert (make.run, make.arguments) == ("make.py:rows", {"rows": 3})
     assert tune.method.name == "sft" and tune.method.settings == {"learn": "last"}
@@ -78,7 +79,8 @@ def test_a_recipe_of_one_stage_may_leave_out_the_level(folder):
     (folder / "one.yaml").write_text("method: {name: reward}\nmodel: gpt2\ndata: {train: pairs.jsonl}\nseed: 5\n")
     recipe = load("one.yaml", ["method.centering=0.5"])
     assert (recipe.name, recipe.seed, recipe.stages[0].name) == ("one", 5, "reward")
-    assert recipe.stages[0].method.settings == {"centering": 0.5}
+    method = recipe.stages[0].method
+    assert method and method.settings == {"centering": 0.5}
 
 
 def test_overrides_reach_stages_by_name_and_by_index(folder):
@@ -96,12 +98,13 @@ def test_overrides_reach_stages_by_name_and_by_index(folder):
     assert recipe.seed == 3
     assert tune.trainer["learning_rate"] == 1e-5
     assert tune.trainer["report_to"] == "none"
-    assert tune.method.settings == {"learn": "all"}
+    assert tune.method and tune.method.settings == {"learn": "all"}
     assert tune.generation.stop == ["a"]
 
 
 def test_an_override_with_null_takes_a_block_away(folder):
-    assert load("two.yaml", ["stages.tune.adapter.r=4"]).stages[1].adapter.r == 4
+    adapter = load("two.yaml", ["stages.tune.adapter.r=4"]).stages[1].adapter
+    assert adapter and adapter.r == 4
     assert load("two.yaml", ["stages.tune.adapter.r=4", "stages.tune.adapter=null"]).stages[1].adapter is None
 
 
@@ -142,6 +145,39 @@ def test_a_key_one_level_too_high_is_sent_home(folder):
     assert "it belongs to trainer: trainer.learning_rate" in message("two.yaml", ["stages.tune.learning_rate=1"])
     assert "it belongs to method: method.centering" in message("two.yaml", ["stages.prefer.centering=1"])
     assert "it belongs to a stage: stages.NAME.adapter" in message("two.yaml", ["adapter.r=1"])
+
+
+ANYTHING = ["null", "true", "-1", "0.5", "''", "x", "./x", "[]", "[null]", "[{}]", "{}", "{stage: x}", "{name: sft}"]
+PLACES = [
+    "name", "out", "seed", "threads", "stages", "stages.0", "stages.0.name", "stages.0.run", "stages.0.with",
+    "stages.tune", "stages.1.name", "stages.tune.method", "stages.tune.method.name", "stages.tune.method.learn",
+    "stages.tune.model", "stages.tune.template", "stages.tune.dtype", "stages.tune.adapter", "stages.tune.adapter.r",
+    "stages.tune.data", "stages.tune.data.train", "stages.tune.data.train.stage", "stages.tune.data.eval",
+    "stages.tune.data.keys", "stages.tune.data.limit", "stages.tune.reward", "stages.tune.generation",
+    "stages.tune.generation.stop", "stages.tune.trainer", "stages.tune.trainer.report_to",
+    "stages.tune.trainer.eval_strategy", "stages.tune.trainer.optim", "stages.tune.trainer.fsdp_config",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_anything_anywhere_is_taken_or_told(folder, place):
+    for value in ANYTHING:
+        try:
+            recipe = load("two.yaml", [f"{place}={value}"])
+        except UserError as error:
+            assert place.rpartition(".")[2] in str(error) or "stage" in str(error)
+        else:
+            assert json.dumps(recipe.resolved())
+
+
+def test_trackers_are_known_and_installed(folder, monkeypatch):
+    monkeypatch.setattr(
+        "transformers.integrations.integration_utils.get_available_reporting_integrations", lambda: ["wandb"]
+    )
+    at = "stages.tune.trainer.report_to"
+    assert load("two.yaml", [f"{at}=[wandb]"]).stages[1].trainer["report_to"] == ["wandb"]
+    assert "did you mean 'tensorboard'?" in message("two.yaml", [f"{at}=tensorbord"])
+    assert "mlflow is not installed" in message("two.yaml", [f"{at}=mlflow"])
 
 
 def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):

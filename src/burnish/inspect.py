@@ -94,7 +94,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
             read = _read(stage.data, split, data_reference(source, recipe.folder), found.kinds)
             length = chat.Length(max_length=stage.data.max_length, on_long=stage.data.on_long)
             splits[split] = (read, method.examples(read.rows, tokenizer, length))
-    console.print(_counts(splits))
+    console.print(_counts(splits, samples=Prompt in found.kinds))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])
         _list(console, "changed", [f"{changed.source}: {changed.reason}" for changed in encoded.changed])
@@ -118,9 +118,11 @@ def percentile(values: list[int], share: float) -> int:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def _counts(splits: dict[str, tuple[rows.Rows, Encoded]]) -> Table:
+def _counts(splits: dict[str, tuple[rows.Rows, Encoded]], *, samples: bool) -> Table:
     table = Table("", *splits, box=None, pad_edge=False)
     columns = [_facts(read, encoded) for read, encoded in splits.values()]
+    if samples:
+        columns = [facts | {"learned": "the completions that it samples"} for facts in columns]
     for name in columns[0]:
         table.add_row(name, *(facts[name] for facts in columns))
     return table

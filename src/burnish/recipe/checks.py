@@ -117,9 +117,26 @@ def _trainer_problems(trainer: dict[str, Any], at: Keys) -> Iterator[Problem]:
         elif key not in fields:
             free = [name for name in fields if name not in OWNED]
             yield Problem((*at, key), f"no field of TrainingArguments{nearest(key, free)}")
+        elif key == "report_to":
+            yield from (Problem((*at, key), text) for text in _tracker_problems(value))
         elif (expected := _unfit(value, types[key], fields[key].default)) is not None:
             near = nearest(value, expected.split(", ")) if isinstance(value, str) else ""
             yield Problem((*at, key), f"expected {expected}, got {shown(value)}{near}")
+
+
+def _tracker_problems(value: Any) -> Iterator[str]:
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    for name in value if isinstance(value, list) else [value]:
+        known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
+        if name is not None and name not in known:
+            near = nearest(name, known) if isinstance(name, str) else ""
+            yield f"expected {', '.join(known)}, got {shown(name)}{near}"
+        elif name in INTEGRATION_TO_CALLBACK and name not in get_available_reporting_integrations():
+            yield f"{name} is not installed: pip install {name}"
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -132,7 +149,7 @@ def _unfit(value: Any, hint: Any, default: Any) -> str | None:
     """
     branches = get_args(hint) or (hint,)
     kinds = [branch for branch in branches if isinstance(branch, type) and issubclass(branch, enum.Enum)]
-    if kinds and isinstance(value, str):
+    if kinds:
         choices = [str(member.value) for member in kinds[0]]
         return None if value in choices else ", ".join(choices)
     adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True))
