@@ -31,7 +31,7 @@ DRAW_BLOCK = 128
 """Tokens of the vocabulary that are summed before one of their sums is drawn; 128 divides most vocabularies."""
 
 
-class Sampling(Config):
+class Sampling(Config, use_attribute_docstrings=True):
     """How completions are drawn: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["User:"])``."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 64

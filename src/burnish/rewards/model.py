@@ -1,0 +1,101 @@
+"""Any sequence-classification checkpoint as a reward: its raw logit on the prompt with the answer."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data.batching import collate, micro_batches
+from burnish.data.chat import Length, answer
+from burnish.models.forward import scores, unwrap
+from burnish.types import Answer, Example, UserError
+
+TOKEN_BUDGET = 8192
+"""Tokens, padding included, that are scored in one forward pass."""
+
+
+class ModelReward:
+    """Scores answers by a reward model or a classifier: the raw logit of one label, never a sigmoid or softmax.
+
+    ``ModelReward(model, tokenizer)([Answer(({"role": "user", "content": "Hi"},), "Hello!", ...)])`` is ``[1.7]``. The
+    answer's text is written under this tokenizer's own template, as its training rows were. What does not fit is cut
+    from the prompt's oldest side.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        label: str | int | None = None,
+        length: Length | None = None,
+        token_budget: int = TOKEN_BUDGET,
+    ) -> None:
+        """Take a sequence classifier and the tokenizer it was trained with.
+
+        Args:
+            model: a transformers model for sequence classification, plain or with an adapter; it is frozen.
+            tokenizer: with a chat template.
+            label: the name or number of the logit that is the score; None where there is only one.
+            length: the longest sequence; None is what the model can take, cut from the prompt.
+            token_budget: tokens, padding included, of one forward pass.
+
+        Raises:
+            UserError: no such label, or there are several and none is named.
+        """
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.label = find_label(unwrap(model).config, label)
+        self.length = length or Length(max_length=longest(unwrap(model).config, tokenizer), on_long="truncate_left")
+        self.token_budget = token_budget
+
+    def __call__(self, answers: list[Answer], /) -> list[float]:
+        """One logit for each answer, in their order.
+
+        Raises:
+            UserError: an answer that the template refuses, or that is too long even without its prompt.
+        """
+        examples = [Example((answer(self.tokenizer, a.prompt, a.text, self.length, source=a.source),)) for a in answers]
+        device = unwrap(self.model).device
+        pad: Any = self.tokenizer.pad_token_id
+        found = [0.0] * len(answers)
+        with torch.no_grad():
+            for group in micro_batches(examples, self.token_budget):
+                batch = collate([examples[i] for i in group], 0 if pad is None else pad).to(device)
+                for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):
+                    found[i] = value
+        return found
+
+
+def find_label(config: Any, label: str | int | None) -> int:
+    """The column of the logits that a label names, by its name in the checkpoint or its number.
+
+    Raises:
+        UserError: no such label, or there are several and none is named.
+    """
+    names = {index: str(name) for index, name in config.id2label.items()}
+    said = ", ".join(f"{name!r}" for name in names.values())
+    if label is None:
+        if len(names) > 1:
+            raise UserError(f"label: the reward model has {len(names)} labels: name one of {said}")
+        return 0
+    if label in names:
+        return int(label)
+    same = [index for index, name in names.items() if name == label]
+    if same:
+        return same[0]
+    near = difflib.get_close_matches(str(label), names.values(), 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {said}"
+    raise UserError(f"label: the reward model has no label {label!r}: {hint}")
+
+
+def longest(config: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The most tokens that the model and its tokenizer were made for; None where neither says."""
+    window = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # A tokenizer without a limit has one of 1e30.
+    limits = [limit for limit in (window, tokenizer.model_max_length) if limit is not None and limit < 1e9]
+    return int(min(limits)) if limits else None
