@@ -113,6 +113,17 @@ def test_run_hands_the_recipe_to_the_pipeline(here, pipeline):
     assert "runs/tiny" in result.stdout
 
 
+def test_run_trains_a_model_that_generates(here):
+    done = call("run", "tiny.yaml", "stages.after.data.train=chat.jsonl", "stages.after.trainer.max_steps=1")
+    assert done.exit_code == 0, done.output
+    assert (here / "runs/tiny/report.html").is_file()
+    assert call("report", "runs/tiny").exit_code == 0
+    assert call("generate", "runs/tiny/after", "ab", "--max-new-tokens", "2").exit_code == 0
+    other = call("run", "tiny.yaml", "stages.after.data.train=chat.jsonl", "seed=1")
+    assert other.exit_code == 2
+    assert "--fresh" in other.stderr
+
+
 @pytest.mark.parametrize(("raised", "code", "text"), [
     (UserError("no [bold] model: x"), 2, "error: no [bold] model: x\n"),
     (KeyboardInterrupt(), 130, "stopped; run the same command to go on\n"),
