@@ -1,0 +1,158 @@
+"""Two-digit addition, with all of its data and a model of 0.18 million random weights made on the spot.
+
+Four answers of ten that the model is fine-tuned on are wrong, drawn anew for every row, so there is nothing else to
+learn: a model that fits the data perfectly samples a right answer six times of ten. A reward model that has seen
+right and wrong answers, and PPO against it, can lift it above that.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.recipes import write_rows
+from burnish.types import Answer, UserError
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+Question = tuple[int, int]
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = "0123456789+="
+SUMS = range(20, 199)
+WRONG_TENS = 0.2
+
+# A question and its answer read "<bos>12+30=42<eos>"; the equals sign is the generation prompt.
+TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- '=' -}}{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+{%- else -%}{{- message['content'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '=' -}}{%- endif -%}"""
+
+
+def prepare(
+    folder: Path,
+    seed: int,
+    *,
+    rows: int = 12000,
+    pairs: int = 8000,
+    prompts: int = 4096,
+    held_out: int = 512,
+    corrupted: float = 0.4,
+) -> None:
+    """Write ``data/*.jsonl`` and a random ``model`` into a folder; the same seed writes the same bytes.
+
+    No question of an evaluation file is in a training file.
+
+    Args:
+        folder: where to write.
+        seed: of the data and of the weights.
+        rows: questions with an answer to fine-tune on.
+        pairs: questions with a right and a wrong answer.
+        prompts: questions to be answered in PPO.
+        held_out: questions that no training file has; of the 8,100 there are.
+        corrupted: share of wrong answers among the answers to fine-tune on, in [0, 1].
+
+    Raises:
+        UserError: nothing would be left to train on.
+    """
+    rng = random.Random(seed)
+    questions = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    if not 0 < held_out < len(questions):
+        raise UserError(
+            f"held_out: expected 1 to {len(questions) - 1} of the {len(questions)} questions, got {held_out}"
+        )
+    rng.shuffle(questions)
+    unseen, seen = questions[:held_out], questions[held_out:]
+    write_rows(folder / "data" / "sft.jsonl", (answered(rng, rng.choice(seen), corrupted) for _ in range(rows)))
+    write_rows(folder / "data" / "sft-eval.jsonl", (answered(rng, question, corrupted) for question in unseen))
+    write_rows(folder / "data" / "pairs.jsonl", (pair(rng, rng.choice(seen)) for _ in range(pairs)))
+    write_rows(folder / "data" / "pairs-eval.jsonl", (pair(rng, question) for question in unseen))
+    write_rows(folder / "data" / "prompts.jsonl", (asked(rng.choice(seen)) for _ in range(prompts)))
+    write_rows(folder / "data" / "prompts-eval.jsonl", map(asked, unseen))
+    make_tokenizer().save_pretrained(folder / "model")
+    make_model(seed).save_pretrained(folder / "model")
+
+
+def exact(answers: list[Answer]) -> list[float]:
+    """1 where an answer is the sum and nothing else, and 0 elsewhere."""
+    return [float(answer.text == answer.columns["answer"]) for answer in answers]
+
+
+def answered(rng: random.Random, question: Question, corrupted: float) -> dict[str, str]:
+    """A row to fine-tune on, its answer wrong with probability ``corrupted``."""
+    total = wrong(rng, sum(question)) if rng.random() < corrupted else sum(question)
+    return {"prompt": spell(question), "completion": str(total)}
+
+
+def pair(rng: random.Random, question: Question) -> dict[str, str]:
+    """A preference for the right answer."""
+    return {"prompt": spell(question), "chosen": str(sum(question)), "rejected": str(wrong(rng, sum(question)))}
+
+
+def asked(question: Question) -> dict[str, str]:
+    """A prompt with the right answer in a column of its own."""
+    return {"prompt": spell(question), "answer": str(sum(question))}
+
+
+def spell(question: Question) -> str:
+    """``12+30``."""
+    return f"{question[0]}+{question[1]}"
+
+
+def wrong(rng: random.Random, total: int) -> int:
+    """Another sum of two two-digit numbers that differs in its last digit, or in one case of five in its tens."""
+    step = 10 if rng.random() < WRONG_TENS else 1
+    near = range(total % 10, 200, 10) if step == 10 else range(total - total % 10, total - total % 10 + 10)
+    return rng.choice([number for number in near if number in SUMS and number != total and abs(number - total) <= 50])
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, with pad, bos and eos tokens of their own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    pad, bos, eos, unk = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        chat_template=TEMPLATE,
+        model_max_length=64,
+    )
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    """A Llama of two layers with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        # With the usual 0.02 it takes twice as many steps to learn the first carry.
+        initializer_range=0.08,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)

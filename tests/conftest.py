@@ -1,0 +1,79 @@
+"""What every test may use: a tokenizer of single characters and small random models."""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Callable
+
+# Read by torch when it is imported: two idle threads that spin would slow down whatever runs beside the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHATML = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+{%- else -%}{{- message['content'] + eos_token -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable character; pad, bos and eos differ; the template is ChatML with marked turns."""
+    special = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|unk|>", "<|im_start|>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *string.printable])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|im_end|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> MakeLlama:
+    """Makes Llamas with random weights: ``tiny_llama(seed, dtype, **config)``, fit for ``tiny_tokenizer``."""
+
+    def make(seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> LlamaForCausalLM:
+        settings = {
+            "vocab_size": 105,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return LlamaForCausalLM(LlamaConfig(**{**settings, **config})).to(dtype).eval()
+
+    return make
