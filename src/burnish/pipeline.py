@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import platform
 import shutil
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from burnish.training import checkpoint, report
 from burnish.training.display import Display, RunCallback
 from burnish.training.metrics import Recorder, read_metrics
 from burnish.training.trainer import Trainer
-from burnish.types import Config, UserError
+from burnish.types import Config, Prompt, UserError
 
 # what a stage's trainer does unless the recipe says otherwise
 DEFAULTS: dict[str, Any] = {
@@ -151,27 +148,13 @@ def data_reference(source: str | Config, folder: Path) -> str:
     return str(folder / source.stage / "data" / source.file) if isinstance(source, StageData) else str(source)
 
 
-def load_function(reference: str) -> Callable[..., Any]:
-    """The function ``file.py:name`` or ``package.module:name``."""
-    file, _, name = reference.rpartition(":")
-    if not file.endswith(".py"):
-        return getattr(importlib.import_module(file), name)
-    path = Path(file)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
 # --- a stage that runs a function ----------------------------------------------------------------------------------
 
 
 def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     """Run a stage's function into its folder, which is complete or absent."""
     assert stage.run is not None
-    function = load_function(recipe.locate(stage.run))
+    function = functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     set_seed(recipe.seed)
     with checkpoint.writing(folder) as staging:
@@ -196,6 +179,7 @@ class _Training:
         self.folder = recipe.folder / stage.name
         self.method_class = method_class(stage.method.name)
         self.source = model_reference(stage.model, recipe.folder)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def run(self) -> dict[str, Any]:
         """Train to the end; what it came to, for the manifest."""
@@ -234,7 +218,7 @@ class _Training:
         task = self.method_class.task
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None)
         load = loading.load_reward_model if task == "SEQ_CLS" else loading.load_policy
-        model = load(self.source, dtype=dtype, trust_remote_code=stage.trust_remote_code)
+        model: Any = load(self.source, dtype=dtype, trust_remote_code=stage.trust_remote_code)
         if stage.adapter is not None:
             if isinstance(model, PeftModel):
                 self.screen.message(f"{self.source} is an adapter: merged into its base before the new one is added")
@@ -273,12 +257,12 @@ class _Training:
         stage = self.stage
         assert stage.method is not None
         settings = dict(stage.method.settings)
-        if self.method_class.kinds == (rows.Prompt,):
+        if self.method_class.kinds == (Prompt,):
             settings |= {"reward": [self._reward(r) for r in stage.reward], "sampling": stage.generation}
         arguments = TrainingArguments(
             output_dir=str(self.folder),
             seed=self.recipe.seed,
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=self.device == "cpu",
             **(DEFAULTS | stage.trainer),
         )
         trainer = Trainer(
@@ -317,7 +301,7 @@ class _Training:
         network = trainer.accelerator.unwrap_model(trainer.model)
         if isinstance(network.policy, PeftModel):
             with checkpoint.writing(self.folder / "adapter") as staging:
-                network.policy.save_pretrained(staging)
+                network.policy.save_pretrained(str(staging))
             network.policy = network.policy.merge_and_unload()
         with checkpoint.writing(self.folder / "model") as staging:
             trainer.save_model(str(staging))

@@ -6,13 +6,12 @@ The language-model head runs on the positions that are asked for and on no other
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from burnish.data.batching import attention_mask
 from burnish.math.tensors import entropy, logprobs_at, precise, previous, warp
@@ -32,9 +31,9 @@ class Warp(NamedTuple):
 PLAIN = Warp()
 
 
-def unwrap(model: nn.Module) -> PreTrainedModel:
+def unwrap(model: nn.Module) -> Any:
     """The transformers model, with adapter layers inside it if it has any."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[return-value]
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -125,7 +124,7 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
 def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Values (B, T) of a token-classification model: entry t is predicted before token t is chosen."""
     base = unwrap(model)
-    return values_of(base.score, hidden_states(model, batch))  # type: ignore[arg-type]
+    return values_of(base.score, hidden_states(model, batch))
 
 
 def values_of(score: nn.Module, hidden: Tensor) -> Tensor:

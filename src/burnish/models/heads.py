@@ -77,7 +77,7 @@ def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) ->
         old = getattr(source, "score", None)
         critic.score.weight.copy_(old.weight) if isinstance(old, nn.Linear) else critic.score.weight.zero_()
     if isinstance(policy, PeftModel):
-        lora = copy.copy(policy.peft_config[policy.active_adapter])
+        lora: Any = copy.copy(policy.active_peft_config)
         lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None
         critic = get_peft_model(critic, lora)
     return disable_dropout(critic)
@@ -139,7 +139,7 @@ class Network(nn.Module):
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a saved model or adapter into a model of the same shape, strictly."""
     if isinstance(model, PeftModel):
-        result = model.load_adapter(str(folder), adapter_name=model.active_adapter, is_trainable=True)
+        result = model.load_adapter(str(folder), adapter_name=str(model.active_adapter), is_trainable=True)
         if result.unexpected_keys:
             raise ValueError(f"{folder}: the adapter has weights that the model has not: {result.unexpected_keys[:3]}")
         return

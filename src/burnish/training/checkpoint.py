@@ -66,7 +66,9 @@ def is_complete(folder: Path) -> bool:
 
 def latest(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step in a run folder, None where there is none."""
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := re.search(r"-(\d+)$", path.name))]
+    found = [
+        (int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := re.search(r"-(\d+)$", path.name))
+    ]
     return next((path for _, path in sorted(found, reverse=True) if is_complete(path)), None)
 
 

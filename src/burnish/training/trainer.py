@@ -86,12 +86,15 @@ class Trainer(transformers.Trainer):
         args = dataclasses.replace(
             args, gradient_accumulation_steps=1, ignore_data_skip=True, remove_unused_columns=False
         )
+        self.rows = self._rows(train_dataset)
+        self.eval_rows = [] if eval_dataset is None else self._rows(eval_dataset)
+        self.tokenizer: Any = processing_class
         network = method.prepare(model, processing_class)
         super().__init__(
             model=network,
             args=args,
-            train_dataset=self._rows(train_dataset),  # type: ignore[arg-type]
-            eval_dataset=None if eval_dataset is None else self._rows(eval_dataset),  # type: ignore[arg-type]
+            train_dataset=self.rows,  # type: ignore[arg-type]
+            eval_dataset=self.eval_rows or None,  # type: ignore[arg-type]
             processing_class=processing_class,
             **others,
         )
@@ -114,7 +117,7 @@ class Trainer(transformers.Trainer):
         """What the method may use of this run."""
         return Context(
             network=self.network,
-            tokenizer=self.processing_class,
+            tokenizer=self.tokenizer,
             length=self.length,
             seed=self.args.seed,
             rows_per_step=self.rows_per_step,
@@ -129,15 +132,20 @@ class Trainer(transformers.Trainer):
             samples=self._record_samples,
         )
 
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints go."""
+        return Path(self.args.output_dir or "trainer_output")
+
     def get_train_dataloader(self) -> Any:
         """The method's loader, made once: it keeps its own place in the data."""
         if self.loader is None:
-            self.loader = self.method.loader(self.train_dataset, self.context)
+            self.loader = self.method.loader(self.rows, self.context)
         return self.loader
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows of the training data."""
-        return len(self.train_dataset)  # type: ignore[arg-type]
+        return len(self.rows)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step, or nothing at the end of the epoch or of a finished run."""
@@ -157,8 +165,9 @@ class Trainer(transformers.Trainer):
         return [self._collate(batch) for batch in mine]
 
     def _collate(self, examples: list[Example]) -> MicroBatch:
-        pad_id = self.processing_class.pad_token_id  # type: ignore[union-attr]
-        batch = collate(examples, pad_id or 0, side=self.padding_side, packed=self.packed, pad_to=self.pad_to)
+        batch = collate(
+            examples, self.tokenizer.pad_token_id or 0, side=self.padding_side, packed=self.packed, pad_to=self.pad_to
+        )
         return batch.to(self.args.device)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -203,7 +212,8 @@ class Trainer(transformers.Trainer):
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
                     terms: Terms = model(self.method, batch)
-                loss = sum(weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0)
+                parts = [weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0]
+                loss = torch.stack(parts).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
                 self.accelerator.backward(loss * self.args.world_size)
             loss_sum += loss.detach()
@@ -229,8 +239,8 @@ class Trainer(transformers.Trainer):
         """Examples of one sequence each with the (B, T) arrays of a function, on every process."""
         assert all(len(example.sequences) == 1 for example in examples)
         groups = micro_batches(examples, self.token_budget, packed=self.packed)
-        training = self.model.training
-        self.model.eval()
+        training = self.network.training
+        self.network.eval()
         mine: dict[int, dict[str, tuple[float, ...]]] = {}
         for group in groups[self.args.process_index :: self.args.world_size]:
             batch = self._collate([examples[i] for i in group])
@@ -238,7 +248,7 @@ class Trainer(transformers.Trainer):
                 results = {name: x.flatten().double().tolist() for name, x in function(batch).items()}
             for i, start, end in zip(group, batch.starts.tolist(), batch.ends.tolist(), strict=True):
                 mine[i] = {name: tuple(flat[start : end + 1]) for name, flat in results.items()}
-        self.model.train(training)
+        self.network.train(training)
         merged = {i: arrays for part in self._gather(mine) for i, arrays in part.items()}
         return [Example((example.sequences[0].with_arrays(**merged[i]),)) for i, example in enumerate(examples)]
 
@@ -252,14 +262,14 @@ class Trainer(transformers.Trainer):
     @torch.no_grad()
     def _evaluate_examples(self, examples: list[Example]) -> dict[str, float]:
         """Means of a method's terms over examples, without a step."""
-        training = self.model.training
-        self.model.eval()
+        training = self.network.training
+        self.network.eval()
         sums: Terms = {}
         groups = micro_batches(examples, self.token_budget or 4096, packed=self.packed)
         for group in groups[self.args.process_index :: self.args.world_size]:
             with self.compute_loss_context_manager():
                 _add(sums, self.network(self.method, self._collate([examples[i] for i in group])))
-        self.model.train(training)
+        self.network.train(training)
         means = self._means(sums)
         return {"loss": sum(weight * means[name] for name, weight in self.method.weights.items())} | means
 
@@ -279,7 +289,7 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """The method's metrics on rows that training does not see, logged with the prefix ``eval_``."""
-        rows = self.eval_dataset if eval_dataset is None else self._rows(eval_dataset)
+        rows = self.eval_rows if eval_dataset is None else self._rows(eval_dataset)
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in self.method.evaluate(rows, self.context).items()}
@@ -333,7 +343,7 @@ class Trainer(transformers.Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
         """Write a checkpoint aside, with the loader's place and the sizes of the logs, seal it, then rename it."""
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = self.folder / f"checkpoint-{self.state.global_step}"
         aside = checkpoint.writing(folder) if self.args.should_save else contextlib.nullcontext(folder)
         with aside as staging:
             # the parent writes into a folder named checkpoint-N below what _get_output_dir returns
@@ -348,7 +358,7 @@ class Trainer(transformers.Trainer):
             self._staging = None
         if self.args.should_save:
             rotate_checkpoints(
-                output_dir=self.args.output_dir,
+                output_dir=str(self.folder),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=False,
@@ -366,11 +376,11 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the network as its parts save themselves, and the tokenizer."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir) if output_dir else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         network = self.accelerator.unwrap_model(self.model)
         network.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+        self.tokenizer.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights, the loader's place and the token budget; cut the logs back to where the checkpoint was."""
