@@ -184,10 +184,20 @@ def test_inspect_shows_what_is_learned(here):
     # Row 1: user, a, end, assistant, 8 characters, end; row 0: user, a, b, end, assistant, c, d, end.
     assert re.search(r"rows +2 *\n", result.stdout)
     assert re.search(r"tokens +21 *\n", result.stdout)
-    assert re.search(r"learned +12 \(57\.1%\)", result.stdout)
-    assert re.search(r"longest +8, 8, 13, 13, 13 *\n", result.stdout)
+    assert re.search(r"learned +12 tokens \(57\.1%\)", result.stdout)
+    assert re.search(r"99 100 +8, 8, 13, 13, 13 *\n", result.stdout)
     assert "waits for runs/tiny/sft/data/more.jsonl" in result.stdout
     assert "memory of this machine" in result.stdout
+
+
+def test_inspect_shows_comparisons(here):
+    (here / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "cd"}\n')
+    shown = call(
+        "inspect", "tiny.yaml", "stages.after.method={name: reward}", "stages.after.data.train=pairs.jsonl"
+    ).stdout
+    assert re.search(r"learned +1 comparisons", shown)
+    assert "row 0 (pairs.jsonl:1, chosen): 6 tokens\n<|user|>a<|end|><|assistant|>b<|end|>\n" in shown
+    assert "row 0 (pairs.jsonl:1, rejected): 7 tokens\n<|user|>a<|end|><|assistant|>cd<|end|>\n" in shown
 
 
 def test_inspect_shows_one_row(here):

@@ -133,14 +133,15 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
     lengths = [len(s.tokens) for s in sequences]
     learned = sum(sum(s.trained) for s in sequences)
     total = sum(lengths)
+    pairs = sum(len(example.pairs) for example in encoded.examples)
     return {
         "rows": f"{len(read.rows):,}",
         "skipped": ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0",
         "cut or dropped": f"{len(encoded.changed):,}",
         "sequences": f"{len(sequences):,}",
         "tokens": f"{total:,}",
-        "learned": f"{learned:,} ({learned / max(1, total):.1%})",
-        "length: shortest, median, 90 %, 99 %, longest": ", ".join(
+        "learned": f"{pairs:,} comparisons" if pairs else f"{learned:,} tokens ({learned / max(1, total):.1%})",
+        "length percentiles 0 50 90 99 100": ", ".join(
             str(percentile(lengths, share)) for share in (0.0, 0.5, 0.9, 0.99, 1.0)
         )
         if lengths
@@ -173,13 +174,16 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
     if row is not None and row >= len(examples):
         raise UserError(f"--row {row}: there are {len(examples)} rows, counted from 0")
     colours = console.is_terminal and console.color_system is not None
-    if not colours:
+    if not colours and any(any(s.trained) for e in examples for s in e.sequences):
         console.print("learned tokens stand in [[double brackets]]", markup=False)
     for index in range(len(examples))[:SHOWN_ROWS] if row is None else [row]:
         example = examples[index]
         for number, sequence in enumerate(example.sequences):
             place = f", sequence {number + 1} of {len(example.sequences)}" if len(example.sequences) > 1 else ""
-            learned = f"{len(sequence.tokens)} tokens, {sum(sequence.trained)} learned"
+            if len(example.pairs) == 1:
+                place = ", chosen" if number == example.pairs[0].better else ", rejected"
+            count = sum(sequence.trained)
+            learned = f"{len(sequence.tokens)} tokens" + (f", {count} learned" if count else "")
             console.print(f"row {index} ({sequence.source}{place}): {learned}", style="bold", markup=False)
             console.print(marked(sequence, tokenizer, colours=colours))
 
