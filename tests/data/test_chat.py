@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -48,6 +48,7 @@ def byte_tokenizer(template: str | None = CHATML, merges: tuple[tuple[str, str],
     vocab = {token: id for id, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # white space has no characters of its own
     backend.decoder = decoders.ByteLevel()
     special = [AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")]
     backend.add_special_tokens(special)
@@ -140,6 +141,12 @@ def test_ids_by_hand() -> None:
     assert sequence.trained == (False,) * 21 + (True, True, False)
 
 
+def test_an_end_token_other_than_eos_is_learned() -> None:
+    tokenizer = byte_tokenizer(MARKED_WITHOUT_END)
+    tokenizer.eos_token = "<|im_start|>"
+    assert learned(tokenizer, conversation(tokenizer, TWO)) == ["Yo<|im_end|>", "No.<|im_end|>"]
+
+
 def test_a_completion_is_learned_alone() -> None:
     tokenizer = byte_tokenizer()
     assert learned(tokenizer, conversation(tokenizer, row(*TWO.messages, start=3))) == ["No.<|im_end|>"]
@@ -147,10 +154,14 @@ def test_a_completion_is_learned_alone() -> None:
         conversation(tokenizer, TWO, "completion")
 
 
-contents = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Z", "S"]), min_size=1, max_size=12)
+contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_size=1, max_size=12)
 
 
-@given(st.lists(st.tuples(contents, contents), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
+@given(
+    st.lists(st.tuples(contents, contents), min_size=1, max_size=3),
+    st.sampled_from([CHATML, MARKED, MARKED_WITHOUT_END]),
+)
+@example([("Hi", "Yo ")], MARKED_WITHOUT_END)
 def test_learned_tokens_are_the_content_and_one_end_a_turn(turns: list[tuple[str, str]], template: str) -> None:
     tokenizer = byte_tokenizer(template)
     messages = tuple(m for question, reply in turns for m in (user(question), says(reply)))
@@ -376,11 +387,11 @@ def test_prompts_lose_their_oldest_turns_and_never_the_system_message() -> None:
     set_template(tokenizer, "question_answer")
     system: Message = {"role": "system", "content": "S"}
     messages: Messages = (system, user("first"), says("a"), user("second"), says("b"), user("third"))
-    result = cut([Prompt(messages, {}, "p:1")], lambda row: prompts(tokenizer, row), 65, "truncate_left")
+    result = cut([Prompt(messages, {}, "p:1")], lambda row: prompts(tokenizer, row), 77, "truncate_left")
     assert tokenizer.decode(result.examples[0].sequences[0].tokens) == (
         "System: S\n\nQuestion: second\n\nAnswer: b<|im_end|>\n\nQuestion: third\n\nAnswer:"
     )
-    assert result.changed == [("p:1", "truncate_left: 94 tokens, max_length 65: 2 of 5 turns of the prompt left out")]
+    assert result.changed == [("p:1", "truncate_left: 94 tokens, max_length 77: 2 of 5 turns of the prompt left out")]
     result = cut([Prompt(messages, {}, "p:1")], lambda row: prompts(tokenizer, row), 33, "truncate_left")
     assert tokenizer.decode(result.examples[0].sequences[0].tokens) == "System: S\n\nQuestion: ird\n\nAnswer:"
     assert "4 of 5 turns and 2 of 5 characters of the last turn left out" in result.changed[0].reason

@@ -91,11 +91,13 @@ def fit(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[l
     if limit is None or longest <= limit:
         return [example], ""
     what = f"{longest} tokens, max_length {limit}"
+    prompted = isinstance(row, Preference | Ranking | Prompt)
     if length.on_long == "error":
-        raise UserError(f"{row.source}: {what}: raise it, or set on_long: drop, truncate_left, truncate_right or split")
+        ways = "drop or truncate_left" if prompted else "drop, truncate_left, truncate_right or split"
+        raise UserError(f"{row.source}: {what}: raise it, or set on_long: {ways}")
     if length.on_long == "drop":
         return [], f"drop: {what}"
-    if isinstance(row, Preference | Ranking | Prompt):
+    if prompted:
         if length.on_long != "truncate_left":
             detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
             raise UserError(f"{row.source}: {what}: on_long: {length.on_long} {detail}: set truncate_left or drop")

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from burnish.data.shapes import BadRow, parse
 from burnish.types import Row, UserError
 
-__all__ = ["BadRow", "Rows", "Skipped", "load", "parse"]
+__all__ = ["READERS", "BadRow", "Rows", "Skipped", "load", "parse"]
 
 Found = tuple[str, Any]
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
