@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from burnish.data import chat
-from burnish.data.chat import Length, answer, comparison, conversation, encode, prompt, set_template, text
+from burnish.data.chat import answer, comparison, conversation, prompt, set_template, text
 from burnish.types import (
     Conversation,
-    Example,
     Message,
-    Messages,
     Preference,
-    Prompt,
     Ranking,
-    Sequence,
     Text,
     UserError,
 )
@@ -40,23 +35,6 @@ MARKED = (
 MARKED_WITHOUT_END = MARKED.replace(
     "m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n'", "m['content'] }}{% endgeneration %}{{ '<|im_end|>\n'"
 )
-
-
-def byte_tokenizer(template: str | None = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> Any:
-    """One token a byte, and those merged; the end token is also the padding."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
-    vocab = {token: id for id, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # white space has no characters of its own
-    backend.decoder = decoders.ByteLevel()
-    special = [AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")]
-    backend.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def encoder_tokenizer() -> Any:
@@ -121,7 +99,7 @@ def learned(tokenizer: Any, sequence: Any) -> list[str]:
         ),
     ],
 )
-def test_what_is_learned(template: str, learn: Any, learn_eos: bool, expected: list[str]) -> None:
+def test_what_is_learned(byte_tokenizer: Any, template: str, learn: Any, learn_eos: bool, expected: list[str]) -> None:
     tokenizer = byte_tokenizer(template)
     sequence = conversation(tokenizer, TWO, learn, learn_eos)
     assert learned(tokenizer, sequence) == expected
@@ -129,7 +107,7 @@ def test_what_is_learned(template: str, learn: Any, learn_eos: bool, expected: l
     assert tokenizer.decode(sequence.tokens) == whole
 
 
-def test_ids_by_hand() -> None:
+def test_ids_by_hand(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     ids = {symbol: tokenizer.convert_tokens_to_ids(symbol) for symbol in ["Ċ", *"usertainHo"]}
     assert prompt(tokenizer, (user("Hi"),)) == (
@@ -141,13 +119,13 @@ def test_ids_by_hand() -> None:
     assert sequence.trained == (False,) * 21 + (True, True, False)
 
 
-def test_an_end_token_other_than_eos_is_learned() -> None:
+def test_an_end_token_other_than_eos_is_learned(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(MARKED_WITHOUT_END)
     tokenizer.eos_token = "<|im_start|>"
     assert learned(tokenizer, conversation(tokenizer, TWO)) == ["Yo<|im_end|>", "No.<|im_end|>"]
 
 
-def test_a_completion_is_learned_alone() -> None:
+def test_a_completion_is_learned_alone(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     assert learned(tokenizer, conversation(tokenizer, row(*TWO.messages, start=3))) == ["No.<|im_end|>"]
     with pytest.raises(UserError, match=r"chat.jsonl:17: learn: completion"):
@@ -162,7 +140,9 @@ contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_
     st.sampled_from([CHATML, MARKED, MARKED_WITHOUT_END]),
 )
 @example([("Hi", "Yo ")], MARKED_WITHOUT_END)
-def test_learned_tokens_are_the_content_and_one_end_a_turn(turns: list[tuple[str, str]], template: str) -> None:
+def test_learned_tokens_are_the_content_and_one_end_a_turn(
+    byte_tokenizer: Any, turns: list[tuple[str, str]], template: str
+) -> None:
     tokenizer = byte_tokenizer(template)
     messages = tuple(m for question, reply in turns for m in (user(question), says(reply)))
     replies = sum(len(reply.encode()) for _, reply in turns)
@@ -174,7 +154,7 @@ def test_learned_tokens_are_the_content_and_one_end_a_turn(turns: list[tuple[str
     assert prompt(tokenizer, messages[:-1]) == conversation(tokenizer, row(*messages)).tokens[: masks[0].index(True)]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides() -> None:
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides(byte_tokenizer: Any) -> None:
     forgets = CHATML.replace("m['content'] +", "(m['content'] if loop.last or m['role'] == 'user' else '') +")
     tokenizer = byte_tokenizer(forgets)
     with pytest.raises(UserError, match=r"(?s)chat.jsonl:17: the first 2 messages.*alone:.*'Y'.*in whole:.*im_end"):
@@ -182,7 +162,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides() -> 
     assert learned(tokenizer, conversation(tokenizer, TWO, "last")) == ["No.<|im_end|>"]
 
 
-def test_a_merge_across_the_answer_is_refused() -> None:
+def test_a_merge_across_the_answer_is_refused(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(merges=(("b", "c"),))
     set_template(tokenizer, "text")
     with pytest.raises(UserError, match=r"(?s)alone:.*'b'.*in whole:.*'bc'"):
@@ -190,7 +170,7 @@ def test_a_merge_across_the_answer_is_refused() -> None:
     assert learned(tokenizer, conversation(tokenizer, row(user("ab"), says(" cd")))) == [" cd<|im_end|>"]
 
 
-def test_templates_that_cannot_teach_are_refused() -> None:
+def test_templates_that_cannot_teach_are_refused(byte_tokenizer: Any) -> None:
     endless = byte_tokenizer(CHATML.replace("'<|im_end|>' + ", ""))
     with pytest.raises(UserError, match="writes no end token"):
         conversation(endless, row(user("Hi"), says("Yo")))
@@ -210,7 +190,7 @@ def test_templates_that_cannot_teach_are_refused() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_typed_special_tokens_stay_text(template: str) -> None:
+def test_typed_special_tokens_stay_text(byte_tokenizer: Any, template: str) -> None:
     tokenizer = byte_tokenizer(template)
     typed = "a<|im_end|><|im_end|>\n<|im_start|>system\nb"
     sequence = conversation(tokenizer, row(user(typed), says("x<|im_end|>y")))
@@ -225,7 +205,7 @@ def test_typed_special_tokens_stay_text(template: str) -> None:
     assert len(plain.tokens) == len("a<|im_end|>b") + 1 and plain.tokens.count(1) == 1
 
 
-def test_private_characters_of_the_user_are_kept() -> None:
+def test_private_characters_of_the_user_are_kept(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     typed = "\U000f0000<|im_end|>\U000f0001"
     assert tokenizer.decode(prompt(tokenizer, (user(typed),))).startswith(f"<|im_start|>user\n{typed}<|im_end|>\n")
@@ -244,7 +224,7 @@ def test_a_tokenizer_that_cannot_spell_a_special_token_says_so() -> None:
 # --- plain templates and encoders ---------------------------------------------------------------------------------
 
 
-def test_plain_templates_by_hand() -> None:
+def test_plain_templates_by_hand(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(None)
     set_template(tokenizer, "question_answer")
     system: Message = {"role": "system", "content": "Be kind"}
@@ -261,7 +241,7 @@ def test_plain_templates_by_hand() -> None:
     assert learned(tokenizer, conversation(tokenizer, row(user("Once"), says(" upon")), "all", False)) == [" upon"]
 
 
-def test_the_tokenizers_own_marks_stand_once(tmp_path: Path) -> None:
+def test_the_tokenizers_own_marks_stand_once(byte_tokenizer: Any, tmp_path: Path) -> None:
     made = byte_tokenizer(None)
     made.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 0), ("<|im_end|>", 1)]
@@ -290,7 +270,7 @@ def test_an_encoder_has_its_own_frame() -> None:
     assert text(tokenizer, Text("it good", "a:1")).tokens == expected
 
 
-def test_text_ends_once() -> None:
+def test_text_ends_once(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     sequence = text(tokenizer, Text("ab", "a:1"))
     assert tokenizer.decode(sequence.tokens) == "ab<|im_end|>"
@@ -302,7 +282,7 @@ def test_text_ends_once() -> None:
 PAIR = Preference((user("Hi"),), (says("Yo"),), (says("No."),), 0.5, 0.75, "pairs.jsonl:3")
 
 
-def test_training_and_scoring_see_the_same_ids() -> None:
+def test_training_and_scoring_see_the_same_ids(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     example = comparison(tokenizer, PAIR)
     assert example.sequences == tuple(
@@ -314,7 +294,7 @@ def test_training_and_scoring_see_the_same_ids() -> None:
     assert example.sequences[0].tokens == as_learned.tokens
 
 
-def test_a_ranking_makes_all_its_pairs() -> None:
+def test_a_ranking_makes_all_its_pairs(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     ranking = Ranking((user("Hi"),), ((says("a"),), (says("b"),), (says("c"),)), (-2.0, -1.0, -2.0), "a:1")
     third = 1 / 3
@@ -323,123 +303,6 @@ def test_a_ranking_makes_all_its_pairs() -> None:
     assert [tuple(pair) for pair in halves] == [(1, 0, third, 0, 1), (0, 2, third, 0, 0.5), (1, 2, third, 0, 1)]
     with pytest.raises(UserError, match="a:1: all answers have the same score"):
         comparison(tokenizer, Ranking(ranking.prompt, ranking.completions, (1.0, 1.0, 1.0), "a:1"))
-
-
-# --- lengths ------------------------------------------------------------------------------------------------------
-
-
-def byte_text(tokenizer: Any) -> Any:
-    return lambda row: Example((text(tokenizer, row),))
-
-
-def cut(rows: list[Any], function: Any, max_length: int, on_long: Any) -> Any:
-    return encode(rows, function, Length(max_length=max_length, on_long=on_long))
-
-
-def test_long_texts() -> None:
-    tokenizer = byte_tokenizer()
-    rows = [Text("abcdefg", "a:1"), Text("xy", "a:2")]
-    with pytest.raises(UserError, match="a:1: 8 tokens, max_length 4: raise it, or set on_long"):
-        cut(rows, byte_text(tokenizer), 4, "error")
-    expected: dict[str, list[str]] = {
-        "drop": ["xy<|im_end|>"],
-        "truncate_left": ["efg<|im_end|>", "xy<|im_end|>"],
-        "truncate_right": ["abcd", "xy<|im_end|>"],
-        "split": ["abcd", "defg", "g<|im_end|>", "xy<|im_end|>"],
-    }
-    for on_long, texts in expected.items():
-        result = cut(rows, byte_text(tokenizer), 4, on_long)
-        sequences = [example.sequences[0] for example in result.examples]
-        assert [tokenizer.decode(s.tokens) for s in sequences] == texts
-        assert all(s.trained == (False,) + (True,) * (len(s.tokens) - 1) for s in sequences)
-        assert [change.source for change in result.changed] == ["a:1"]
-        assert result.changed[0].reason.startswith(f"{on_long}: 8 tokens, max_length 4")
-
-
-@given(st.integers(1, 40), st.integers(2, 12))
-def test_a_split_keeps_every_target_once(size: int, max_length: int) -> None:
-    tokenizer = byte_tokenizer()
-    row = Text("".join(chr(97 + i % 26) for i in range(size)), "a:1")
-    whole = text(tokenizer, row)
-    pieces = [example.sequences[0] for example in cut([row], byte_text(tokenizer), max_length, "split").examples]
-    assert max(len(piece.tokens) for piece in pieces) <= max_length
-    targets = [t for piece in pieces for t, trained in zip(piece.tokens, piece.trained, strict=True) if trained]
-    assert targets == list(whole.tokens[1:])
-
-
-def test_a_cut_that_leaves_nothing_to_learn_is_an_error() -> None:
-    tokenizer = byte_tokenizer()
-    long = row(user("a" * 50), says("b"))
-    with pytest.raises(UserError, match=r"chat.jsonl:17: .*truncate_right leaves nothing to learn"):
-        cut([long], lambda row: Example((conversation(tokenizer, row),)), 20, "truncate_right")
-    split = cut([long], lambda row: Example((conversation(tokenizer, row),)), 40, "split")
-    assert [learned(tokenizer, example.sequences[0]) for example in split.examples] == [["b<|im_end|>"]]
-    assert split.changed[0].reason == "split: 72 tokens, max_length 40 into 2, 1 of them with nothing to learn"
-
-
-def prompts(tokenizer: Any, row: Prompt) -> Example:
-    ids = prompt(tokenizer, row)
-    return Example((Sequence(ids, (False,) * len(ids), row.source),))
-
-
-def test_prompts_lose_their_oldest_turns_and_never_the_system_message() -> None:
-    tokenizer = byte_tokenizer(None)
-    set_template(tokenizer, "question_answer")
-    system: Message = {"role": "system", "content": "S"}
-    messages: Messages = (system, user("first"), says("a"), user("second"), says("b"), user("third"))
-    result = cut([Prompt(messages, {}, "p:1")], lambda row: prompts(tokenizer, row), 77, "truncate_left")
-    assert tokenizer.decode(result.examples[0].sequences[0].tokens) == (
-        "System: S\n\nQuestion: second\n\nAnswer: b<|im_end|>\n\nQuestion: third\n\nAnswer:"
-    )
-    assert result.changed == [("p:1", "truncate_left: 94 tokens, max_length 77: 2 of 5 turns of the prompt left out")]
-    result = cut([Prompt(messages, {}, "p:1")], lambda row: prompts(tokenizer, row), 33, "truncate_left")
-    assert tokenizer.decode(result.examples[0].sequences[0].tokens) == "System: S\n\nQuestion: ird\n\nAnswer:"
-    assert "4 of 5 turns and 2 of 5 characters of the last turn left out" in result.changed[0].reason
-
-
-def test_comparisons_cut_the_prompt_and_never_the_answer() -> None:
-    tokenizer = byte_tokenizer(None)
-    set_template(tokenizer, "text")
-    pair = Preference((user("0123456789"),), (says(" yes"),), (says(" no way"),), None, None, "p:1")
-    result = cut([pair], lambda row: comparison(tokenizer, row), 12, "truncate_left")
-    assert [tokenizer.decode(s.tokens) for s in result.examples[0].sequences] == [
-        "6789 yes<|im_end|>",
-        "6789 no way<|im_end|>",
-    ]
-    scored = answer(tokenizer, pair.prompt, " no way", Length(max_length=12, on_long="truncate_left"))
-    assert tokenizer.decode(scored.tokens) == "6789 no way<|im_end|>"
-    for on_long, said in [("truncate_right", "only the prompt is cut"), ("error", "18 tokens, max_length 12")]:
-        with pytest.raises(UserError, match=f"p:1: .*{said}"):
-            cut([pair], lambda row: comparison(tokenizer, row), 12, on_long)
-    with pytest.raises(UserError, match="does not fit even without its prompt"):
-        cut([pair], lambda row: comparison(tokenizer, row), 8, "truncate_left")
-
-
-# --- cache --------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    tokenizer = byte_tokenizer()
-    calls = []
-
-    def function(row: Preference) -> Example:
-        calls.append(row.source)
-        return comparison(tokenizer, row)
-
-    length = Length(max_length=60, on_long="truncate_left")
-    long = Preference((user("x" * 40),), PAIR.chosen, PAIR.rejected, None, None, "pairs.jsonl:4")
-    key = chat.cache_key(tokenizer, "reward")
-    first = encode([PAIR, long], function, length, key)
-    done = len(calls)
-    assert encode([PAIR, long], function, length, key) == first
-    assert len(calls) == done and len(first.changed) == 1
-    assert not list((tmp_path / "cache").glob("*.part"))
-    encode([PAIR], function, length, key)
-    set_template(tokenizer, "text")
-    assert chat.cache_key(tokenizer, "reward") != key
-    encode([PAIR, long], function, length, chat.cache_key(tokenizer, "reward"))
-    assert len(calls) > done + 2
 
 
 # --- real tokenizers ----------------------------------------------------------------------------------------------
