@@ -231,6 +231,14 @@ def test_banned_tokens_stay_in_the_probabilities():
     assert logprobs.tolist() == pytest.approx([math.log(0.3)] * 100)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_told(temperature):
+    model = llama()
+    model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(UserError, match=r"logits are not numbers \(NaN\)"):
+        run(model, requests(3, 5), temperature=temperature)
+
+
 def biased(**biases):
     """A model that gives token ``t<i>`` this much larger a logit at every position."""
     model = llama()

@@ -152,10 +152,14 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor) -
         uniforms: (B,) float64 in [0, 1).
         sampling: temperature, top_k and top_p.
         banned: (B, V) or (1, V) bool, True for what is not to be sampled.
+
+    Raises:
+        UserError: if a row has logits that are not numbers.
     """
     if sampling.temperature == 0:
-        tokens = logits.masked_fill(banned, -torch.inf).argmax(-1)
-        return tokens, torch.zeros_like(tokens, dtype=precise(logits).dtype)
+        values, tokens = logits.masked_fill(banned, -torch.inf).max(-1)
+        _check_numbers(values)
+        return tokens, torch.zeros_like(precise(values))
     warped = warp(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     largest = warped.amax(-1, keepdim=True)
     weights = (warped - largest).exp_()
@@ -168,13 +172,23 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor) -
     block, rest = _invert(sums, uniforms)
     within, _ = _invert(blocks[torch.arange(len(block), device=block.device), block], rest)
     tokens = block * DRAW_BLOCK + within
-    nothing = sums.sum(-1) == 0
+    total = sums.sum(-1)
+    nothing = ~(total > 0)
     if bool(nothing.any()):
+        _check_numbers(total)
         plain = precise(logits) / sampling.temperature
         tokens = torch.where(nothing, plain.masked_fill(banned, -torch.inf).argmax(-1), tokens)
         warped = torch.where(nothing[:, None], plain, warped)
         normaliser = torch.where(nothing, plain.logsumexp(-1), normaliser)
     return tokens, warped.gather(-1, tokens[:, None])[:, 0] - normaliser
+
+
+def _check_numbers(values: Tensor) -> None:
+    if bool(values.isnan().any()):
+        raise UserError(
+            "the model's logits are not numbers (NaN): its weights are broken or training diverged; a lower "
+            "learning_rate or an earlier checkpoint would work"
+        )
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
