@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
+from transformers.utils import logging as hf_logging
 
 from burnish.data import chat, rows
 from burnish.models import loading
@@ -54,6 +55,9 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         shutil.rmtree(folder, ignore_errors=True)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    _check(recipe)
     manifest = _open(recipe)
     with display or Display() as screen:
         for number, (stage, entry) in enumerate(zip(recipe.stages, manifest["stages"], strict=True), start=1):
@@ -64,13 +68,26 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
             began = time.monotonic()
             entry["state"] = "running"
             _write(folder, manifest)
-            found = _run_function(recipe, stage) if stage.run else _Training(recipe, stage, screen).run()
+            found = _run_function(recipe, stage) if stage.run else _Training(recipe, stage).run(screen)
             entry |= found | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
             _write(folder, manifest)
         manifest["state"] = "done"
         _write(folder, manifest)
         report.write(folder)
     return folder
+
+
+def _check(recipe: Recipe) -> None:
+    """Find what would stop a later stage before the first one starts: settings, and rows that are there already."""
+    for stage in recipe.stages:
+        if stage.method is None:
+            continue
+        training = _Training(recipe, stage)
+        training.arguments()
+        training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore
+        for split in training.splits:
+            if not isinstance(getattr(training.data, split), StageData):
+                training.rows(split)
 
 
 # --- the manifest --------------------------------------------------------------------------------------------------
@@ -172,74 +189,100 @@ def _checksums(folder: Path) -> dict[str, str]:
 class _Training:
     """One stage that trains: loads what it reads, trains or goes on, evaluates, and saves a model folder."""
 
-    def __init__(self, recipe: Recipe, stage: Stage, screen: Display) -> None:
+    def __init__(self, recipe: Recipe, stage: Stage) -> None:
         assert stage.method is not None and stage.model is not None and stage.data is not None
-        self.recipe, self.stage, self.screen = recipe, stage, screen
+        self.recipe, self.stage = recipe, stage
         self.data: Data = stage.data
+        self.splits = [split for split in ("train", "eval") if getattr(self.data, split) is not None]
         self.folder = recipe.folder / stage.name
         self.method_class = method_class(stage.method.name)
         self.source = model_reference(stage.model, recipe.folder)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def run(self) -> dict[str, Any]:
+    def run(self, screen: Display) -> dict[str, Any]:
         """Train to the end; what it came to, for the manifest."""
         recorder = Recorder(self.folder)
         start = checkpoint.latest(self.folder)
         if start is None:
             recorder.truncate({})
         set_seed(self.recipe.seed)
-        model, tokenizer = self._load()
+        model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
-        splits = {split: self._rows(split) for split in ("train", "eval") if getattr(self.data, split) is not None}
-        trainer = self._trainer(model, tokenizer, splits, recorder)
+        splits = {split: self.rows(split) for split in self.splits}
+        trainer = self._trainer(model, tokenizer, splits, recorder, screen)
         if start is None and "eval" in splits:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(start) if start else None)
-        evaluated = [m for m in read_metrics(self.folder) if any(key.startswith("eval_") for key in m)]
-        if "eval" in splits and not (len(evaluated) > 1 and evaluated[-1]["step"] == trainer.state.global_step):
+        if "eval" in splits and (
+            len(self._evaluations()) < 2 or trainer.state.global_step != self._evaluations()[-1]["step"]
+        ):
             trainer.evaluate()
         self._save(trainer)
-        evaluated = [m for m in read_metrics(self.folder) if any(key.startswith("eval_") for key in m)]
+        evaluations = self._evaluations()
         return {
             "model": summary | {"source": self.source},
             "data": {data_reference(getattr(self.data, s), self.recipe.folder): self._hash(s) for s in splits},
-            "rows": {s: self._counts(s, found, trainer, tokenizer) for s, found in splits.items()},
-            "results": {"before": evaluated[0], "after": evaluated[-1]} if evaluated else {},
+            "rows": {s: self._counts(found, trainer, tokenizer) for s, found in splits.items()},
+            "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             "files": {f"model/{name}": digest for name, digest in _checksums(self.folder / "model").items()},
         }
 
-    def _load(self) -> tuple[Any, PreTrainedTokenizerBase]:
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]
+
+    def arguments(self) -> TrainingArguments:
+        """The trainer's arguments, as the recipe gives them."""
+        try:
+            return TrainingArguments(
+                output_dir=str(self.folder),
+                seed=self.recipe.seed,
+                use_cpu=self.device == "cpu",
+                **(DEFAULTS | self.stage.trainer),
+            )
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
+
+    def method(self, rewards: list[NamedReward]) -> Any:
+        """The method with its settings; one that samples gets its rewards and how it samples."""
+        assert self.stage.method is not None
+        settings = dict(self.stage.method.settings)
+        if self.method_class.kinds == (Prompt,):
+            settings |= {"reward": rewards, "sampling": self.stage.generation}
+        return self.method_class(**settings)
+
+    def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
         """The model and its tokenizer with the template of this stage, and a fresh adapter where it has one."""
         stage = self.stage
         if stage.trust_remote_code:
-            self.screen.message(f"trust_remote_code: code from {self.source} is run")
+            screen.message(f"trust_remote_code: code from {self.source} is run")
         tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
-        self._template(tokenizer)
+        self._template(tokenizer, screen)
         task = self.method_class.task
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None)
         load = loading.load_reward_model if task == "SEQ_CLS" else loading.load_policy
         model: Any = load(self.source, dtype=dtype, trust_remote_code=stage.trust_remote_code)
         if stage.adapter is not None:
             if isinstance(model, PeftModel):
-                self.screen.message(f"{self.source} is an adapter: merged into its base before the new one is added")
+                screen.message(f"{self.source} is an adapter: merged into its base before the new one is added")
                 model = model.merge_and_unload()
             model = add_adapter(model, stage.adapter, task)
         elif dtype in (torch.bfloat16, torch.float16):
-            self.screen.message(f"dtype {stage.dtype}: weights are trained in it, without float32 master weights")
+            screen.message(f"dtype {stage.dtype}: weights are trained in it, without float32 master weights")
         base = loading.unwrap(model)
         base.config.pad_token_id = tokenizer.pad_token_id
         return model, tokenizer
 
-    def _template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _template(self, tokenizer: PreTrainedTokenizerBase, screen: Display) -> None:
         """Give the tokenizer the recipe's plain template, and say where it differs from the stored one."""
         if self.stage.template is None:
             return
         stored = tokenizer.chat_template
         chat.set_template(tokenizer, self.stage.template)
         if stored is not None and stored != tokenizer.chat_template:
-            self.screen.message(f"template {self.stage.template} takes the place of the one stored with {self.source}")
+            screen.message(f"template {self.stage.template} takes the place of the one stored with {self.source}")
 
-    def _rows(self, split: str) -> rows.Rows:
+    def rows(self, split: str) -> rows.Rows:
+        """The rows of a split."""
         data = self.data
         reference = data_reference(getattr(data, split), self.recipe.folder)
         return rows.load(
@@ -252,31 +295,25 @@ class _Training:
         )
 
     def _trainer(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: dict[str, rows.Rows], recorder: Recorder
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: dict[str, rows.Rows],
+        recorder: Recorder,
+        screen: Display,
     ) -> Trainer:
-        stage = self.stage
-        assert stage.method is not None
-        settings = dict(stage.method.settings)
-        if self.method_class.kinds == (Prompt,):
-            settings |= {"reward": [self._reward(r) for r in stage.reward], "sampling": stage.generation}
-        arguments = TrainingArguments(
-            output_dir=str(self.folder),
-            seed=self.recipe.seed,
-            use_cpu=self.device == "cpu",
-            **(DEFAULTS | stage.trainer),
-        )
         trainer = Trainer(
             model=model,
-            args=arguments,
-            method=self.method_class(**settings),
+            args=self.arguments(),
+            method=self.method([self._reward(source) for source in self.stage.reward]),
             train_dataset=splits["train"].rows,
             eval_dataset=splits["eval"].rows if "eval" in splits else None,
             processing_class=tokenizer,
             length=chat.Length(max_length=self.data.max_length, on_long=self.data.on_long),
-            token_budget=stage.token_budget,
+            token_budget=self.stage.token_budget,
             recorder=recorder,
-            show_samples=self.screen.samples,
-            callbacks=[RunCallback(recorder, self.screen)],
+            show_samples=screen.samples,
+            callbacks=[RunCallback(recorder, screen)],
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -310,7 +347,7 @@ class _Training:
         path = Path(data_reference(getattr(self.data, split), self.recipe.folder))
         return checkpoint.sha256(path) if path.is_file() else "not a file"
 
-    def _counts(self, split: str, found: rows.Rows, trainer: Trainer, tokenizer: Any) -> dict[str, Any]:
+    def _counts(self, found: rows.Rows, trainer: Trainer, tokenizer: Any) -> dict[str, Any]:
         encoded = trainer.method.examples(found.rows, tokenizer, trainer.length)
         return {
             "rows": len(found.rows),

@@ -28,7 +28,7 @@ class UserError(ValueError):
 class Config(pydantic.BaseModel):
     """Base of every block of settings: unknown keys and wrong types are errors, values never change."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 # --- rows: what a line of a data file means -----------------------------------------------------------------------

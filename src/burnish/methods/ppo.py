@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +21,16 @@ from burnish.models.adapters import Reference
 from burnish.models.forward import Warp, hidden_states, token_logprobs
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.rewards.functions import NamedReward
-from burnish.rollout.collect import Rollout, collect, interval, samples, summary
+from burnish.rollout.collect import (
+    collect,
+    final_scores,
+    interval,
+    mean_gap,
+    samples,
+    summary,
+    value_metrics,
+    with_arrays,
+)
 from burnish.rollout.generate import Local, Sampling
 from burnish.types import (
     Config,
@@ -70,13 +78,16 @@ class PPOConfig(Config):
     missing_eos_penalty: float = Field(1.0, description="what is subtracted, or put in its place")
     score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
     score_scale: float = Field(1.0, gt=0, description="scores are multiplied by this, before clipping")
-    max_gap: float | None = Field(
-        None,
-        gt=0,
-        description="mean gap of log-probabilities between sampler and trainer "
-        "that stops the run; default 1e-3 in float32, 0.05 in half precision",
+    max_gap: float = Field(
+        0.05, gt=0, description="mean gap of log-probabilities between sampler and trainer that stops the run"
     )
     show_every: int = Field(5, ge=1, description="iterations between tables of samples")
+
+    @model_validator(mode="after")
+    def _reference_is_there(self) -> Self:
+        if self.kl_coef and not self.reference:
+            raise ValueError(f"kl_coef {self.kl_coef} needs a reference: set kl_coef to 0 or reference to true")
+        return self
 
 
 class PPO:
@@ -103,10 +114,6 @@ class PPO:
         self.start_scores: list[float] = []
         if self.sampling.temperature == 0:
             raise UserError("generation.temperature: PPO explores by sampling: expected more than 0, got 0")
-        if self.settings.kl_coef and not self.settings.reference:
-            raise UserError(
-                f"method.kl_coef: {self.settings.kl_coef} needs a reference: set kl_coef to 0 or reference to true"
-            )
 
     @property
     def weights(self) -> dict[str, float]:
@@ -222,31 +229,6 @@ class PPO:
                 arrays["ref_logprobs"], _ = token_logprobs(reference, states, batch, batch.trained, whole)
         return arrays
 
-    def check_gap(self, logprobs: Tensor, sampled: Tensor, mask: Tensor, network: Network) -> float:
-        """The mean gap between the sampler's and the trainer's log-probabilities; too large a one stops the run."""
-        gap = ((logprobs - sampled).abs() * mask).sum().item() / max(int(mask.sum()), 1)
-        half = next(network.policy.parameters()).dtype in (torch.bfloat16, torch.float16)
-        limit = self.settings.max_gap or (0.05 if half or torch.is_autocast_enabled() else 1e-3)
-        if gap > limit:
-            raise RuntimeError(
-                f"the sampler's and the trainer's log-probabilities differ by {gap:.2g} a token on average (limit "
-                f"{limit:g}): what is learned would not be what was sampled; if this is expected, raise method.max_gap"
-            )
-        return gap
-
-    def adjusted_scores(self, rollouts: list[Rollout]) -> Tensor:
-        """Scores (N,) as the update uses them: scaled, clipped, and with the rule for completions that did not stop."""
-        s = self.settings
-        scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64) * s.score_scale
-        if s.score_clip is not None:
-            scores = scores.clamp(-s.score_clip, s.score_clip)
-        cut = torch.tensor([r.answer.finish != "stop" for r in rollouts])
-        if s.missing_eos == "subtract":
-            return torch.where(cut, scores - s.missing_eos_penalty, scores)
-        if s.missing_eos == "replace":
-            return torch.where(cut, torch.full_like(scores, s.missing_eos_penalty), scores)
-        return scores
-
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Completions of held-out prompts: score, every reward, KL to the reference, lengths, win rate over the start.
 
@@ -342,23 +324,23 @@ class PPOLoader:
         )
         batch = collate(examples, 0)
         mask, arrays = batch.trained, {name: x.double() for name, x in batch.arrays.items()}
-        gap = method.check_gap(arrays["logprobs"], arrays["sampled"], mask, self.context.network)
+        gap = mean_gap(arrays["logprobs"], arrays["sampled"], mask, s.max_gap)
         reference = arrays.get("ref_logprobs", arrays["logprobs"])
         kl = torch.where(mask, estimate(arrays["logprobs"], reference, "k1"), 0.0)
-        scores = method.adjusted_scores(rollouts)
+        scores = final_scores(rollouts, s.score_scale, s.score_clip, s.missing_eos, s.missing_eos_penalty)
         penalty = torch.where(mask, estimate(arrays["logprobs"], reference, s.kl_estimate), 0.0)
         rewards = adv.kl_rewards(scores, penalty, mask, self.kl.coef)
         if s.whiten_rewards:
             rewards = adv.whiten(rewards, mask, shift_mean=False)
         advantages, returns = adv.gae(rewards, arrays["values"], mask, s.gamma, s.lam)
-        metrics = _experience_metrics(kl, returns, arrays["values"], mask) | {
+        metrics = value_metrics(kl, returns, arrays["values"], mask) | {
             "kl_coef": self.kl.coef,
             "gap": gap,
             "rlhf_reward": scores.mean().item() - self.kl.coef * kl.sum(1).mean().item(),
         }
         if s.whiten_advantages:
             advantages = adv.whiten(advantages, mask)
-        self.pending = _with_arrays(
+        self.pending = with_arrays(
             examples, logprobs=arrays["logprobs"], values=arrays["values"], advantages=advantages, returns=returns
         )
         if s.kl_target is not None:
@@ -415,31 +397,3 @@ class PPOLoader:
 
 
 PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped")
-
-
-def _with_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
-    """Examples that carry these (N, T) arrays, and no others, cut to each one's length."""
-    rows = {name: x.tolist() for name, x in arrays.items()}
-    return [
-        Example(
-            (
-                dataclasses.replace(
-                    sequence, arrays={name: tuple(row[i][: len(sequence.tokens)]) for name, row in rows.items()}
-                ),
-            )
-        )
-        for i, sequence in enumerate(example.sequences[0] for example in examples)
-    ]
-
-
-def _experience_metrics(kl: Tensor, returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
-    """KL of whole completions, and how much of the returns' variance the critic explains, over learned tokens."""
-    returns, values = returns[mask], values[mask]
-    variance = returns.var(correction=0)
-    explained = 1 - (returns - values).var(correction=0) / variance if variance > 0 else torch.zeros(())
-    return {
-        "kl": kl.sum(1).mean().item(),
-        "returns": returns.mean().item(),
-        "values": values.mean().item(),
-        "explained_variance": explained.item(),
-    }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from burnish.rewards.functions import NamedReward, score
 from burnish.rollout.generate import Local, Request, Sampling, request_seed
-from burnish.types import Answer, Context, Prompt, Sequence
+from burnish.types import Answer, Context, Example, Prompt, Sequence
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,10 @@ def summary(rollouts: list[Rollout]) -> dict[str, float]:
 def interval(name: str, values: list[float]) -> dict[str, float]:
     """The mean of independent values and its 95 % interval (normal approximation), as name, name_low, name_high."""
     x = torch.tensor(values, dtype=torch.float64)
-    half = 1.959964 * x.std().item() / math.sqrt(len(x)) if len(x) > 1 else math.inf
     mean = x.mean().item()
+    if len(x) < 2:
+        return {name: mean}
+    half = 1.959964 * x.std().item() / math.sqrt(len(x))
     return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
@@ -128,3 +132,60 @@ def samples(rollouts: list[Rollout], kind: str) -> list[dict[str, Any]]:
         }
         for r in rollouts
     ]
+
+
+def final_scores(
+    rollouts: list[Rollout],
+    scale: float = 1.0,
+    clip: float | None = None,
+    missing_eos: Literal["none", "subtract", "replace"] = "none",
+    penalty: float = 1.0,
+) -> Tensor:
+    """Scores (N,) as an update uses them: scaled, clipped to +- clip, and with a rule for those that did not stop."""
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64) * scale
+    if clip is not None:
+        scores = scores.clamp(-clip, clip)
+    cut = torch.tensor([r.answer.finish != "stop" for r in rollouts])
+    if missing_eos == "subtract":
+        return torch.where(cut, scores - penalty, scores)
+    if missing_eos == "replace":
+        return torch.where(cut, penalty, scores)
+    return scores
+
+
+def mean_gap(logprobs: Tensor, sampled: Tensor, mask: Tensor, limit: float) -> float:
+    """Mean gap over learned tokens between the trainer's and the sampler's log-probabilities, (N, T) each.
+
+    Raises:
+        RuntimeError: the gap is above the limit: what would be learned is not what was sampled.
+    """
+    gap = torch.where(mask, (logprobs - sampled).abs(), 0.0).sum().item() / max(int(mask.sum()), 1)
+    if not gap <= limit:
+        raise RuntimeError(
+            f"the sampler's and the trainer's log-probabilities differ by {gap:.2g} a token on average (limit "
+            f"{limit:g}): what is learned would not be what was sampled; if this is expected, raise method.max_gap"
+        )
+    return gap
+
+
+def with_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
+    """Examples of one sequence each with these (N, T) arrays, and no others, cut to each one's length."""
+    rows = {name: x.tolist() for name, x in arrays.items()}
+    made = []
+    for i, (sequence,) in enumerate(example.sequences for example in examples):
+        mine = {name: tuple(row[i][: len(sequence.tokens)]) for name, row in rows.items()}
+        made.append(Example((dataclasses.replace(sequence, arrays=mine),)))
+    return made
+
+
+def value_metrics(kl: Tensor, returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
+    """KL of whole completions, and how much of the returns' variance the critic explains, over learned tokens."""
+    returns, values = returns[mask], values[mask]
+    variance = returns.var(correction=0)
+    explained = 1 - (returns - values).var(correction=0) / variance if variance > 0 else torch.zeros(())
+    return {
+        "kl": kl.sum(1).mean().item(),
+        "returns": returns.mean().item(),
+        "values": values.mean().item(),
+        "explained_variance": explained.item(),
+    }
