@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,26 +55,32 @@ def results(folder: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_killed_at_ten_moments_ends_with_the_same_bytes(tmp_path):
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    subprocess.run(command(straight), check=True, env=environment(), capture_output=True, timeout=300)
-    expected = results(straight)
-    lines = progress(straight)
-    assert {"sft/model/model.safetensors", "reward/model/model.safetensors", "ppo/model/critic/model.safetensors",
-            "ppo/model/model.safetensors"} <= set(expected)
+    folder = tmp_path / "run"  # the same for both: rows are named by the file that they came from
+    subprocess.run(command(folder), check=True, env=environment(), capture_output=True, timeout=300)
+    expected = results(folder)
+    lines = progress(folder)
+    shutil.rmtree(folder)
+    assert {
+        "sft/model/model.safetensors",
+        "reward/model/model.safetensors",
+        "ppo/model/critic/model.safetensors",
+        "ppo/model/model.safetensors",
+    } <= set(expected)
     moments = random.Random(time.time_ns())
     targets = sorted(moments.uniform(0, lines) for _ in range(10))
     kills = 0
     for target in targets:
-        process = subprocess.Popen(command(broken), env=environment(), stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
-        while process.poll() is None and progress(broken) < target:
+        process = subprocess.Popen(
+            command(folder), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and progress(folder) < target:
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
     assert kills == 10, "some runs had ended before they were killed"
-    subprocess.run(command(broken), check=True, env=environment(), capture_output=True, timeout=300)
-    got = results(broken)
+    subprocess.run(command(folder), check=True, env=environment(), capture_output=True, timeout=300)
+    got = results(folder)
     assert list(got) == list(expected)
     for name, value in expected.items():
         assert got[name] == value, name
