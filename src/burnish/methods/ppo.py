@@ -73,9 +73,7 @@ class PPOConfig(Config):
     critic_learning_rate: float | None = Field(None, gt=0, description="default: the policy's")
     critic_warmup: int = Field(0, ge=0, description="iterations in which only the critic learns")
     value_coef: float = Field(0.5, ge=0, description="weight of the value loss")
-    value_clip: float | None = Field(
-        None, gt=0, description="bound on how far a value moves in an update, in units of the score; none: no bound"
-    )
+    value_clip: float | None = Field(None, gt=0, description="free move of a value in an update, in units of score")
     missing_eos: Literal["none", "subtract", "replace"] = Field("none", description="score of completions cut off")
     missing_eos_penalty: float = Field(1.0, description="what is subtracted, or put in its place")
     score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
