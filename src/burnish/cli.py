@@ -68,8 +68,10 @@ def run(
     """Run a recipe; an unfinished run of the same recipe goes on where it stopped."""
     from burnish import pipeline
     from burnish.recipe import load
+    from burnish.training.report import results
 
     folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
+    Console(highlight=False).print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
     _say(f"done: {folder}  (report: {folder / 'report.html'})")
 
 

@@ -250,7 +250,8 @@ class PPO:
             metrics |= interval("kl", [sum(_token_kl(e.sequences[0])) for e in examples])
         if self.start_scores:
             pairs = zip(scores, self.start_scores, strict=True)
-            metrics |= interval("win_rate", [(a > b) + 0.5 * (a == b) for a, b in pairs])
+            won = interval("win_rate", [(a > b) + 0.5 * (a == b) for a, b in pairs])
+            metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
         else:
             self.start_scores = scores
         context.samples(samples(rollouts, "eval"))

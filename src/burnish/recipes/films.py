@@ -75,6 +75,7 @@ def prepare(
     archive: str = "data/vaderSentiment-3.3.2.tar.gz",
     held_out: float = 0.1,
     rows: int | None = None,
+    rows_held_out: int | None = None,
     pairs: int = 4000,
     pairs_held_out: int = 500,
     prompts: int = 512,
@@ -93,6 +94,7 @@ def prepare(
         archive: the source distribution of vaderSentiment.
         held_out: share of the snippets that training does not see, in (0, 1).
         rows: snippets to fine-tune on, at most; None is all of them.
+        rows_held_out: snippets to measure perplexity on, at most; None is all of them.
         pairs: pairs of snippets to train the reward model on.
         pairs_held_out: pairs to evaluate it on.
         prompts: requests to be answered in PPO.
@@ -113,7 +115,7 @@ def prepare(
     requests = [wording.format(film) for wording, film in itertools.product(WORDINGS, FILMS)]
     data = folder / "data"
     write_rows(data / "sft.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in seen[:rows]])
-    write_rows(data / "sft-eval.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in unseen])
+    write_rows(data / "sft-eval.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in unseen[:rows_held_out]])
     preferred = compared(rng, requests, seen, pairs, gap, soft)
     write_rows(data / "pairs.jsonl", preferred)
     write_rows(data / "pairs-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in preferred])

@@ -13,6 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
 from burnish.training.curves import Estimate, estimates, panels
 from burnish.training.metrics import (
     SAMPLES_FILE,
@@ -134,6 +137,25 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
         if start is not None and key not in first:
             first[key] = Estimate(start, (start, start))
     return [Change(key, first.get(key), last.get(key)) for key in sorted({**first, **last}, key=order)]
+
+
+def results(manifest: Mapping[str, Any]) -> Table:
+    """What every stage came to on rows that training did not see, for the terminal: before, after, in words."""
+    table = Table("stage", "held out", "before", "after", "", box=SIMPLE_HEAD, title="Results", title_justify="left")
+    for entry in manifest["stages"]:
+        found = entry.get("results") or {}
+        shown = changes(found.get("before", {}), found.get("after", {}))
+        for i, change in enumerate(c for c in shown if c.metric.headline or c.key.startswith("reward_")):
+            cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
+            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict)
+    return table
+
+
+def _with_interval(estimate: Estimate | None, share: bool) -> str:
+    if estimate is None:
+        return ""
+    ends = [number(end, share) for end in estimate.interval or ()]
+    return number(estimate.value, share) + (f" [{', '.join(ends)}]" if ends else "")
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
