@@ -208,6 +208,10 @@ class _Training:
         set_seed(self.recipe.seed)
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
+        screen.message(
+            f"{self.source}: {summary['class']}, {summary['parameters']:,} parameters, {summary['trainable']:,} of them "
+            f"trained ({summary['trainable share']:.1%}), {summary['dtype']}, pad/eos/bos {summary['pad/eos/bos']}"
+        )
         splits = {split: self.rows(split) for split in self.splits}
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
         if start is None and "eval" in splits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -40,7 +41,14 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task) -> pe
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
-    return peft.get_peft_model(model, lora)  # type: ignore[return-value]
+    return wrap(model, lora)
+
+
+def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
+    """``peft.get_peft_model`` without its warning: it asks transformers for activation checkpointing by an old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, TaskType, get_peft_model
+from peft import PeftModel, TaskType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
+from burnish.models.adapters import wrap
 from burnish.models.forward import backbone, hidden_states, token_values, unwrap, values_of
 from burnish.types import Method, MicroBatch, Terms, UserError
 
@@ -79,7 +80,7 @@ def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) ->
     if isinstance(policy, PeftModel):
         lora: Any = copy.copy(policy.active_peft_config)
         lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None
-        critic = get_peft_model(critic, lora)
+        critic = wrap(critic, lora)
     return disable_dropout(critic)
 
 
