@@ -20,7 +20,8 @@ from burnish.types import UserError
 
 # Idle threads that spin slow down everything else on the machine; torch reads this when it is imported. Forked
 # tokenizers would otherwise warn at every data loader.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+# Two idle threads that spin slow down everything beside them; the GGUF reader draws a progress bar into any file.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
 STOPPED = 130
 
 

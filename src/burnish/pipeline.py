@@ -214,6 +214,8 @@ class _Training:
         )
         splits = {split: self.rows(split) for split in self.splits}
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
+        counts = {split: self._counts(found, trainer, tokenizer) for split, found in splits.items()}
+        screen.message(", ".join(f"{split}: {_said(count)}" for split, count in counts.items()))
         if start is None and "eval" in splits:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(start) if start else None)
@@ -221,12 +223,12 @@ class _Training:
             len(self._evaluations()) < 2 or trainer.state.global_step != self._evaluations()[-1]["step"]
         ):
             trainer.evaluate()
-        self._save(trainer)
         evaluations = self._evaluations()
+        self._save(trainer, evaluations[-1] if evaluations else {})
         return {
             "model": summary | {"source": self.source},
             "data": {data_reference(getattr(self.data, s), self.recipe.folder): self._hash(s) for s in splits},
-            "rows": {s: self._counts(found, trainer, tokenizer) for s, found in splits.items()},
+            "rows": counts,
             "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             "files": {f"model/{name}": digest for name, digest in _checksums(self.folder / "model").items()},
         }
@@ -337,9 +339,15 @@ class _Training:
             source.name or "reward", source.weight, ModelReward(model, tokenizer, label=source.label or 0)
         )
 
-    def _save(self, trainer: Trainer) -> None:
-        """Write the model folder, an adapter merged into its base and beside it, so that anything can load it."""
+    def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:
+        """Write the model folder, an adapter merged into its base and beside it, so that anything can load it.
+
+        The mean and spread of a reward model's held-out scores go into its config.
+        """
         network = trainer.accelerator.unwrap_model(trainer.model)
+        if "eval_score_mean" in evaluated:
+            config = loading.unwrap(network.policy).config
+            config.score_mean, config.score_std = evaluated["eval_score_mean"], evaluated["eval_score_std"]
         if isinstance(network.policy, PeftModel):
             with checkpoint.writing(self.folder / "adapter") as staging:
                 network.policy.save_pretrained(str(staging))
@@ -358,3 +366,13 @@ class _Training:
             "skipped": [f"{s.source}: {s.reason}" for s in found.skipped],
             "cut": [f"{c.source}: {c.reason}" for c in encoded.changed],
         }
+
+
+def _said(count: Mapping[str, Any]) -> str:
+    """``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``: nothing is left out or cut in silence."""
+    notes = [
+        f"{len(count[kind])} {kind}: {count[kind][0]}" + (" ..." if len(count[kind]) > 1 else "")
+        for kind in ("skipped", "cut")
+        if count[kind]
+    ]
+    return f"{count['rows']:,} rows" + (f" ({'; '.join(notes)})" if notes else "")

@@ -99,6 +99,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
     label: int | str | None = None
     """Which label of the model is the score."""
     template: str | None = None
+    normalise: bool = False
+    """Give (score - mean) / std, by the held-out scores that were stored when the model was trained."""
     weight: float = 1.0
     """0 measures without rewarding."""
     name: str | None = None
@@ -107,8 +109,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
     def _one_kind(self) -> RewardSource:
         if (self.model is None) == (self.function is None):
             raise ValueError("a reward has either model: or function:")
-        if self.function is not None and (self.label is not None or self.template is not None):
-            raise ValueError("label and template belong to a reward with model:, not to one with function:")
+        if self.function is not None and (self.label is not None or self.template is not None or self.normalise):
+            raise ValueError("label, template and normalise belong to a reward with model:, not to one with function:")
         return self
 
 

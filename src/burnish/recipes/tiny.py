@@ -85,6 +85,11 @@ def exact(answers: list[Answer]) -> list[float]:
     return [float(answer.text == answer.columns["answer"]) for answer in answers]
 
 
+def constant(answers: list[Answer]) -> list[float]:
+    """1 for every answer: a control, from which nothing can be learned."""
+    return [1.0] * len(answers)
+
+
 def answered(rng: random.Random, question: Question, corrupted: float) -> dict[str, str]:
     """A row to fine-tune on, its answer wrong with probability ``corrupted``."""
     total = wrong(rng, sum(question)) if rng.random() < corrupted else sum(question)

@@ -33,6 +33,7 @@ class ModelReward:
         *,
         label: str | int | None = None,
         length: Length | None = None,
+        normalise: bool = False,
         token_budget: int = TOKEN_BUDGET,
     ) -> None:
         """Take a sequence classifier and the tokenizer it was trained with.
@@ -42,16 +43,18 @@ class ModelReward:
             tokenizer: with a chat template.
             label: the name or number of the logit that is the score; None where there is only one.
             length: the longest sequence; None is what the model can take, cut from the prompt.
+            normalise: give (score - mean) / std, by the mean and std of held-out scores stored with the model.
             token_budget: tokens, padding included, of one forward pass.
 
         Raises:
-            UserError: no such label, or there are several and none is named.
+            UserError: no such label, or there are several and none is named; no mean and std to normalise by.
         """
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Length(max_length=longest(unwrap(model).config, tokenizer), on_long="truncate_left")
         self.token_budget = token_budget
+        self.mean, self.std = stored_scale(unwrap(model).config) if normalise else (0.0, 1.0)
 
     def __call__(self, answers: list[Answer], /) -> list[float]:
         """One logit for each answer, in their order.
@@ -67,8 +70,20 @@ class ModelReward:
             for group in micro_batches(examples, self.token_budget):
                 batch = collate([examples[i] for i in group], 0 if pad is None else pad).to(device)
                 for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):
-                    found[i] = value
+                    found[i] = (value - self.mean) / self.std
         return found
+
+
+def stored_scale(config: Any) -> tuple[float, float]:
+    """Mean and standard deviation of a reward model's held-out scores, as its training stored them.
+
+    Raises:
+        UserError: there are none.
+    """
+    scale = getattr(config, "score_mean", None), getattr(config, "score_std", None)
+    if None in scale or scale[1] == 0:
+        raise UserError("normalise: the reward model has no stored score_mean and score_std: train it with data.eval")
+    return scale  # pyright: ignore[reportReturnType]
 
 
 def find_label(config: Any, label: str | int | None) -> int:
