@@ -104,6 +104,9 @@ def pipeline(monkeypatch):
 def test_run_hands_the_recipe_to_the_pipeline(here, pipeline):
     def run(recipe, *, fresh):
         pipeline.calls.append((recipe.name, recipe.seed, fresh))
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        stage = {"name": "reward", "results": {"before": {"eval_accuracy": 0.5}, "after": {"eval_accuracy": 0.82}}}
+        (recipe.folder / "manifest.json").write_text(json.dumps({"stages": [stage]}))
         return recipe.folder
 
     pipeline.run = run
@@ -111,6 +114,7 @@ def test_run_hands_the_recipe_to_the_pipeline(here, pipeline):
     result = call("run", "tiny.yaml")
     assert pipeline.calls == [("tiny", 3, True), ("tiny", 0, False)]
     assert "runs/tiny" in result.stdout
+    assert "50.0 %" in result.stdout and "82.0 %" in result.stdout
 
 
 def test_run_trains_a_model_that_generates(here):

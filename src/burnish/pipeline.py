@@ -209,7 +209,7 @@ class _Training:
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
         screen.message(
-            f"{self.source}: {summary['class']}, {summary['parameters']:,} parameters, {summary['trainable']:,} of them "
+            f"{self.source}: {summary['class']}, {summary['parameters']:,} parameters, {summary['trainable']:,} "
             f"trained ({summary['trainable share']:.1%}), {summary['dtype']}, pad/eos/bos {summary['pad/eos/bos']}"
         )
         splits = {split: self.rows(split) for split in self.splits}
