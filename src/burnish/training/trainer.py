@@ -210,8 +210,7 @@ class Trainer(transformers.Trainer):
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                with self.compute_loss_context_manager():
-                    terms: Terms = model(self.method, batch)
+                terms: Terms = model(self.method, batch)
                 parts = [weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0]
                 loss = torch.stack(parts).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
@@ -244,7 +243,7 @@ class Trainer(transformers.Trainer):
         mine: dict[int, dict[str, tuple[float, ...]]] = {}
         for group in groups[self.args.process_index :: self.args.world_size]:
             batch = self._collate([examples[i] for i in group])
-            with self.compute_loss_context_manager():
+            with self.accelerator.autocast():
                 results = {name: x.flatten().double().tolist() for name, x in function(batch).items()}
             for i, start, end in zip(group, batch.starts.tolist(), batch.ends.tolist(), strict=True):
                 mine[i] = {name: tuple(flat[start : end + 1]) for name, flat in results.items()}
@@ -267,7 +266,7 @@ class Trainer(transformers.Trainer):
         sums: Terms = {}
         groups = micro_batches(examples, self.token_budget or 4096, packed=self.packed)
         for group in groups[self.args.process_index :: self.args.world_size]:
-            with self.compute_loss_context_manager():
+            with self.accelerator.autocast():
                 _add(sums, self.network(self.method, self._collate([examples[i] for i in group])))
         self.network.train(training)
         means = self._means(sums)
