@@ -203,21 +203,20 @@ class Trainer(transformers.Trainer):
     def _forward_backward(self, model: torch.nn.Module, examples: list[Example]) -> Tensor:
         model.train()
         counts = self.method.counts(examples)
-        weights = self.method.weights
-        batches = self._cut(examples)
+        weights = {name: weight for name, weight in self.method.weights.items() if counts[name] > 0}
+        batches = self._cut(examples) if weights else []
         sums: Terms = {}
         loss_sum = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 terms: Terms = model(self.method, batch)
-                parts = [weights[name] * terms[name].total / counts[name] for name in weights if counts[name] > 0]
-                loss = torch.stack(parts).sum()
+                loss = torch.stack([weight * terms[n].total / counts[n] for n, weight in weights.items()]).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
                 self.accelerator.backward(loss * self.args.world_size)
             loss_sum += loss.detach()
             _add(sums, terms)
-        self._check_counts(sums, counts)
+        self._check_counts(sums, {name: counts[name] for name in weights})
         self._last = sums
         _add(self._sums, sums)
         # averaged over processes when it is logged
@@ -225,8 +224,8 @@ class Trainer(transformers.Trainer):
 
     def _check_counts(self, sums: Terms, counts: Mapping[str, float]) -> None:
         if self.args.world_size == 1 and self.args.device.type == "cpu":
-            for name in self.method.weights:
-                got, expected = float(sums[name].count), counts[name]
+            for name, expected in counts.items():
+                got = float(sums[name].count)
                 assert math.isclose(got, expected, rel_tol=1e-5), f"{name}: counted {got}, divided by {expected}"
 
     # --- passes without gradient -----------------------------------------------------------------------------------
