@@ -193,7 +193,8 @@ class PPO:
         """Policy and value terms; as metrics entropy, approxkl, clip fractions and the ratio."""
         s, mask, old = self.settings, batch.trained, batch.arrays
         hidden = hidden_states(network.policy, batch)
-        logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, self.warp)
+        how = "learned" if s.entropy_coef else "measured"
+        logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, self.warp, how)
         values = network.values(batch, hidden.detach() if self.warming_up else hidden)
         clips = (s.clip_low, s.clip_high)
         fixed = self.sampling.longest if s.reduction == "fixed_length" else None
@@ -219,14 +220,14 @@ class PPO:
     def experience(self, network: Network, batch: MicroBatch) -> dict[str, Tensor]:
         """What the update needs of a rollout: the trainer's and the reference's log-probabilities, and the values."""
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, self.warp)
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, self.warp, "off")
         arrays = {"logprobs": logprobs, "values": network.values(batch, hidden)}
         if self.reference is not None:
             with self.reference.use(network.policy) as reference:
                 states = hidden_states(reference, batch)
                 # of all tokens: one that was sampled may be outside the reference's own top-k
                 whole = Warp(self.sampling.temperature)
-                arrays["ref_logprobs"], _ = token_logprobs(reference, states, batch, batch.trained, whole)
+                arrays["ref_logprobs"], _ = token_logprobs(reference, states, batch, batch.trained, whole, "off")
         return arrays
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

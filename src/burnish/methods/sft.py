@@ -63,7 +63,7 @@ class SFT:
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained)
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, entropies="off")
         return {"nll": nll(logprobs, batch.trained)}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

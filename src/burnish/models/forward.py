@@ -6,7 +6,7 @@ The language-model head runs on the positions that are asked for and on no other
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burnish.data.batching import attention_mask
 from burnish.math.tensors import entropy, logprobs_at, precise, previous, warp
-from burnish.types import MicroBatch
+from burnish.types import MicroBatch, UserError
 
 LOGITS_AT_ONCE = 2**27  # elements of a chunk of logits: 512 MiB in float32
 
@@ -62,8 +62,18 @@ def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Last hidden states (B, T, H) of a causal model. A padded row and a packed one give the same for a sequence."""
+    """Last hidden states (B, T, H) of a causal model. A padded row and a packed one give the same for a sequence.
+
+    Raises:
+        UserError: a packed sequence is longer than the model's attention window.
+    """
     body = backbone(model)
+    window = getattr(unwrap(model).config.get_text_config(), "sliding_window", None)
+    if batch.packed and window is not None and int((batch.ends - batch.starts).max()) >= window:
+        raise UserError(
+            f"{batch.sources[int((batch.ends - batch.starts).argmax())]}: packed, it is longer than the attention "
+            f"window of {window} tokens of {type(unwrap(model)).__name__}: train with packed=False"
+        )
     return body(
         input_ids=batch.tokens,
         attention_mask=attention_mask(batch, next(body.parameters()).dtype),
@@ -73,12 +83,18 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def token_logprobs(
-    model: nn.Module, hidden: Tensor, batch: MicroBatch, mask: Tensor, how: Warp = PLAIN
+    model: nn.Module,
+    hidden: Tensor,
+    batch: MicroBatch,
+    mask: Tensor,
+    how: Warp = PLAIN,
+    entropies: Literal["off", "measured", "learned"] = "measured",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token where ``mask`` (B, T) is True, and the entropy it was drawn at; 0 elsewhere.
 
-    Both (B, T), of the warped distribution, and both with gradient. The head sees only the positions before masked
-    tokens; where their logits do not fit one chunk they are computed again in the backward pass instead of being kept.
+    Both (B, T), of the warped distribution; the entropy has a gradient where it is learned, and is 0 where it is off.
+    The head sees only the positions before masked tokens; where their logits do not fit one chunk they are computed
+    again in the backward pass instead of being kept.
     """
     flat = hidden.flatten(0, 1)
     at = previous(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
@@ -88,16 +104,18 @@ def token_logprobs(
     def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         z = logits_of(rows)
         z = z if how == PLAIN else warp(z, how.temperature, how.top_k, how.top_p)
-        return logprobs_at(z, tokens), entropy(z)
+        if entropies == "off":
+            return logprobs_at(z, tokens), z.new_zeros(len(tokens))
+        return logprobs_at(z, tokens), entropy(z if entropies == "learned" else z.detach())
 
     step = max(1, LOGITS_AT_ONCE // unwrap(model).config.get_text_config().vocab_size)
     pieces = []
     for rows, tokens in zip(flat[at].split(step), targets.split(step), strict=True):
         recompute = len(at) > step and torch.is_grad_enabled()
         pieces.append(checkpoint(chunk, rows, tokens, use_reentrant=False) if recompute else chunk(rows, tokens))
-    logprobs, entropies = (torch.cat(part) for part in zip(*pieces, strict=True))
+    logprobs, drawn_at = (torch.cat(part) for part in zip(*pieces, strict=True))
     zeros = torch.zeros(mask.shape, dtype=logprobs.dtype, device=mask.device)
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, drawn_at)
 
 
 def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
@@ -123,8 +141,13 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
 
 def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Values (B, T) of a token-classification model: entry t is predicted before token t is chosen."""
+    return values_of(score_head(model), hidden_states(model, batch))
+
+
+def score_head(model: nn.Module) -> Any:
+    """The linear layer that turns hidden states into labels, by the two names that transformers gives it."""
     base = unwrap(model)
-    return values_of(base.score, hidden_states(model, batch))
+    return base.score if hasattr(base, "score") else base.classifier
 
 
 def values_of(score: nn.Module, hidden: Tensor) -> Tensor:

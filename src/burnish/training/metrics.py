@@ -173,7 +173,12 @@ def describe(key: str) -> Metric:
     """The metric's name and meaning; ``eval_`` in front changes nothing, an unknown key is its own name."""
     key = key.removeprefix("eval_")
     if key.startswith("reward_"):
-        return Metric(f"Reward: {key.removeprefix('reward_')}", "mean over completions", "higher")
+        return Metric(
+            f"Reward: {key.removeprefix('reward_')}",
+            "mean over completions, before its weight",
+            "higher",
+            headline=True,
+        )
     return METRICS.get(key) or Metric(re.sub(r"[_/]+", " ", key).strip().capitalize())
 
 

@@ -145,7 +145,7 @@ def results(manifest: Mapping[str, Any]) -> Table:
     for entry in manifest["stages"]:
         found = entry.get("results") or {}
         shown = changes(found.get("before", {}), found.get("after", {}))
-        for i, change in enumerate(c for c in shown if c.metric.headline or c.key.startswith("reward_")):
+        for i, change in enumerate(change for change in shown if change.metric.headline):
             cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
             table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict)
     return table
