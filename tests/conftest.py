@@ -74,6 +74,8 @@ def tiny_llama() -> MakeLlama:
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return LlamaForCausalLM(LlamaConfig(**{**settings, **config})).to(dtype).eval()
+            model = LlamaForCausalLM(LlamaConfig(**{**settings, **config}))
+        model.to(dtype=dtype)
+        return model.eval()
 
     return make
