@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from burnish.models.adapters import wrap
-from burnish.models.forward import backbone, hidden_states, token_values, unwrap, values_of
+from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.types import Method, MicroBatch, Terms, UserError
 
 VALUE_HEAD = "value_head.safetensors"
@@ -30,13 +30,13 @@ def disable_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
-        for name in ("attention_dropout", "attention_probs_dropout_prob"):
+        for name in ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout"):
             if hasattr(config, name):
                 setattr(config, name, 0.0)
-    # attention layers copy the probability when they are built
+    # layers that call the function instead of nn.Dropout keep the probability in an attribute of their own
     for module in model.modules():
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
     return model
 
 
@@ -59,7 +59,7 @@ class SharedCritic(nn.Module):
 def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) -> nn.Module:
     """A value network of its own: weights copied from a causal reward model with the policy's shape, else the policy.
 
-    The head is the reward model's where there is one, so that values start at the scale of the rewards; else 0. A
+    The head is that of a reward model with one label, so that values start at the scale of the rewards; else 0. A
     policy with an adapter gets a critic with an adapter of the same kind, on a base of its own.
     """
     start = copy.deepcopy(reward_model if reward_model is not None else policy)
@@ -74,9 +74,11 @@ def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) ->
         ) from error
     backbone(critic).load_state_dict(backbone(source).state_dict())
     with torch.no_grad():
-        critic.score.bias.zero_()
-        old = getattr(source, "score", None)
-        critic.score.weight.copy_(old.weight) if isinstance(old, nn.Linear) else critic.score.weight.zero_()
+        new, old = score_head(critic), getattr(source, "score", None)
+        nn.init.zeros_(new.weight)
+        nn.init.zeros_(new.bias)
+        if isinstance(old, nn.Linear) and old.out_features == 1:
+            new.weight.copy_(old.weight)
     if isinstance(policy, PeftModel):
         lora: Any = copy.copy(policy.active_peft_config)
         lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None
@@ -144,5 +146,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         if result.unexpected_keys:
             raise ValueError(f"{folder}: the adapter has weights that the model has not: {result.unexpected_keys[:3]}")
         return
-    loaded = type(model).from_pretrained(folder, dtype=unwrap(model).dtype)  # type: ignore[attr-defined]
+    loaded, info = type(model).from_pretrained(  # type: ignore[attr-defined]
+        folder, dtype=unwrap(model).dtype, output_loading_info=True
+    )
+    if info["missing_keys"] or info["unexpected_keys"]:
+        wrong = sorted([*info["missing_keys"], *info["unexpected_keys"]])
+        raise ValueError(f"{folder}: its weights are not those of {type(model).__name__}: {', '.join(wrong[:3])}")
     model.load_state_dict(loaded.state_dict())
