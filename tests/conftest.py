@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import string
 from collections.abc import Callable
+from typing import Any
 
 # Read by torch when it is imported: two idle threads that spin would slow down whatever runs beside the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
@@ -31,8 +33,10 @@ MakeLlama = Callable[..., LlamaForCausalLM]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One thread, and a cache of its own: no test reads what another run wrote."""
     torch.set_num_threads(1)
+    os.environ["BURNISH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
@@ -74,7 +78,7 @@ def tiny_llama() -> MakeLlama:
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = LlamaForCausalLM(LlamaConfig(**{**settings, **config}))
+            model: Any = LlamaForCausalLM(LlamaConfig(**{**settings, **config}))
         model.to(dtype=dtype)
         return model.eval()
 

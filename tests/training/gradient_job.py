@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -65,19 +66,21 @@ def cases(dtype: torch.dtype) -> dict:
     )
     rollouts = [Example((sequence(i, "logprobs", "advantages", "values", "returns"),)) for i in range(9)]
 
-    def policy() -> LlamaForCausalLM:
+    def policy() -> Any:
         torch.manual_seed(1)
-        return LlamaForCausalLM(CONFIG).to(dtype)
+        model: Any = LlamaForCausalLM(CONFIG)
+        return model.to(dtype)
 
-    def classifier() -> LlamaForSequenceClassification:
+    def classifier() -> Any:
         torch.manual_seed(1)
         config = LlamaConfig.from_dict(CONFIG.to_dict() | {"id2label": {0: "score"}, "label2id": {"score": 0}})
-        return LlamaForSequenceClassification(config).to(dtype)
+        model: Any = LlamaForSequenceClassification(config)
+        return model.to(dtype)
 
     def reward(answers: list) -> list[float]:
         return [0.0] * len(answers)
 
-    def ppo(**settings: object) -> PPO:
+    def ppo(**settings: Any) -> PPO:
         return PPO(reward, reference=False, kl_coef=0.0, entropy_coef=0.01, **settings)
 
     return {
@@ -88,7 +91,7 @@ def cases(dtype: torch.dtype) -> dict:
     }
 
 
-def gradients(folder: str, dtype: torch.dtype, **layout: object) -> dict[str, torch.Tensor]:
+def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch.Tensor]:
     """Run one step of each method and return the gradient that the optimizer would see."""
     found = {}
 
@@ -96,7 +99,7 @@ def gradients(folder: str, dtype: torch.dtype, **layout: object) -> dict[str, to
         grads: list[torch.Tensor] = []
 
         class Keep(TrainerCallback):
-            def on_pre_optimizer_step(self, args, state, control, model=None, into=grads, **_):  # noqa: ANN
+            def on_pre_optimizer_step(self, args, state, control, model: Any = None, into=grads, **_):
                 into.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
 
         method.loader = lambda rows, context, examples=examples: RowLoader(examples, len(examples), 0)

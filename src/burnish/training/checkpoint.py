@@ -37,31 +37,39 @@ def write_text(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
+def staging(folder: Path) -> Path:
+    """Where a folder is written before it takes its name."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """Give a folder to write into, which takes the place of ``folder`` once the context ends without an error."""
-    staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    yield staging
-    write_text(staging / CHECKSUMS, json.dumps(checksums(staging), indent=1))
-    for path in staging.rglob("*"):
+    aside = staging(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    write_text(aside / CHECKSUMS, json.dumps(checksums(aside), indent=1))
+    for path in aside.rglob("*"):
         _sync(path)
     if folder.exists():
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-        staging.rename(folder)
+        aside.rename(folder)
         shutil.rmtree(old)
     else:
-        staging.rename(folder)
+        aside.rename(folder)
     _sync(folder.parent)
 
 
 def is_complete(folder: Path) -> bool:
     """Whether every file of a folder is there with the bytes that were written."""
     listed = folder / CHECKSUMS
-    return listed.is_file() and json.loads(listed.read_text(encoding="utf-8")) == checksums(folder)
+    try:
+        return listed.is_file() and json.loads(listed.read_text(encoding="utf-8")) == checksums(folder)
+    except ValueError:  # the list itself was cut off
+        return False
 
 
 def latest(folder: Path) -> Path | None:

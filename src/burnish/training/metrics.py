@@ -194,7 +194,11 @@ def headline(values: Mapping[str, Any]) -> list[str]:
     rollouts = "score" in {key.removeprefix("eval_") for key in values}
     hidden = {"loss", "learning_rate"} if rollouts else set()
     names = {key: key.removeprefix("eval_") for key in values}
-    return sorted((k for k, name in names.items() if describe(k).headline and name not in hidden), key=order)
+    ends = {f"{key}_{end}" for key in values for end in ("low", "high")}
+    return sorted(
+        (key for key, name in names.items() if describe(key).headline and name not in hidden and key not in ends),
+        key=order,
+    )
 
 
 def number(value: float, share: bool = False, digits: int = 4) -> str:

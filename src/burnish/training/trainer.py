@@ -21,11 +21,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length
-from burnish.data.rows import load
+from burnish.data.rows import Rows, load
 from burnish.models.heads import Network
 from burnish.training import checkpoint
 from burnish.training.metrics import Recorder
@@ -107,7 +108,7 @@ class Trainer(transformers.Trainer):
         self._clock = time.perf_counter()
 
     def _rows(self, rows: Iterable[Any]) -> list[Row]:
-        rows = list(rows)
+        rows = rows.rows if isinstance(rows, Rows) else list(rows)
         return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.kinds).rows
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -340,20 +341,29 @@ class Trainer(transformers.Trainer):
         return str(getattr(self, "_staging", None) or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
-        """Write a checkpoint aside, with the loader's place and the sizes of the logs, seal it, then rename it."""
+        """Write a checkpoint aside, with the loader's place and the sizes of the logs, seal it, then rename it.
+
+        Every process writes its random state into the same folder before the first one seals it.
+        """
         folder = self.folder / f"checkpoint-{self.state.global_step}"
-        aside = checkpoint.writing(folder) if self.args.should_save else contextlib.nullcontext(folder)
-        with aside as staging:
+        same = contextlib.nullcontext(checkpoint.staging(folder))
+        with checkpoint.writing(folder) if self.args.should_save else same as staging:
+            self.accelerator.wait_for_everyone()
             # the parent writes into a folder named checkpoint-N below what _get_output_dir returns
             self._staging = staging / "parts"
             super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
             if self.args.should_save:
                 for path in (self._staging / folder.name).iterdir():
                     path.rename(staging / path.name)
                 (self._staging / folder.name).rmdir()
                 self._staging.rmdir()
                 torch.save(self._own_state(), staging / LOADER_STATE)
+                self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
             self._staging = None
+        self.accelerator.wait_for_everyone()
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=str(self.folder),
@@ -379,6 +389,9 @@ class Trainer(transformers.Trainer):
         network = self.accelerator.unwrap_model(self.model)
         network.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def _load_best_model(self) -> None:
+        self.network.load_weights(str(self.state.best_model_checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights, the loader's place and the token budget; cut the logs back to where the checkpoint was."""
