@@ -131,3 +131,16 @@ def test_the_reward_model_is_frozen():
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not model.training
     assert reward([]) == []
+
+
+def test_scores_are_normalised_by_the_stored_mean_and_spread():
+    model, tokenizer = causal(), letters(encoder=False)
+    rows = answers(("ab", "cd"), ("e", "fgh"))
+    plain = ModelReward(model, tokenizer)(rows)
+    model.config.score_mean, model.config.score_std = 0.5, 2.0
+    assert ModelReward(model, tokenizer, normalise=True)(rows) == pytest.approx([(x - 0.5) / 2 for x in plain])
+
+
+def test_normalising_without_a_stored_scale_is_refused():
+    with pytest.raises(UserError, match="no stored score_mean and score_std"):
+        ModelReward(causal(), letters(encoder=False), normalise=True)
