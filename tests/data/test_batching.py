@@ -1,0 +1,188 @@
+"""Micro-batches keep to their budget and lose nothing; the order of rows depends on the seed and the epoch alone."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.data.batching import RowLoader, attention_mask, collate, micro_batches, permutation, size
+from burnish.types import Example, Pair, Sequence, UserError
+
+
+def sequence(n: int, first: int = 10, **arrays: tuple[float, ...]) -> Sequence:
+    return Sequence(tuple(range(first, first + n)), (False, *[True] * (n - 1)), f"{first}", arrays)
+
+
+def example(*lengths: int) -> Example:
+    return Example(tuple(sequence(n, 10 * n) for n in lengths))
+
+
+EXAMPLES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(lambda ns: example(*ns)), max_size=15)
+
+
+@settings(max_examples=150, deadline=None)
+@given(EXAMPLES, st.integers(1, 60), st.booleans())
+def test_every_example_is_in_one_group_that_fits_the_budget_or_is_alone(examples, budget, packed):
+    groups = micro_batches(examples, budget, packed=packed)
+    assert sorted(itertools.chain(*groups)) == list(range(len(examples)))
+    for group in groups:
+        batch = collate([examples[i] for i in group], 0, packed=packed)
+        assert batch.tokens.numel() <= budget or len(group) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(EXAMPLES.filter(bool), st.integers(20, 60))
+def test_packed_groups_are_those_of_first_fit_decreasing(examples, budget):
+    examples = [Example(e.sequences[:1]) for e in examples]
+    lengths = [len(e.sequences[0].tokens) for e in examples]
+    bins: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        place = next((b for b in bins if sum(b) + length <= budget), None)
+        bins.append([length]) if place is None else place.append(length)
+    assert [[lengths[i] for i in group] for group in micro_batches(examples, budget, packed=True)] == bins
+
+
+def test_first_fit_goes_back_to_the_first_group_with_room():
+    groups = micro_batches([example(n) for n in (6, 5, 4, 3, 2)], 10, packed=True)
+    assert groups == [[0, 2], [1, 3, 4]]
+
+
+def test_padded_groups_are_of_similar_length():
+    examples = [example(n) for n in (2, 9, 3, 10, 2)]
+    assert micro_batches(examples, 20) == [[3, 1], [2, 0, 4]]
+
+
+def test_without_a_budget_there_is_one_group_and_of_nothing_none():
+    assert micro_batches([example(3), example(9)], None) == [[0, 1]]
+    assert micro_batches([], None) == [] == micro_batches([], 5)
+
+
+def test_size_counts_padding():
+    assert size(example(3, 5)) == 10
+    assert size(example(3, 5), padded_to=8) == 16
+
+
+def test_collate_right():
+    batch = collate([Example((sequence(3, v=(0.0, 0.5, 1.5)),)), Example((sequence(2, 20, v=(0.0, 2.0)),))], pad_id=7)
+    assert batch.tokens.tolist() == [[10, 11, 12], [20, 21, 7]]
+    assert batch.segments.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert batch.trained.tolist() == [[False, True, True], [False, True, False]]
+    assert batch.starts.tolist() == [0, 3] and batch.ends.tolist() == [2, 4]
+    assert batch.arrays["v"].tolist() == [[0.0, 0.5, 1.5], [0.0, 2.0, 0.0]]
+    assert batch.sources == ("10", "20")
+
+
+def test_collate_left_and_wider():
+    batch = collate([Example((sequence(3),)), Example((sequence(2, 20),))], pad_id=7, side="left", pad_to=4)
+    assert batch.tokens.tolist() == [[7, 10, 11, 12], [7, 7, 20, 21]]
+    assert batch.positions.tolist() == [[0, 0, 1, 2], [0, 0, 0, 1]]
+    assert batch.starts.tolist() == [1, 6] and batch.ends.tolist() == [3, 7]
+
+
+def test_collate_packed():
+    batch = collate([example(2), Example((sequence(3, 50),))], pad_id=7, packed=True, pad_to=7)
+    assert batch.tokens.tolist() == [[20, 21, 50, 51, 52, 7, 7]]
+    assert batch.segments.tolist() == [[1, 1, 2, 2, 2, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0]]
+    assert batch.trained.tolist() == [[False, True, False, True, True, False, False]]
+    assert batch.starts.tolist() == [0, 2] and batch.ends.tolist() == [1, 4]
+
+
+def test_pairs_point_at_their_sequences_after_collating():
+    ranked = Example((sequence(2), sequence(3, 20), sequence(2, 30)), (Pair(2, 0, 0.5, 0.1, 0.9), Pair(1, 0, 0.5)))
+    batch = collate([example(4), ranked, example(1), ranked], 0)
+    assert batch.pairs.tolist() == [[3, 1], [2, 1], [7, 5], [6, 5]]
+    assert batch.pair_weights.tolist() == [0.5] * 4
+    torch.testing.assert_close(batch.margins, torch.tensor([0.1, 0.0, 0.1, 0.0]))
+    torch.testing.assert_close(batch.p_better, torch.tensor([0.9, 1.0, 0.9, 1.0]))
+
+
+@pytest.mark.parametrize("layout", [{}, {"side": "left"}, {"packed": True}, {"pad_to": 9}], ids=str)
+def test_collate_changes_no_row_and_a_batch_changes_none_either(layout):
+    examples = [Example((sequence(3, v=(0.0, 1.0, 2.0)), sequence(5, 30, v=(1.0,) * 5)), (Pair(0, 1),))]
+    before = copy.deepcopy(examples)
+    batch = collate(examples, 0, **layout)
+    batch.tokens.zero_()
+    batch.arrays["v"].zero_()
+    assert examples == before
+
+
+def test_the_mask_of_a_pack_is_causal_within_segments():
+    batch = collate([example(2), example(1)], 0, packed=True, pad_to=4)
+    allowed = attention_mask(batch, torch.float32)[0, 0] == 0
+    assert allowed.tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [False, False, True, False],
+        [False, False, False, True],
+    ]
+    both_ways = attention_mask(batch, torch.float32, causal=False)[0, 0] == 0
+    assert both_ways[0, 1] and not both_ways[0, 2]
+
+
+def test_the_mask_of_rows_is_found_by_length_and_not_by_the_pad_id():
+    batch = collate([example(3), example(2)], pad_id=31)
+    assert batch.tokens[0, 1] == batch.tokens[1, 2] == 31
+    assert attention_mask(batch, torch.float32).tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def numbered(n: int) -> list[Example]:
+    return [Example((Sequence((i,), (False,), str(i)),)) for i in range(n)]
+
+
+def order(step: list[Example]) -> list[int]:
+    return [e.sequences[0].tokens[0] for e in step]
+
+
+@given(st.integers(0, 50), st.integers(0, 10), st.integers(0, 3))
+def test_a_permutation_holds_every_index_once_and_depends_on_its_seeds_alone(n, seed, epoch):
+    found = permutation(n, seed, epoch)
+    assert sorted(found) == list(range(n))
+    torch.rand(3)
+    assert permutation(n, seed, epoch) == found
+
+
+def test_seeds_are_not_mixed_up():
+    assert permutation(20, 1, 12) != permutation(20, 11, 2)
+
+
+@pytest.mark.parametrize("rows_per_step", [1, 3, 10, 17])
+def test_an_epoch_holds_every_row_once(rows_per_step):
+    loader = RowLoader(numbered(10), rows_per_step, seed=3)
+    first, second = ([order(step) for step in loader] for _ in range(2))
+    assert len(first) == len(second) == len(loader) == -(-10 // rows_per_step)
+    flat = [list(itertools.chain(*epoch)) for epoch in (first, second)]
+    assert sorted(flat[0]) == sorted(flat[1]) == list(range(10))
+    assert flat[0] != flat[1]
+    assert all(len(step) == rows_per_step for step in first[:-1])
+
+
+def test_the_order_is_that_of_the_seed():
+    def first(seed):
+        return [order(step) for step in RowLoader(numbered(10), 4, seed)]
+
+    assert first(3) == first(3) != first(4)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_loader_goes_on_from_its_state(steps):
+    def stream(loader):
+        while True:
+            yield from loader
+
+    straight = [order(step) for step in itertools.islice(stream(RowLoader(numbered(10), 4, 3)), 9)]
+    loader = RowLoader(numbered(10), 4, 3)
+    for _ in itertools.islice(stream(loader), steps):
+        pass
+    again = RowLoader(numbered(10), 2, 3)  # another number of processes: the run keeps its rows a step
+    again.load_state_dict(loader.state_dict())
+    assert [order(step) for step in itertools.islice(stream(again), 9 - steps)] == straight[steps:]
+
+
+def test_no_rows_are_an_error():
+    with pytest.raises(UserError, match="no rows"):
+        RowLoader([], 4, 0)
