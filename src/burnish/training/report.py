@@ -147,7 +147,8 @@ def results(manifest: Mapping[str, Any]) -> Table:
         shown = changes(found.get("before", {}), found.get("after", {}))
         for i, change in enumerate(change for change in shown if change.metric.headline):
             cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
-            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict)
+            apart = {None: "", True: ", intervals overlap", False: ", intervals apart"}[change.overlap]
+            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.direction + apart)
     return table
 
 

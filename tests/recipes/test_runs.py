@@ -1,0 +1,58 @@
+"""The recipe ``tiny`` in full: PPO takes the model beyond its data, and a reward that says nothing does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from burnish.recipe import loading
+
+pytestmark = pytest.mark.slow
+
+
+def run(recipe: str | Path, out: Path) -> dict[str, dict]:
+    """Results of each stage that has some."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "burnish", "run", str(recipe), f"out={out}"]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=900)
+    stages = json.loads((out / "manifest.json").read_text())["stages"]
+    return {stage["name"]: stage["results"] for stage in stages if stage.get("results")}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    return folder, run("tiny", folder)
+
+
+def test_ppo_is_right_more_often_than_what_it_started_from(tiny):
+    _, results = tiny
+    before, after = results["ppo"]["before"], results["ppo"]["after"]
+    assert 0.5 < before["eval_reward_exact"] < 0.68  # 60 % of the answers that it learned from are right
+    assert after["eval_reward_exact"] >= before["eval_reward_exact"] + 0.15
+    assert after["eval_reward_exact_low"] > before["eval_reward_exact_high"]
+    assert results["reward"]["after"]["eval_accuracy"] > 0.9
+
+
+def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
+    folder, _ = tiny
+    stage = yaml.safe_load((loading.RECIPES / "tiny.yaml").read_text())["stages"][-1]
+    functions = loading.RECIPES / "tiny.py"
+    stage |= {
+        "model": str(folder / "sft" / "model"),
+        "reward": [
+            {"function": f"{functions}:constant"},
+            {"function": f"{functions}:exact", "weight": 0, "name": "exact"},
+        ],
+        "data": {split: str(folder / "prepare" / "data" / file)
+                 for split, file in (("train", "prompts.jsonl"), ("eval", "prompts-eval.jsonl"))},
+    }  # fmt: skip
+    recipe = tmp_path / "control.yaml"
+    recipe.write_text(yaml.safe_dump({"name": "control", "threads": 1, "stages": [stage]}))
+    result = run(recipe, tmp_path / "run")["ppo"]
+    before, after = result["before"], result["after"]
+    assert before["eval_reward_exact_low"] <= after["eval_reward_exact"] <= before["eval_reward_exact_high"]
