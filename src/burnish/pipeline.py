@@ -330,14 +330,13 @@ class _Training:
             return NamedReward(name, source.weight, functions.load(self.recipe.locate(source.function)))
         assert source.model is not None
         reference = model_reference(source.model, self.recipe.folder)
-        labels = None if source.label is not None else 1
         tokenizer = loading.load_tokenizer(reference)
         if source.template is not None:
             chat.set_template(tokenizer, source.template)
-        model = loading.load_reward_model(reference, labels=labels)
-        return NamedReward(
-            source.name or "reward", source.weight, ModelReward(model, tokenizer, label=source.label or 0)
-        )
+        model = loading.load_reward_model(reference, labels=None).to(self.device)
+        scorer = ModelReward(model, tokenizer, label=source.label, normalise=source.normalise)
+        name = source.model.stage if isinstance(source.model, StageModel) else "model"
+        return NamedReward(source.name or name, source.weight, scorer)
 
     def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:
         """Write the model folder, an adapter merged into its base and beside it, so that anything can load it.
