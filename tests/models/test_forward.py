@@ -68,8 +68,8 @@ def causal(name: str) -> nn.Module:
     return spread(hf.AutoModelForCausalLM.from_config(config(**TINY, **settings)))
 
 
-def classifier(config: type, **settings: object) -> nn.Module:
-    return spread(hf.AutoModelForSequenceClassification.from_config(config(**{**TINY, **settings}, num_labels=1)))
+def classifier(config: type, labels: int = 1, **settings: object) -> nn.Module:
+    return spread(hf.AutoModelForSequenceClassification.from_config(config(**{**TINY, **settings}, num_labels=labels)))
 
 
 def sequences(*lengths: int) -> list[Example]:
@@ -257,7 +257,7 @@ def test_an_encoder_refuses_what_it_cannot_read(layout):
 
 @torch.no_grad()
 def test_a_named_label_is_its_column():
-    model = spread(hf.BertForSequenceClassification(hf.BertConfig(**TINY | {"num_labels": 3})))
+    model = classifier(hf.BertConfig, labels=3)
     batch = collate(EXAMPLES, 0)
     logits = model(input_ids=batch.tokens, attention_mask=(batch.segments > 0).long()).logits
     torch.testing.assert_close(scores(model, batch, label=2), logits[:, 2])
