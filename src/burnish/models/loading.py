@@ -124,7 +124,10 @@ def load_reward_model(
 ) -> nn.Module:
     """A sequence classifier without dropout: a trained one as it is, or any backbone with a fresh scalar head.
 
-    ``labels`` None keeps the number of labels of the checkpoint.
+    ``labels`` None takes a trained classifier with the labels that it has.
+
+    Raises:
+        UserError: there is no such model, or ``labels`` is None and it has no trained head.
     """
     folder = resolve(reference)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -134,6 +137,9 @@ def load_reward_model(
         model = _load_adapter(AutoModelForSequenceClassification, folder, dtype, trust_remote_code, **options)
         return disable_dropout(model)
     model, info = _pretrained(AutoModelForSequenceClassification, folder, output_loading_info=True, **options)
+    if labels is None and info["missing_keys"]:
+        lacking = ", ".join(sorted(info["missing_keys"])[:2])
+        raise UserError(f"{reference}: not a trained reward model: it has no {lacking}; train one with method: reward")
     if any(key.startswith("score.") for key in info["missing_keys"]):
         init_score(model)
     return disable_dropout(model)
