@@ -1,0 +1,127 @@
+"""Adapters start as their base, fold into it, and leave it as it was."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+from burnish.data.batching import collate
+from burnish.models.adapters import AdapterConfig, Reference, add_adapter, disabled, is_fresh
+from burnish.models.forward import head, hidden_states, scores
+from burnish.types import Example, Sequence
+
+
+def lora(**settings: Any) -> AdapterConfig:
+    return AdapterConfig(**settings)
+
+
+KINDS = [lora(r=4), lora(r=4, rslora=True), lora(r=4, dora=True)]
+TOKENS = (5, 9, 2, 30, 7, 11)
+BATCH = collate([Example((Sequence(TOKENS, (False,) + (True,) * 5, "x"),))], 0)
+
+
+def logits(model):
+    with torch.no_grad():
+        return head(model)(hidden_states(model, BATCH))
+
+
+def moved(model, by=0.3):
+    """The model with every trainable weight changed, as training would."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += by * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_a_fresh_adapter_gives_the_logits_of_its_base(config, tiny_llama):
+    base = tiny_llama()
+    before = logits(base)
+    model = add_adapter(base, config, "CAUSAL_LM").eval()
+    torch.testing.assert_close(logits(model), before, atol=1e-6, rtol=1e-6)
+    assert is_fresh(model) and not is_fresh(moved(model))
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_a_merged_adapter_gives_the_logits_of_the_adapted_model(config, tiny_llama):
+    model = moved(add_adapter(tiny_llama(), config, "CAUSAL_LM"), 0.1).eval()
+    adapted, base = logits(model), logits(tiny_llama())
+    assert (adapted - base).abs().max() > 0.1
+    torch.testing.assert_close(logits(model.merge_and_unload()), adapted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_only_the_adapter_is_trained_and_the_base_keeps_its_bytes(config, tiny_llama):
+    base = tiny_llama()
+    before = copy.deepcopy(base.state_dict())
+    model = moved(add_adapter(base, config, "CAUSAL_LM"))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    assert {name.split(".")[-4] for name in names if "lora_B" in name} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    after = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in model.state_dict().items()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_heads_of_classifiers_stay_trainable(tiny_llama):
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels = 1
+    model = add_adapter(LlamaForSequenceClassification(config), lora(r=2), "SEQ_CLS")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert [name for name in trained if "lora_" not in name] == [
+        "base_model.model.score.modules_to_save.default.weight"
+    ]
+    assert not any("score" in name for name in trained if "lora_" in name)
+    with torch.no_grad():
+        before = scores(model, BATCH)
+        moved(model)
+        after = scores(model, BATCH)
+        assert before != after
+        torch.testing.assert_close(scores(model.merge_and_unload(), BATCH), after, atol=1e-5, rtol=1e-5)
+
+
+def test_without_the_adapter_the_model_is_its_base(tiny_llama):
+    before = logits(tiny_llama())
+    model = moved(add_adapter(tiny_llama(), lora(r=4), "CAUSAL_LM")).eval()
+    adapted = logits(model)
+    with disabled(model) as base:
+        assert torch.equal(logits(base), before)
+    assert torch.equal(logits(model), adapted)
+
+
+def test_an_error_gives_the_adapter_back(tiny_llama):
+    model = moved(add_adapter(tiny_llama(), lora(r=4), "CAUSAL_LM")).eval()
+    adapted = logits(model)
+    with pytest.raises(KeyError), disabled(model):
+        raise KeyError
+    assert torch.equal(logits(model), adapted)
+    assert any(p.requires_grad for p in model.parameters())
+
+
+def test_a_plain_model_has_no_base(tiny_llama):
+    with pytest.raises(ValueError, match="only a model with an adapter"), disabled(tiny_llama()):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["plain", "fresh adapter", "used adapter"])
+def test_a_reference_is_the_policy_as_it_was(kind, tiny_llama):
+    policy = tiny_llama()
+    if kind != "plain":
+        policy = add_adapter(policy, lora(r=4), "CAUSAL_LM").eval()
+    if kind == "used adapter":
+        moved(policy)
+    start = logits(policy)
+    reference = Reference(policy)
+    assert (reference.frozen is None) == (kind == "fresh adapter")  # no second copy where the base will do
+    after = logits(moved(policy, 0.2))
+    with reference.use(policy) as frozen:
+        torch.testing.assert_close(logits(frozen), start, atol=1e-6, rtol=1e-6)
+        if kind != "fresh adapter":
+            assert not any(p.requires_grad for p in frozen.parameters())
+    assert torch.equal(logits(policy), after) and not torch.allclose(after, start, atol=1e-3)
