@@ -143,8 +143,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a saved model or adapter into a model of the same shape, strictly."""
     if isinstance(model, PeftModel):
         result = model.load_adapter(str(folder), adapter_name=str(model.active_adapter), is_trainable=True)
-        if result.unexpected_keys:
-            raise ValueError(f"{folder}: the adapter has weights that the model has not: {result.unexpected_keys[:3]}")
+        if wrong := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"{folder}: its weights are not those of the model's adapter: {', '.join(wrong[:3])}")
         return
     loaded, info = type(model).from_pretrained(  # type: ignore[attr-defined]
         folder, dtype=unwrap(model).dtype, output_loading_info=True

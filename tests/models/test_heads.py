@@ -1,0 +1,286 @@
+"""Critics start from copies, heads start where they should, and a network saves and loads itself strictly."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from burnish.data.batching import collate
+from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.forward import backbone, head, hidden_states, score_head, scores, token_values
+from burnish.models.heads import (
+    Network,
+    SharedCritic,
+    disable_dropout,
+    init_score,
+    load_weights,
+    separate_critic,
+)
+from burnish.types import Example, Sequence, UserError
+
+BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def classifier(tiny_llama, seed: int = 0, labels: int = 1) -> hf.PreTrainedModel:
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels = labels
+    torch.manual_seed(seed)
+    return disable_dropout(hf.LlamaForSequenceClassification(config))  # type: ignore[return-value]
+
+
+def lora(model: Any, task: Any = "CAUSAL_LM") -> Any:
+    settings: dict[str, Any] = {"r": 4}
+    return add_adapter(model, AdapterConfig(**settings), task)
+
+
+def moved(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model with every trainable weight changed, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def storages(model: nn.Module) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+
+
+@torch.no_grad()
+def outputs(network: Network) -> list[torch.Tensor]:
+    network.eval()
+    found = [head(network.policy)(hidden_states(network.policy, BATCH))]
+    return found if network.critic is None else [*found, network.values(BATCH)]
+
+
+# --- dropout and fresh heads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.LlamaConfig(**SIZES, attention_dropout=0.5),
+        hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5),
+        hf.GPTNeoXConfig(**SIZES, attention_dropout=0.5, hidden_dropout=0.5),
+        hf.OPTConfig(
+            vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, dropout=0.5
+        ),
+        hf.FalconConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            hidden_dropout=0.5,
+            attention_dropout=0.5,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_dropout_is_off_in_training_mode_too(config):
+    model: Any = hf.AutoModelForCausalLM.from_config(config).train()
+    tokens = BATCH.tokens
+    assert not torch.equal(model(tokens).logits, model(tokens).logits)
+    disable_dropout(model)
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(model(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_dropout_of_an_adapter_is_off_too(tiny_llama):
+    settings: dict[str, Any] = {"r": 4, "dropout": 0.5}
+    model: Any = moved(add_adapter(tiny_llama(), AdapterConfig(**settings), "CAUSAL_LM")).train()
+    assert not torch.equal(model(BATCH.tokens).logits, model(BATCH.tokens).logits)
+    disable_dropout(model)
+    assert torch.equal(model(BATCH.tokens).logits, model(BATCH.tokens).logits)
+
+
+def test_a_new_score_head_has_the_spread_of_its_formula():
+    sizes: dict[str, Any] = {**SIZES, "hidden_size": 4096, "num_hidden_layers": 0}
+    model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes))
+    init_score(model)
+    assert model.score.weight.std().item() == pytest.approx(1 / math.sqrt(4097), rel=0.1)
+    assert model.score.bias is None
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_a_shared_head_starts_at_zero_and_is_precise(dtype, expected, tiny_llama):
+    network = Network(tiny_llama(dtype=dtype), SharedCritic(32, dtype))
+    values = network.values(BATCH)
+    assert values.dtype == expected and values.shape == BATCH.tokens.shape and not values.any()
+
+
+# --- separate critics ----------------------------------------------------------------------------------------------
+
+
+def test_a_critic_from_the_policy_has_its_weights_and_shares_none(tiny_llama):
+    policy = tiny_llama()
+    before = copy.deepcopy(policy.state_dict())
+    critic = separate_critic(policy)
+    for (name, a), (_, b) in zip(
+        backbone(policy).state_dict().items(), backbone(critic).state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert not token_values(critic, BATCH).any()
+    assert storages(policy).isdisjoint(storages(critic))
+    moved(critic)
+    assert all(torch.equal(policy.state_dict()[name], value) for name, value in before.items())
+
+
+def test_a_critic_from_a_reward_model_gives_its_scores_and_shares_nothing(tiny_llama):
+    policy, reward = tiny_llama(), classifier(tiny_llama, seed=3)
+    nn.init.normal_(reward.score.weight)  # type: ignore[arg-type]
+    reward.requires_grad_(False)  # as a reward is
+    critic = separate_critic(policy, reward)
+    with torch.no_grad():
+        # the state after the last token is what a value before one more token would see
+        values = score_head(critic)(hidden_states(critic, BATCH))[..., 0].flatten()[BATCH.ends]
+        torch.testing.assert_close(values, scores(reward, BATCH))
+    assert storages(critic).isdisjoint(storages(policy) | storages(reward))
+    assert all(p.requires_grad for p in critic.parameters())
+
+
+def test_a_reward_model_of_several_labels_gives_its_body_alone(tiny_llama):
+    reward = classifier(tiny_llama, seed=3, labels=3)
+    critic = separate_critic(tiny_llama(), reward)
+    assert torch.equal(backbone(critic).embed_tokens.weight, reward.model.embed_tokens.weight)  # type: ignore
+    assert not token_values(critic, BATCH).any()
+
+
+@pytest.mark.parametrize("start", ["policy", "reward", "adapted reward"])
+def test_a_policy_with_an_adapter_gets_a_critic_with_one_of_its_own(start, tiny_llama):
+    policy: Any = moved(lora(tiny_llama()))
+    reward: Any = None
+    if start != "policy":
+        reward = classifier(tiny_llama, seed=3)
+        reward = moved(lora(reward, "SEQ_CLS")) if start == "adapted reward" else reward
+    body = copy.deepcopy(reward or policy)
+    body = body.merge_and_unload() if hasattr(body, "merge_and_unload") else body
+    critic = separate_critic(policy, reward)
+    trained = [name for name, p in critic.named_parameters() if p.requires_grad]
+    assert any("lora_A" in name for name in trained)
+    assert all("lora_" in name or "score.modules_to_save" in name for name in trained)
+    assert storages(critic).isdisjoint(storages(policy))
+    if reward is not None:
+        assert storages(critic).isdisjoint(storages(reward))
+    with torch.no_grad():
+        torch.testing.assert_close(hidden_states(critic, BATCH), hidden_states(body, BATCH), atol=1e-5, rtol=1e-5)
+
+
+def test_an_architecture_without_a_token_classifier_is_told():
+    model = hf.CohereForCausalLM(hf.CohereConfig(**SIZES))
+    with pytest.raises(UserError, match=r"CohereForCausalLM has no token-classification form.*critic: shared"):
+        separate_critic(model)
+
+
+# --- the network ---------------------------------------------------------------------------------------------------
+
+
+def test_a_network_answers_for_its_policy(tiny_llama):
+    network = Network(tiny_llama(), SharedCritic(32))
+    assert network.config is network.policy.config
+    with pytest.raises(AttributeError, match="no_such"):
+        network.no_such  # noqa: B018
+
+
+NETWORKS = ["policy", "classifier", "shared", "separate", "adapter", "adapter shared", "adapter separate"]
+
+
+def network_of(kind: str, tiny_llama) -> Network:
+    """A network of a kind, always with the same weights."""
+    torch.manual_seed(0)
+    if kind == "classifier":
+        return Network(lora(classifier(tiny_llama), "SEQ_CLS"))
+    policy = lora(tiny_llama()) if kind.startswith("adapter") else tiny_llama()
+    if kind.endswith("shared"):
+        return Network(policy, SharedCritic(32))
+    return Network(policy, separate_critic(policy) if kind.endswith("separate") else None)
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_network_is_loaded_as_it_was_saved(kind, tiny_llama, tmp_path):
+    network = moved(network_of(kind, tiny_llama))
+    assert isinstance(network, Network)
+    network.save_pretrained(tmp_path)
+    again = network_of(kind, tiny_llama)
+    trainable = {name for name, p in again.named_parameters() if p.requires_grad}
+    again.load_weights(tmp_path)
+    assert {name for name, p in again.named_parameters() if p.requires_grad} == trainable
+    expected = network.state_dict()
+    assert list(again.state_dict()) == list(expected)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    # and bytes: saved again they are the same
+    again.save_pretrained(tmp_path / "again")
+    files = [p.relative_to(tmp_path / "again") for p in (tmp_path / "again").rglob("*.safetensors")]
+    assert files
+    for file in files:
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+def test_plain_transformers_loads_a_policy_and_its_critic(tiny_llama, tmp_path):
+    network = moved(network_of("separate", tiny_llama))
+    network.save_pretrained(tmp_path)  # type: ignore[operator]
+    logits, values = outputs(network)  # type: ignore[arg-type]
+    with torch.no_grad():
+        policy = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        critic = hf.AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()
+        mask = (BATCH.segments > 0).long()
+        seen = BATCH.segments > 0
+        torch.testing.assert_close(policy(BATCH.tokens, attention_mask=mask).logits[seen], logits[seen])
+        plain = critic(BATCH.tokens, attention_mask=mask).logits[:, :-1, 0]
+        torch.testing.assert_close(plain[seen[:, 1:]], values[:, 1:][seen[:, 1:]])
+
+
+def test_plain_transformers_loads_a_reward_model(tiny_llama, tmp_path):
+    model: Any = moved(classifier(tiny_llama))
+    Network(model).save_pretrained(tmp_path)
+    plain = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        logits = plain(BATCH.tokens, attention_mask=(BATCH.segments > 0).long()).logits[:, 0]
+        torch.testing.assert_close(scores(model.eval(), BATCH), logits)
+
+
+@pytest.mark.parametrize("kind", ["policy", "separate", "shared"])
+def test_weights_that_are_lacking_or_too_many_are_an_error(kind, tiny_llama, tmp_path):
+    network = network_of(kind, tiny_llama)
+    network.save_pretrained(tmp_path)
+    file = {"policy": "model", "separate": "critic/model", "shared": "value_head"}[kind]
+    path = tmp_path / f"{file}.safetensors"
+    weights = load_file(path)
+    lost = weights.pop("score.weight" if kind != "policy" else "model.layers.1.mlp.up_proj.weight")
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError), match=r"score\.weight|up_proj\.weight"):
+        network.load_weights(tmp_path)
+    names = {"policy": "model.layers.1.mlp.up_proj.weight"}
+    save_file(weights | {names.get(kind, "score.weight"): lost, "extra": lost.clone()}, path, {"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError), match="extra"):
+        network.load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_adapter_of_another_shape_is_an_error(layers, tiny_llama, tmp_path):
+    lora(tiny_llama(num_hidden_layers=layers)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"layers\.(1|2)\..*lora"):
+        load_weights(lora(tiny_llama()), tmp_path)
+
+
+def test_activation_checkpointing_reaches_policy_and_critic(tiny_llama):
+    network = network_of("separate", tiny_llama)
+    network.activation_checkpointing_enable()
+    assert network.critic is not None
+    for part in (network.policy, network.critic):
+        assert all(m.gradient_checkpointing for m in part.modules() if hasattr(m, "gradient_checkpointing"))
+        assert any(hasattr(m, "gradient_checkpointing") for m in part.modules())
