@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import string
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Read by torch when it is imported: two idle threads that spin would slow down whatever runs beside the tests.
@@ -30,6 +31,7 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 MakeLlama = Callable[..., LlamaForCausalLM]
+MakeTrainer = Callable[..., Any]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,3 +85,59 @@ def tiny_llama() -> MakeLlama:
         return model.eval()
 
     return make
+
+
+@pytest.fixture
+def make_trainer(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> MakeTrainer:
+    """Makes trainers that log every step: ``make_trainer(method, model, rows, batch=4, lr=1e-3, **arguments)``.
+
+    ``own`` holds what is not of ``TrainingArguments``: length, token_budget, recorder, callbacks, ...
+    """
+    from transformers import PrinterCallback, TrainingArguments
+
+    from burnish import Trainer
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+    def make(
+        method: Any,
+        model: Any,
+        rows: list[Any],
+        *,
+        batch: int = 4,
+        lr: float = 1e-3,
+        own: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> Trainer:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "per_device_train_batch_size": batch,
+            "learning_rate": lr,
+            "lr_scheduler_type": "constant",
+            "num_train_epochs": 1,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        own = {"processing_class": tiny_tokenizer} | (own or {})
+        trainer = Trainer(
+            model=model, args=TrainingArguments(**(settings | arguments)), method=method, train_dataset=rows, **own
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def weights() -> Callable[[Any], bytes]:
+    """The bytes of all weights of a module, for what must not change at all."""
+
+    def of(module: Any) -> bytes:
+        return b"".join(x.detach().cpu().numpy().tobytes() for x in module.state_dict().values())
+
+    return of

@@ -23,8 +23,8 @@ from burnish.models.heads import Network, SharedCritic, disable_dropout, separat
 from burnish.rewards.functions import NamedReward
 from burnish.rollout.collect import (
     collect,
+    evaluation,
     final_scores,
-    interval,
     mean_gap,
     samples,
     summary,
@@ -84,9 +84,13 @@ class PPOConfig(Config):
     show_every: int = Field(5, ge=1, description="iterations between tables of samples")
 
     @model_validator(mode="after")
-    def _reference_is_there(self) -> Self:
+    def _consistent(self) -> Self:
         if self.kl_coef and not self.reference:
             raise ValueError(f"kl_coef {self.kl_coef} needs a reference: set kl_coef to 0 or reference to true")
+        if self.kl_target and not self.kl_coef:
+            raise ValueError("kl_target moves kl_coef by factors, so that 0 stays 0: set kl_coef above 0")
+        if self.critic_warmup and (self.critic_frozen or not self.value_coef):
+            raise ValueError(f"critic_warmup {self.critic_warmup}: nothing learns while critic_frozen or value_coef 0")
         return self
 
 
@@ -243,26 +247,10 @@ class PPO:
         examples = context.annotate(
             lambda batch: self.experience(context.network, batch), [Example((r.sequence,)) for r in rollouts]
         )
-        scores = [r.score for r in rollouts]
-        metrics = summary(rollouts) | interval("score", scores)
-        for name in rollouts[0].rewards:
-            metrics |= interval(f"reward_{name}", [r.rewards[name] for r in rollouts])
-        if self.reference is not None:
-            metrics |= interval("kl", [sum(_token_kl(e.sequences[0])) for e in examples])
-        if self.start_scores:
-            pairs = zip(scores, self.start_scores, strict=True)
-            won = interval("win_rate", [(a > b) + 0.5 * (a == b) for a, b in pairs])
-            metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
-        else:
-            self.start_scores = scores
+        metrics = evaluation(rollouts, examples, self.start_scores)
+        self.start_scores = self.start_scores or [r.score for r in rollouts]
         context.samples(samples(rollouts, "eval"))
         return metrics
-
-
-def _token_kl(sequence: Sequence) -> list[float]:
-    """k1 of every token: its sum over a completion estimates the KL of whole completions."""
-    arrays = sequence.arrays
-    return [a - b for a, b in zip(arrays["logprobs"], arrays["ref_logprobs"], strict=True)]
 
 
 class PPOLoader:
@@ -286,6 +274,8 @@ class PPOLoader:
                     f"into {s.mini_batches} mini-batches"
                 )
         self.kl = AdaptiveKL(s.kl_coef, s.kl_target or 1.0, s.kl_horizon)
+        if s.kl_target is not None:
+            self.kl.update(0.0, self.batch * samples_each)  # a horizon that is too short is told before sampling
         self.epoch = self.position = self.iteration = self.update = 0
         self.stopped = False
         self.pending: list[Example] = []
@@ -335,11 +325,11 @@ class PPOLoader:
         if s.whiten_rewards:
             rewards = adv.whiten(rewards, mask, shift_mean=False)
         advantages, returns = adv.gae(rewards, arrays["values"], mask, s.gamma, s.lam)
-        metrics = value_metrics(kl, returns, arrays["values"], mask) | {
-            "kl_coef": self.kl.coef,
-            "gap": gap,
-            "rlhf_reward": scores.mean().item() - self.kl.coef * kl.sum(1).mean().item(),
-        }
+        metrics = value_metrics(returns, arrays["values"], mask) | {"gap": gap}
+        if method.reference is not None:
+            mean_kl = kl.sum(1).mean().item()
+            penalised = scores.mean().item() - self.kl.coef * mean_kl
+            metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalised}
         if s.whiten_advantages:
             advantages = adv.whiten(advantages, mask)
         self.pending = with_arrays(

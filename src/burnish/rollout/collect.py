@@ -118,6 +118,25 @@ def interval(name: str, values: list[float]) -> dict[str, float]:
     return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
+def evaluation(rollouts: list[Rollout], examples: list[Example], start: list[float]) -> dict[str, float]:
+    """Means over rollouts with intervals: score, each reward, KL (k1) of whole completions, win rate over ``start``.
+
+    ``examples`` are those of the rollouts with ``logprobs`` and, where there is a reference, ``ref_logprobs``;
+    ``start`` the scores of the same prompts before training, empty where there are none yet.
+    """
+    scores = [r.score for r in rollouts]
+    metrics = summary(rollouts) | interval("score", scores)
+    for name in rollouts[0].rewards:
+        metrics |= interval(f"reward_{name}", [r.rewards[name] for r in rollouts])
+    arrays = [example.sequences[0].arrays for example in examples]
+    if all("ref_logprobs" in a for a in arrays):
+        metrics |= interval("kl", [math.fsum(a["logprobs"]) - math.fsum(a["ref_logprobs"]) for a in arrays])
+    if start:
+        won = interval("win_rate", [(a > b) + 0.5 * (a == b) for a, b in zip(scores, start, strict=True)])
+        metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
+    return metrics
+
+
 def samples(rollouts: list[Rollout], kind: str) -> list[dict[str, Any]]:
     """Rows of samples.jsonl."""
     return [
@@ -178,13 +197,12 @@ def with_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
     return made
 
 
-def value_metrics(kl: Tensor, returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
-    """KL of whole completions, and how much of the returns' variance the critic explains, over learned tokens."""
+def value_metrics(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
+    """Means of returns and values, and the share of the returns' variance that is explained, over learned tokens."""
     returns, values = returns[mask], values[mask]
     variance = returns.var(correction=0)
     explained = 1 - (returns - values).var(correction=0) / variance if variance > 0 else torch.zeros(())
     return {
-        "kl": kl.sum(1).mean().item(),
         "returns": returns.mean().item(),
         "values": values.mean().item(),
         "explained_variance": explained.item(),

@@ -1,0 +1,175 @@
+"""PPO through the trainer: which parts learn, when an update ends, and settings that do not fit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from burnish import PPO, UserError
+from burnish.rollout.generate import Sampling
+from burnish.types import Answer, Completion
+
+# --- which parts learn --------------------------------------------------------------------------------------------
+
+CRITICS = [{}, {"critic": "shared"}, {"lora": True}, {"lora": True, "critic": "shared"}]
+
+
+@pytest.mark.parametrize("kind", CRITICS, ids=str)
+def test_warm_up_leaves_the_policy_alone_and_then_lets_it_go(kind: dict, run: Any) -> None:
+    found = run(critic_warmup=2, rows=12, entropy_coef=0.1, arguments={"weight_decay": 0.1}, **kind)
+    assert len(found.policy) == 13
+    assert len(set(found.policy[:9])) == 1, "two iterations of four steps"
+    assert len(set(found.policy[8:])) == 5
+    assert len(set(found.critic)) == 13
+
+
+@pytest.mark.parametrize("kind", CRITICS, ids=str)
+def test_a_frozen_critic_keeps_its_bytes(kind: dict, run: Any) -> None:
+    found = run(critic_frozen=True, rows=4, arguments={"weight_decay": 0.1}, **kind)
+    assert len(set(found.critic)) == 1
+    assert len(set(found.policy)) == 5
+
+
+def test_the_base_of_an_adapter_keeps_its_bytes(run: Any, policy: Any) -> None:
+    model = policy(lora=True)
+    base = {name: x.clone() for name, x in model.state_dict().items() if "lora" not in name}
+    found = run(model=model)
+    assert all(torch.equal(model.state_dict()[name], x) for name, x in base.items())
+    critic = found.trainer.network.critic
+    trained = {name for name, p in critic.named_parameters() if p.requires_grad}
+    assert trained and all("lora" in name or "score" in name for name in trained)
+
+
+def test_the_critic_has_a_learning_rate_of_its_own(run: Any) -> None:
+    # unclipped, since one gradient norm is taken of policy and critic together
+    fast, slow = (run(rows=4, arguments={"max_grad_norm": 0.0}, critic_learning_rate=rate) for rate in (None, 1e-12))
+    assert slow.policy == fast.policy
+    before, after = (torch.frombuffer(bytearray(slow.critic[i]), dtype=torch.float32) for i in (0, -1))
+    assert (after - before).abs().max() < 1e-9
+    assert fast.critic[-1] != fast.critic[0]
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
+    labels: int, run: Any, policy: Any, tiny_tokenizer: Any
+) -> None:
+    torch.manual_seed(5)
+    names = {i: f"label {i}" for i in range(labels)}
+    config = LlamaConfig.from_dict(
+        policy().config.to_dict() | {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    )
+    classifier = LlamaForSequenceClassification(config).eval()
+
+    class Scores:
+        model, tokenizer = classifier, tiny_tokenizer
+
+        def __call__(self, answers: list[Answer]) -> list[float]:
+            return [0.0] * len(answers)
+
+    found = run(reward=Scores(), critic_frozen=True, rows=4)
+    critic = found.trainer.network.critic
+    assert torch.equal(critic.model.layers[0].mlp.up_proj.weight, classifier.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(critic.score.weight, classifier.score.weight if labels == 1 else torch.zeros(1, 32))
+    (sequence,) = found.batches[0][0].sequences
+    at = sequence.trained.index(True)
+    with torch.no_grad():
+        hidden = classifier.model(torch.tensor([sequence.tokens])).last_hidden_state
+    value = classifier.score(hidden)[0, at - 1, 0].item() if labels == 1 else 0.0
+    assert sequence.arrays["values"][at] == pytest.approx(value, abs=1e-5)  # before the token is chosen
+    copied = run(reward=Scores(), critic_start="policy", critic_frozen=True, rows=4).trainer.network
+    assert torch.equal(copied.critic.score.weight, torch.zeros(1, 32))
+
+
+# --- ends of an update --------------------------------------------------------------------------------------------
+
+
+def test_the_rest_of_an_update_is_left_out_once_the_policy_moved_too_far(run: Any) -> None:
+    free = run(epochs=3, arguments={"weight_decay": 0.1})
+    found = run(epochs=3, target_kl=1e-6, arguments={"weight_decay": 0.1})
+    taken = [bool(step) for step in found.steps]
+    assert len(taken) == len(free.steps) == found.trainer.state.global_step == 12
+    # the second step's own pass tells that the first went too far
+    assert taken == [True, True, False, False, False, False] * 2
+    for number, step in enumerate(taken):
+        assert (found.policy[number + 1] == found.policy[number]) != step
+        assert (found.critic[number + 1] == found.critic[number]) != step
+    first = free.log[1]["approxkl"]
+    for limit, goes_on in ((first / 1.5 * 0.99, False), (first / 1.5 * 1.01, True)):
+        near = run(epochs=3, target_kl=limit, arguments={"weight_decay": 0.1})
+        assert bool(near.steps[2]) == goes_on
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
+def test_every_reduction_divides_by_its_own_count(reduction: str, run: Any) -> None:
+    found = run(rows=4, reduction=reduction, dual_clip=3.0, value_clip=0.2, entropy_coef=0.01, mini_batches=1)
+    examples, line = found.steps[0], found.log[0]
+    sums = [math.fsum(found.learned([e], "advantages")) for e in examples]
+    sizes = [len(found.completion(e)) for e in examples]
+    expected = {
+        "token_mean": sum(sums) / sum(sizes),
+        "sequence_mean": sum(s / n for s, n in zip(sums, sizes, strict=True)) / 4,
+        "sequence_sum": sum(sums) / 4,
+        "fixed_length": sum(sums) / 6 / 4,
+    }[reduction]
+    assert line["policy"] == pytest.approx(-expected, abs=1e-5)
+    assert line["loss"] == pytest.approx(line["policy"] + 0.5 * line["value"] - 0.01 * line["entropy"], abs=1e-4)
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_last_batch_may_be_smaller(run: Any) -> None:
+    found = run(rows=10, epochs=1, arguments={"num_train_epochs": 2})
+    assert [len(batch) for batch in found.batches] == [4, 4, 2] * 2
+    assert [len(step) for step in found.steps] == [2, 2, 2, 2, 1, 1] * 2
+    for epoch in (found.batches[:3], found.batches[3:]):
+        assert sorted(e.source for batch in epoch for e in batch) == sorted(f"prompts:{i}" for i in range(10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": 3}, "3 prompts are less than one batch of 4"),
+        ({"rows": 4, "mini_batches": 3}, "4 prompts x 1 samples does not divide into 3 mini-batches"),
+        ({"rows": 9, "mini_batches": 2}, "1 prompts x 1 samples does not divide into 2 mini-batches"),
+        ({"kl_target": 1.0, "kl_horizon": 0.5}, "horizon of 0.5 is too short for 4 sequences"),
+        ({"arguments": {"own": {"length": None}}, "sampling": Sampling(temperature=0.0)}, "temperature"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told(settings: dict, message: str, run: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        run(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reference": False}, "kl_coef 0.05 needs a reference"),
+        ({"kl_target": 6.0, "kl_coef": 0.0}, "0 stays 0"),
+        ({"critic_warmup": 1, "critic_frozen": True}, "nothing learns"),
+        ({"critic_warmup": 1, "value_coef": 0.0}, "nothing learns"),
+        ({"kl_coeff": 0.1}, "kl_coeff"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(settings: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PPO(lambda answers: [0.0] * len(answers), **settings)
+
+
+def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
+    from burnish.rollout.generate import Local
+
+    class Liar(Local):
+        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
+            return [c._replace(logprobs=tuple(x - 0.06 for x in c.logprobs)) for c in super().__call__(*args, **named)]
+
+    with pytest.raises(RuntimeError, match=r"differ by 0\.06 a token on average \(limit 0\.05\)"):
+        run(generator=Liar())
+    found = run(generator=Liar(), max_gap=0.07, rows=4)
+    assert found.experience("gap") == [pytest.approx(0.06, abs=1e-5)]
+    assert found.log[0]["ratio"] == pytest.approx(1, abs=1e-5)  # of the trainer's own log-probabilities
