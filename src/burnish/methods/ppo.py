@@ -240,6 +240,8 @@ class PPO:
         The seeds are the same at every evaluation, so that only the policy differs.
         """
         prompts, tokens = self.prompts(rows, context)
+        if not prompts:
+            raise UserError("there is nothing to evaluate on: no prompt is short enough")
         sampling = self.sampling.model_copy(update={"samples": 1})
         rollouts = collect(
             prompts, tokens, list(range(len(prompts))), -1, sampling, self.rewards, context, self.generator

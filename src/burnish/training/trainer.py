@@ -261,6 +261,8 @@ class Trainer(transformers.Trainer):
     @torch.no_grad()
     def _evaluate_examples(self, examples: list[Example]) -> dict[str, float]:
         """Means of a method's terms over examples, without a step."""
+        if not examples:
+            raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
         training = self.network.training
         self.network.eval()
         sums: Terms = {}
