@@ -45,10 +45,17 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task) -> pe
 
 
 def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
-    """``peft.get_peft_model`` without its warning: it asks transformers for activation checkpointing by an old name."""
+    """``peft.get_peft_model`` without its warning."""
+    with without_warning():
+        return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Leave out a warning of peft's own: it asks transformers for activation checkpointing by an old name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
+        yield
 
 
 @contextmanager

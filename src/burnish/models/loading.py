@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,9 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from burnish.models.forward import unwrap
+from burnish.math.tensors import precise
+from burnish.models.adapters import without_warning
+from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import disable_dropout, init_score
 from burnish.types import UserError
 
@@ -87,8 +90,11 @@ def convert_gguf(path: Path) -> Path:
     extra = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     )
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **extra)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as a GGUF model: {str(error).strip().splitlines()[0]}") from error
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
     staging.rename(folder)
@@ -115,8 +121,11 @@ def load_policy(reference: str, *, dtype: torch.dtype = torch.float32, trust_rem
     """A causal language model; a folder with an adapter gives its base with the adapter on it, ready to go on."""
     folder = resolve(reference)
     if (Path(folder) / "adapter_config.json").is_file():
-        return _load_adapter(AutoModelForCausalLM, folder, dtype, trust_remote_code)
-    return _pretrained(AutoModelForCausalLM, folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = _load_adapter(AutoModelForCausalLM, folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    else:
+        model = _whole(AutoModelForCausalLM, folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    _check_head(model, reference)
+    return model
 
 
 def load_reward_model(
@@ -124,36 +133,66 @@ def load_reward_model(
 ) -> nn.Module:
     """A sequence classifier without dropout: a trained one as it is, or any backbone with a fresh scalar head.
 
-    ``labels`` None takes a trained classifier with the labels that it has.
-
-    Raises:
-        UserError: there is no such model, or ``labels`` is None and it has no trained head.
+    ``labels`` None takes a trained one with the labels it has, and no fresh head.
     """
     folder = resolve(reference)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if labels is not None:
         options["num_labels"] = labels
+    new_head = labels is not None
     if (Path(folder) / "adapter_config.json").is_file():
-        model = _load_adapter(AutoModelForSequenceClassification, folder, dtype, trust_remote_code, **options)
-        return disable_dropout(model)
-    model, info = _pretrained(AutoModelForSequenceClassification, folder, output_loading_info=True, **options)
-    if labels is None and info["missing_keys"]:
-        lacking = ", ".join(sorted(info["missing_keys"])[:2])
-        raise UserError(f"{reference}: not a trained reward model: it has no {lacking}; train one with method: reward")
-    if any(key.startswith("score.") for key in info["missing_keys"]):
-        init_score(model)
+        # the base of an adapter does not know its labels
+        options["num_labels"] = 1
+        model = _load_adapter(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
+    else:
+        model = _whole(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
     return disable_dropout(model)
 
 
-def _load_adapter(cls: Any, folder: str, dtype: torch.dtype, trust_remote_code: bool, **options: Any) -> nn.Module:
-    from peft import PeftConfig, PeftModel
+def _load_adapter(cls: Any, folder: str, *, new_head: bool = False, **options: Any) -> nn.Module:
+    """The base that an adapter names with the adapter on it; merged where the base then gets a head of its own."""
+    from peft import PeftConfig, PeftModel, TaskType
 
-    base_name = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    if not base_name:
+    config = PeftConfig.from_pretrained(folder)
+    if not config.base_model_name_or_path:
         raise UserError(f"{folder}: the adapter does not name its base model")
-    options.setdefault("dtype", dtype)
-    base = _pretrained(cls, resolve(base_name), **options)
-    return PeftModel.from_pretrained(base, folder, is_trainable=True)
+    brings_head = config.task_type == TaskType.SEQ_CLS
+    base = _whole(cls, config.base_model_name_or_path, new_head=new_head or brings_head, **options)
+    merged = new_head and not brings_head
+    if merged:
+        config.task_type = None  # that of a language model
+    with without_warning():
+        model: Any = PeftModel.from_pretrained(base, folder, config=config, is_trainable=True)
+    return model.merge_and_unload() if merged else model
+
+
+def _whole(cls: Any, reference: str, *, new_head: bool = False, **options: Any) -> Any:
+    """A model of which no weight is made up, but for its head where it may be new."""
+    model, info = _pretrained(cls, reference, output_loading_info=True, **options)
+    body = f"{model.base_model_prefix}."
+    missing = sorted(info["missing_keys"])
+    made_up = [key for key in missing if not new_head or (key.startswith(body) and "pooler" not in key)]
+    if made_up:
+        raise UserError(
+            f"{reference}: not a {type(model).__name__}: it has no weights for {', '.join(made_up[:3])}"
+            + (f" and {len(made_up) - 3} more" if len(made_up) > 3 else "")
+        )
+    if "score.weight" in missing:
+        init_score(model)
+    return model
+
+
+@torch.no_grad()
+def _check_head(model: nn.Module, reference: str) -> None:
+    """Compare the logits that training computes in chunks with the model's own."""
+    tokens = torch.tensor([[0, 1]])
+    expected = precise(unwrap(model)(input_ids=tokens, use_cache=False).logits)
+    found = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
+    if (found - expected).abs().max() > 0.02 * expected.abs().max():
+        raise UserError(
+            f"{reference}: {type(unwrap(model)).__name__} changes its logits after the head in a way that is not known "
+            "here; known are soft-capping (Gemma), division (Granite) and multiplication (Cohere)"
+        )
 
 
 def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
@@ -163,8 +202,10 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     hf_logging.disable_progress_bar()
     try:
         return cls.from_pretrained(folder, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "ignore_mismatched_sizes" in reason:
+            reason = "its weights have other shapes than its config, or another number of labels than is asked for"
         raise UserError(f"{reference}: cannot be loaded as {cls.__name__}: {reason}") from error
     finally:
         if bars:
@@ -181,7 +222,8 @@ def summary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     base: PreTrainedModel = unwrap(model)
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    score = getattr(base, "score", None) or base.get_output_embeddings()
+    layer = next((getattr(base, n) for n in ("score", "classifier") if hasattr(base, n)), None)
+    layer = getattr(layer, "original_module", layer) or base.get_output_embeddings()
     return {
         "class": type(base).__name__,
         "defined in": Path(inspect.getfile(type(base))).name,
@@ -190,5 +232,5 @@ def summary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
         "trainable share": trainable / total,
         "dtype": str(base.dtype).removeprefix("torch."),
         "pad/eos/bos": [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id],
-        "head": list(score.weight.shape) if isinstance(score, nn.Linear) else None,
+        "head": list(layer.weight.shape) if isinstance(layer, nn.Linear) else None,
     }

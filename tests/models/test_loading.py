@@ -1,0 +1,338 @@
+"""What is loaded is whole and what was asked for; whatever is not is told in one message."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+from burnish.data.batching import collate
+from burnish.models import loading
+from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.forward import head, scores
+from burnish.models.loading import (
+    choose_dtype,
+    convert_gguf,
+    is_encoder,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    package_folder,
+    resolve,
+    summary,
+)
+from burnish.types import Example, Sequence, UserError
+
+BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)
+SIZES: dict[str, Any] = {
+    "vocab_size": 105,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def llama(tiny_llama, tiny_tokenizer, tmp_path) -> Path:
+    """A folder with a policy and its tokenizer."""
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    tiny_tokenizer.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def saved(model: Any, folder: Path) -> str:
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def classifier(cls: Any, config: Any, labels: int = 1) -> Any:
+    config.num_labels = labels
+    torch.manual_seed(0)
+    return cls(config)
+
+
+def lora(model: Any, task: Any) -> Any:
+    settings: dict[str, Any] = {"r": 4}
+    model = add_adapter(model, AdapterConfig(**settings), task)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+# --- references ----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_stands_for_itself_or_for_the_model_in_it(tmp_path):
+    inner = tmp_path / "stage" / "model"
+    inner.mkdir(parents=True)
+    (inner / "config.json").write_text("{}")
+    assert resolve(str(inner)) == resolve(str(tmp_path / "stage")) == str(inner)
+
+
+def test_an_adapter_is_a_model_too(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_name_of_the_hub_stays_one():
+    assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.mark.parametrize("reference", ["./nowhere", "/nowhere", "~/nowhere", "runs/a/model"])
+def test_a_path_that_is_not_there_is_told(reference, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{reference}: not a model: expected a folder with config.json"):
+        resolve(reference)
+
+
+def test_a_file_that_is_no_model_is_told(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UserError, match="not a model"):
+        resolve(str(tmp_path / "notes.txt"))
+
+
+def test_a_folder_without_a_model_says_what_it_has(tmp_path):
+    with pytest.raises(UserError, match=r"it has no config\.json"):
+        resolve(str(tmp_path))
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"2 GGUF files: name one of a\.gguf, b\.gguf"):
+        resolve(str(tmp_path))
+
+
+def test_a_gguf_file_is_converted_once_for_its_bytes(tmp_path, monkeypatch, tiny_llama, tiny_tokenizer):
+    calls = []
+
+    def read(kind, made):
+        def from_pretrained(folder, gguf_file, **options):
+            calls.append((kind, Path(folder) / gguf_file, options.get("dtype")))
+            return made
+
+        return from_pretrained
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", read("model", tiny_llama()))
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", read("tokenizer", tiny_tokenizer))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF one")
+    first = resolve(str(tmp_path))
+    assert calls == [("model", file, torch.float32), ("tokenizer", file, None)]
+    assert Path(first).parent == tmp_path / "cache" / "models"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(first).iterdir()}
+    assert resolve(str(file)) == first and len(calls) == 2
+    file.write_bytes(b"GGUF two")
+    assert resolve(str(file)) != first and len(calls) == 4
+
+
+def test_a_broken_gguf_file_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"nonsense" * 10)
+    with pytest.raises(UserError, match=r"m\.gguf: cannot be read as a GGUF model"):
+        convert_gguf(tmp_path / "m.gguf")
+    assert not list((tmp_path / "cache").rglob("config.json"))
+
+
+def test_a_package_is_found_without_being_imported(tmp_path, monkeypatch):
+    (tmp_path / "some_weights").mkdir()
+    (tmp_path / "some_weights" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert package_folder("some_weights") == tmp_path / "some_weights"
+    assert package_folder("no_such_weights") is None
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_keeps_its_pad_token(llama):
+    assert load_tokenizer(str(llama)).pad_token == "<|pad|>"
+
+
+def test_a_tokenizer_without_one_pads_by_an_unused_token_or_by_its_end(tiny_tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tiny_tokenizer.pad_token = None
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token == "<|pad|>"
+    text = (tmp_path / "tokenizer.json").read_text().replace("<|pad|>", "<|else|>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert load_tokenizer(str(tmp_path)).pad_token == "<|im_end|>"
+
+
+def test_a_model_without_a_tokenizer_is_told(tiny_llama, tmp_path):
+    with pytest.raises(UserError, match="cannot be loaded as AutoTokenizer"):
+        load_tokenizer(saved(tiny_llama(), tmp_path))
+
+
+# --- policies ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_policy_is_loaded_in_the_dtype_asked_for(dtype, llama, tiny_llama):
+    model: Any = load_policy(str(llama), dtype=dtype)
+    assert model.dtype == dtype
+    for name, value in tiny_llama().to(dtype).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@torch.no_grad()
+def test_a_policy_with_an_adapter_goes_on_with_it(llama, tmp_path):
+    model = lora(hf.AutoModelForCausalLM.from_pretrained(llama), "CAUSAL_LM")
+    again: Any = load_policy(saved(model, tmp_path / "adapter")).eval()
+    torch.testing.assert_close(again(BATCH.tokens).logits, model(BATCH.tokens).logits)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
+
+
+def test_an_adapter_without_a_base_is_told(tiny_llama, tmp_path):
+    with pytest.raises(UserError, match="does not name its base model"):
+        load_policy(saved(lora(tiny_llama(), "CAUSAL_LM"), tmp_path))
+
+
+def test_weights_are_never_made_up(llama):
+    weights = load_file(llama / "model.safetensors")
+    for name in ("up_proj", "down_proj", "gate_proj"):
+        del weights[f"model.layers.1.mlp.{name}.weight"]
+    del weights["model.norm.weight"]
+    save_file(weights, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"no weights for model\.layers\.1\.mlp\.down_proj\.weight, .* and 1 more"):
+        load_policy(str(llama))
+
+
+def test_tied_weights_are_not_lacking(tiny_llama, tmp_path):
+    model: Any = load_policy(saved(tiny_llama(tie_word_embeddings=True), tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("damage", ["weights", "config", "shapes"])
+def test_a_damaged_model_is_told(damage, llama, tiny_llama):
+    weights = llama / "model.safetensors"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "config":
+        (llama / "config.json").write_text("{")
+    else:
+        tiny_llama(intermediate_size=48).config.save_pretrained(llama)
+    with pytest.raises(UserError, match=f"{llama}: cannot be loaded as AutoModelForCausalLM: ") as told:
+        load_policy(str(llama))
+    assert "\n" not in str(told.value)
+
+
+def test_an_encoder_is_no_policy(tmp_path):
+    model = classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES))
+    with pytest.raises(UserError, match="it has no weights for"):
+        load_policy(saved(model, tmp_path))
+
+
+def test_logits_that_would_not_be_the_models_own_are_refused(llama, monkeypatch):
+    monkeypatch.setattr(loading, "head", lambda model: lambda hidden: 2 * head(model)(hidden))
+    with pytest.raises(UserError, match="LlamaForCausalLM changes its logits after the head"):
+        load_policy(str(llama))
+
+
+# --- reward models -------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_becomes_a_reward_model_with_a_new_head(tmp_path):
+    sizes: dict[str, Any] = {**SIZES, "hidden_size": 2048, "intermediate_size": 8}
+    policy = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    torch.manual_seed(0)
+    model: Any = load_reward_model(saved(policy, tmp_path))
+    assert torch.equal(model.model.embed_tokens.weight, policy.model.embed_tokens.weight)
+    assert model.score.weight.shape == (1, 2048)
+    assert model.score.weight.std().item() == pytest.approx(1 / math.sqrt(2049), rel=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("labels", [1, None])
+def test_a_trained_reward_model_is_loaded_as_it_is(labels, tiny_llama, tmp_path):
+    model = classifier(hf.LlamaForSequenceClassification, copy.deepcopy(tiny_llama().config)).eval()
+    again = load_reward_model(saved(model, tmp_path), labels=labels).eval()
+    torch.testing.assert_close(scores(again, BATCH), scores(model, BATCH))
+
+
+def test_dropout_of_reward_models_is_off(tmp_path):
+    model = classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES))
+    again = load_reward_model(saved(model, tmp_path)).train()
+    assert torch.equal(scores(again, BATCH), scores(again, BATCH))
+    assert is_encoder(again)
+
+
+def test_a_model_without_a_score_is_no_reward(llama):
+    with pytest.raises(UserError, match=r"it has no weights for score\.weight"):
+        load_reward_model(str(llama), labels=None)
+
+
+def test_another_number_of_labels_is_told(tmp_path):
+    folder = saved(classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES), labels=3), tmp_path)
+    with pytest.raises(UserError, match="another number of labels than is asked for"):
+        load_reward_model(folder, labels=1)
+    model: Any = load_reward_model(folder, labels=None)
+    assert model.classifier.out_features == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("labels", [1, None])
+def test_a_reward_model_with_an_adapter_goes_on_with_it(labels, llama, tmp_path):
+    base = hf.AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
+    model = lora(base, "SEQ_CLS")
+    again = load_reward_model(saved(model, tmp_path / "adapter"), labels=labels).eval()
+    torch.testing.assert_close(scores(again, BATCH), scores(model, BATCH))
+    assert any("lora_" in name and p.requires_grad for name, p in again.named_parameters())
+
+
+@torch.no_grad()
+def test_an_adapter_of_a_policy_is_merged_before_the_new_head(llama, tmp_path):
+    policy = lora(hf.AutoModelForCausalLM.from_pretrained(llama), "CAUSAL_LM")
+    folder = saved(policy, tmp_path / "adapter")
+    model: Any = load_reward_model(folder)
+    assert type(model) is hf.LlamaForSequenceClassification
+    merged = policy.merge_and_unload().model(BATCH.tokens).last_hidden_state
+    torch.testing.assert_close(model.model(BATCH.tokens).last_hidden_state, merged, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="no weights for score"):
+        load_reward_model(folder, labels=None)
+
+
+# --- what was loaded -----------------------------------------------------------------------------------------------
+
+
+def test_auto_is_float32_on_a_cpu():
+    if not torch.cuda.is_available():
+        assert choose_dtype("auto") == choose_dtype("auto", adapter=True) == torch.float32
+    assert choose_dtype("bfloat16") == torch.bfloat16
+
+
+def test_summary_of_a_policy(llama):
+    model: Any = load_policy(str(llama))
+    body = 105 * 32 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
+    assert summary(model, load_tokenizer(str(llama))) == {
+        "class": "LlamaForCausalLM",
+        "defined in": "modeling_llama.py",
+        "parameters": body + 105 * 32,
+        "trainable": body + 105 * 32,
+        "trainable share": 1.0,
+        "dtype": "float32",
+        "pad/eos/bos": [0, 2, 1],
+        "head": [105, 32],
+    }
+    adapted = lora(model, "CAUSAL_LM")
+    said = summary(adapted, load_tokenizer(str(llama)))
+    # rank 4 times the two sides of every matrix
+    factors = 4 * 2 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 64))
+    assert said["trainable"] == factors and said["parameters"] == body + 105 * 32 + factors
+
+
+def test_summary_names_the_head_of_every_classifier(llama, tiny_tokenizer, tmp_path):
+    encoder = classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES))
+    causal = load_reward_model(str(llama))
+    assert summary(encoder, tiny_tokenizer)["head"] == [1, 32]
+    assert summary(causal, tiny_tokenizer)["head"] == [1, 32]
+    assert summary(lora(causal, "SEQ_CLS"), tiny_tokenizer)["head"] == [1, 32]
