@@ -53,8 +53,9 @@ def test_the_first_mini_batch_has_ratio_one_and_the_loss_of_its_advantages(kind:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_first_kl_is_exactly_zero(lora: bool, run: Any) -> None:
-    found = run(lora=lora, mini_batches=1)
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.7}, {"top_k": 3, "top_p": 0.9}], ids=str)
+def test_the_first_kl_is_exactly_zero(lora: bool, warp: dict, run: Any) -> None:
+    found = run(lora=lora, mini_batches=1, sampling=Sampling(max_new_tokens=6, **warp))
     first, second = found.experience("kl")
     assert first == 0.0 and abs(second) > 1e-3
     assert (found.trainer.method.reference.frozen is None) == lora

@@ -224,14 +224,18 @@ class PPO:
     def experience(self, network: Network, batch: MicroBatch) -> dict[str, Tensor]:
         """What the update needs of a rollout: the trainer's and the reference's log-probabilities, and the values."""
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, self.warp, "off")
-        arrays = {"logprobs": logprobs, "values": network.values(batch, hidden)}
+
+        def logprobs(model: nn.Module, hidden: Tensor, how: Warp) -> Tensor:
+            return token_logprobs(model, hidden, batch, batch.trained, how, "off")[0]
+
+        arrays = {"logprobs": logprobs(network.policy, hidden, self.warp), "values": network.values(batch, hidden)}
         if self.reference is not None:
+            # without top-k and top-p, which may leave out of the reference what the policy sampled
+            whole = Warp(self.sampling.temperature)
+            same = whole == self.warp
+            arrays["kl_logprobs"] = arrays["logprobs"] if same else logprobs(network.policy, hidden, whole)
             with self.reference.use(network.policy) as reference:
-                states = hidden_states(reference, batch)
-                # of all tokens: one that was sampled may be outside the reference's own top-k
-                whole = Warp(self.sampling.temperature)
-                arrays["ref_logprobs"], _ = token_logprobs(reference, states, batch, batch.trained, whole, "off")
+                arrays["ref_logprobs"] = logprobs(reference, hidden_states(reference, batch), whole)
         return arrays
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
@@ -319,10 +323,10 @@ class PPOLoader:
         batch = collate(examples, 0)
         mask, arrays = batch.trained, {name: x.double() for name, x in batch.arrays.items()}
         gap = mean_gap(arrays["logprobs"], arrays["sampled"], mask, s.max_gap)
-        reference = arrays.get("ref_logprobs", arrays["logprobs"])
-        kl = torch.where(mask, estimate(arrays["logprobs"], reference, "k1"), 0.0)
+        ours, theirs = (arrays.get(name, arrays["logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
+        kl = torch.where(mask, estimate(ours, theirs, "k1"), 0.0)
         scores = final_scores(rollouts, s.score_scale, s.score_clip, s.missing_eos, s.missing_eos_penalty)
-        penalty = torch.where(mask, estimate(arrays["logprobs"], reference, s.kl_estimate), 0.0)
+        penalty = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
         rewards = adv.kl_rewards(scores, penalty, mask, self.kl.coef)
         if s.whiten_rewards:
             rewards = adv.whiten(rewards, mask, shift_mean=False)

@@ -121,7 +121,7 @@ def interval(name: str, values: list[float]) -> dict[str, float]:
 def evaluation(rollouts: list[Rollout], examples: list[Example], start: list[float]) -> dict[str, float]:
     """Means over rollouts with intervals: score, each reward, KL (k1) of whole completions, win rate over ``start``.
 
-    ``examples`` are those of the rollouts with ``logprobs`` and, where there is a reference, ``ref_logprobs``;
+    ``examples`` are those of the rollouts, with ``kl_logprobs`` and ``ref_logprobs`` where there is a reference;
     ``start`` the scores of the same prompts before training, empty where there are none yet.
     """
     scores = [r.score for r in rollouts]
@@ -130,7 +130,7 @@ def evaluation(rollouts: list[Rollout], examples: list[Example], start: list[flo
         metrics |= interval(f"reward_{name}", [r.rewards[name] for r in rollouts])
     arrays = [example.sequences[0].arrays for example in examples]
     if all("ref_logprobs" in a for a in arrays):
-        metrics |= interval("kl", [math.fsum(a["logprobs"]) - math.fsum(a["ref_logprobs"]) for a in arrays])
+        metrics |= interval("kl", [math.fsum(a["kl_logprobs"]) - math.fsum(a["ref_logprobs"]) for a in arrays])
     if start:
         won = interval("win_rate", [(a > b) + 0.5 * (a == b) for a, b in zip(scores, start, strict=True)])
         metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
