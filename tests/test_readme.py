@@ -70,7 +70,7 @@ def test_the_recipe_in_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_commands_and_code_run_in_the_order_of_the_page(tmp_path: Path) -> None:
-    lines = "\n".join(blocks("bash")).splitlines()
+    lines = "".join(blocks("bash")).splitlines()
     commands = [shlex.split(line.removeprefix(".venv/bin/burnish ")) for line in lines if not line.startswith("make ")]
     assert ["run", "tiny"] in commands
     for command in commands:
