@@ -351,6 +351,8 @@ class _Training:
             with checkpoint.writing(self.folder / "adapter") as staging:
                 network.policy.save_pretrained(str(staging))
             network.policy = network.policy.merge_and_unload()
+        if isinstance(network.critic, PeftModel):
+            network.critic = network.critic.merge_and_unload()
         with checkpoint.writing(self.folder / "model") as staging:
             trainer.save_model(str(staging))
 

@@ -82,6 +82,7 @@ def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) ->
     if isinstance(policy, PeftModel):
         lora: Any = copy.copy(policy.active_peft_config)
         lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None
+        lora.base_model_name_or_path = None  # the policy's, and this base is another one
         critic = wrap(critic, lora)
     return disable_dropout(critic)
 
