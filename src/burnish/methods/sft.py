@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import nn
@@ -33,10 +33,14 @@ class SFT:
     kinds = (Conversation,)
     task = "CAUSAL_LM"
     config = SFTConfig
-    weights: ClassVar = {"nll": 1.0}
 
     def __init__(self, **settings: Any) -> None:
         self.settings = SFTConfig(**settings)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The negative log-likelihood alone."""
+        return {"nll": 1.0}
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
         """The model alone is trained."""
