@@ -138,6 +138,8 @@ def weights() -> Callable[[Any], bytes]:
     """The bytes of all weights of a module, for what must not change at all."""
 
     def of(module: Any) -> bytes:
-        return b"".join(x.detach().cpu().numpy().tobytes() for x in module.state_dict().values())
+        return b"".join(
+            x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for x in module.state_dict().values()
+        )
 
     return of

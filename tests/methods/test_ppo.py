@@ -89,6 +89,15 @@ def test_summed_rewards_are_the_score_less_the_sequence_log_ratio(temperature: f
     assert found.experience("kl")[1] == pytest.approx(sum(ratios) / 4, abs=1e-4)
 
 
+def test_tokens_at_the_edge_of_the_nucleus_keep_a_probability(run: Any, tiny_llama: Any) -> None:
+    # sampler and trainer round differently, and updates move tokens out of what top-p keeps
+    sampling = Sampling(max_new_tokens=12, top_p=0.5, samples=8)
+    found = run(model=tiny_llama(dtype=torch.bfloat16), sampling=sampling, rows=16, arguments={"lr": 1e-4})
+    assert max(found.experience("gap")) < 0.05
+    moved = run(sampling=Sampling(max_new_tokens=6, top_k=2, samples=4), epochs=4)
+    assert max(line["approxkl"] for line in moved.log) < 20  # 200 where a ratio is taken for 0
+
+
 def test_whitening_is_over_the_whole_batch(run: Any) -> None:
     found = run(rows=4)
     (examples,) = found.batches

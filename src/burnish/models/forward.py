@@ -93,6 +93,8 @@ def token_logprobs(
     """Log-probability of each token where ``mask`` (B, T) is True, and the entropy it was drawn at; 0 elsewhere.
 
     Both (B, T), of the warped distribution; the entropy has a gradient where it is learned, and is 0 where it is off.
+    A token is always among those that top-k and top-p keep: it was when it was sampled, and rounding or an update that
+    moves it past their edge would else make its probability 0.
     The head sees only the positions before masked tokens; where their logits do not fit one chunk they are computed
     again in the backward pass instead of being kept.
     """
@@ -102,11 +104,14 @@ def token_logprobs(
     logits_of = head(model)
 
     def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        z = logits_of(rows)
-        z = z if how == PLAIN else warp(z, how.temperature, how.top_k, how.top_p)
+        plain = logits_of(rows)
+        z = kept = plain if how == PLAIN else warp(plain, how.temperature, how.top_k, how.top_p)
+        if how.top_k is not None or how.top_p is not None:
+            at = tokens.unsqueeze(-1)
+            kept = z.scatter(-1, at, plain.gather(-1, at) / how.temperature)
         if entropies == "off":
-            return logprobs_at(z, tokens), z.new_zeros(len(tokens))
-        return logprobs_at(z, tokens), entropy(z if entropies == "learned" else z.detach())
+            return logprobs_at(kept, tokens), z.new_zeros(len(tokens))
+        return logprobs_at(kept, tokens), entropy(z if entropies == "learned" else z.detach())
 
     step = max(1, LOGITS_AT_ONCE // unwrap(model).config.get_text_config().vocab_size)
     pieces = []
