@@ -1,0 +1,70 @@
+"""Trains by SFT with dropout, in as many processes as there are; run by test_processes.py.
+
+``python -m torch.distributed.run --nproc-per-node 2 resume_job.py OUT [CHECKPOINT]`` saves the weights in OUT/end.pt.
+"""
+
+import os
+import string
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+
+from burnish import SFT, Trainer
+from burnish.data.chat import set_template
+
+ROWS = [{"prompt": f"{i} + 1", "completion": "x" * (1 + i % 5) + str(i * 7)} for i in range(12)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    words = {token: number for number, token in enumerate(["<end>", "<unk>", *string.printable])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    backend.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>", unk_token="<unk>")
+    set_template(made, "question_answer")
+    return made
+
+
+def main(out: str, start: str | None) -> None:
+    """Train to the end."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=102,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_dropout=0.3,
+        pad_token_id=0,
+    )
+    trainer = Trainer(
+        model=LlamaForCausalLM(config),
+        args=TrainingArguments(
+            out,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="steps",
+            save_steps=1,
+            per_device_train_batch_size=3,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            ddp_backend="gloo" if "RANK" in os.environ else None,
+        ),
+        method=SFT(),
+        train_dataset=ROWS,
+        processing_class=tokenizer(),
+        token_budget=60,
+    )
+    trainer.train(resume_from_checkpoint=start)
+    if trainer.is_world_process_zero():
+        torch.save(trainer.network.state_dict(), Path(out) / "end.pt")
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
