@@ -51,13 +51,13 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         UserError: the folder holds a run of another recipe, or a stage cannot start.
     """
     folder = recipe.folder
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     _check(recipe)
+    if fresh:
+        _clear(folder)
     manifest = _open(recipe)
     with display or Display() as screen:
         for number, (stage, entry) in enumerate(zip(recipe.stages, manifest["stages"], strict=True), start=1):
@@ -90,6 +90,15 @@ def _check(recipe: Recipe) -> None:
                 training.rows(split)
 
 
+def _clear(folder: Path) -> None:
+    """Remove a run, and nothing else that the folder may hold."""
+    path = folder / "manifest.json"
+    if path.is_file():
+        for stage in json.loads(path.read_text("utf-8"))["stages"]:
+            shutil.rmtree(folder / stage["name"], ignore_errors=True)
+        path.unlink()
+
+
 # --- the manifest --------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +115,11 @@ def _open(recipe: Recipe) -> dict[str, Any]:
                 "folder with out=FOLDER"
             )
         return manifest
+    if taken := [stage.name for stage in recipe.stages if (recipe.folder / stage.name).exists()]:
+        raise UserError(
+            f"{recipe.folder} holds {taken[0]}, but no manifest.json that says what made it: remove it, or name "
+            "another folder with out=FOLDER"
+        )
     recipe.folder.mkdir(parents=True, exist_ok=True)
     return {
         "name": recipe.name,
