@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from burnish import PPO, UserError
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.model import ModelReward
 from burnish.rollout.generate import Sampling
-from burnish.types import Answer, Completion
+from burnish.types import Completion
 
 # --- which parts learn --------------------------------------------------------------------------------------------
 
@@ -65,13 +67,10 @@ def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
     )
     classifier = LlamaForSequenceClassification(config).eval()
 
-    class Scores:
-        model, tokenizer = classifier, tiny_tokenizer
-
-        def __call__(self, answers: list[Answer]) -> list[float]:
-            return [0.0] * len(answers)
-
-    found = run(reward=Scores(), critic_frozen=True, rows=4)
+    # the critic starts at the scale of the model's part in the score: 0.5 * 4 * (logit - 0.25) / 2
+    classifier.config.score_mean, classifier.config.score_std = 0.25, 2.0
+    scorer = NamedReward("model", 0.5, ModelReward(classifier, tiny_tokenizer, label=0, normalise=True))
+    found = run(reward=[scorer], score_scale=4.0, critic_frozen=True, rows=4)
     critic = found.trainer.network.critic
     assert torch.equal(critic.model.layers[0].mlp.up_proj.weight, classifier.model.layers[0].mlp.up_proj.weight)
     assert torch.equal(critic.score.weight, classifier.score.weight if labels == 1 else torch.zeros(1, 32))
@@ -79,9 +78,9 @@ def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
     at = sequence.trained.index(True)
     with torch.no_grad():
         hidden = classifier.model(torch.tensor([sequence.tokens])).last_hidden_state
-    value = classifier.score(hidden)[0, at - 1, 0].item() if labels == 1 else 0.0
+    value = classifier.score(hidden)[0, at - 1, 0].item() - 0.25 if labels == 1 else 0.0
     assert sequence.arrays["values"][at] == pytest.approx(value, abs=1e-5)  # before the token is chosen
-    copied = run(reward=Scores(), critic_start="policy", critic_frozen=True, rows=4).trainer.network
+    copied = run(reward=[scorer], critic_start="policy", critic_frozen=True, rows=4).trainer.network
     assert torch.equal(copied.critic.score.weight, torch.zeros(1, 32))
 
 

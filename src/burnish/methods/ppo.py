@@ -18,9 +18,10 @@ from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import AdaptiveKL, estimate
 from burnish.models.adapters import Reference
-from burnish.models.forward import Warp, hidden_states, token_logprobs
+from burnish.models.forward import Warp, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.rewards.functions import NamedReward
+from burnish.rewards.model import ModelReward
 from burnish.rollout.collect import (
     collect,
     evaluation,
@@ -75,7 +76,7 @@ class PPOConfig(Config):
     value_coef: float = Field(0.5, ge=0, description="weight of the value loss")
     value_clip: float | None = Field(None, gt=0, description="free move of a value in an update, in units of score")
     missing_eos: Literal["none", "subtract", "replace"] = Field("none", description="score of completions cut off")
-    missing_eos_penalty: float = Field(1.0, description="what is subtracted, or put in its place")
+    missing_eos_penalty: float | None = Field(None, description="what is subtracted, or put in its place")
     score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
     score_scale: float = Field(1.0, gt=0, description="scores are multiplied by this, before clipping")
     max_gap: float = Field(
@@ -91,6 +92,8 @@ class PPOConfig(Config):
             raise ValueError("kl_target moves kl_coef by factors, so that 0 stays 0: set kl_coef above 0")
         if self.critic_warmup and (self.critic_frozen or not self.value_coef):
             raise ValueError(f"critic_warmup {self.critic_warmup}: nothing learns while critic_frozen or value_coef 0")
+        if self.missing_eos != "none" and self.missing_eos_penalty is None:
+            raise ValueError(f"missing_eos: {self.missing_eos} what? set missing_eos_penalty")
         return self
 
 
@@ -115,7 +118,7 @@ class PPO:
         self.generator = generator or Local()
         self.reference: Reference | None = None
         self.warming_up = False
-        self.start_scores: list[float] = []
+        self.start_scores: dict[str, float] = {}
         if self.sampling.temperature == 0:
             raise UserError("generation.temperature: PPO explores by sampling: expected more than 0, got 0")
 
@@ -143,19 +146,21 @@ class PPO:
         if self.settings.critic == "shared":
             critic: nn.Module = SharedCritic(model.config.get_text_config().hidden_size, model.dtype)  # type: ignore
         else:
-            critic = separate_critic(model, self._scoring_model(model, tokenizer))
+            critic = self._separate_critic(model, tokenizer)
         if self.settings.critic_frozen:
             critic.requires_grad_(False)
         return Network(model, critic)
 
-    def _scoring_model(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> nn.Module | None:
-        """The reward model to start the critic from: a causal one that reads the policy's tokens."""
+    def _separate_critic(self, policy: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+        """Started from a causal reward model that reads the policy's tokens, at the scale of its part of the score."""
         for reward in self.rewards if self.settings.critic_start == "auto" else []:
-            model, other = getattr(reward.function, "model", None), getattr(reward.function, "tokenizer", None)
-            same = other is not None and other.get_vocab() == tokenizer.get_vocab()
-            if same and hasattr(model, "score") and type(model.config) is type(policy.config):  # type: ignore
-                return model
-        return None
+            scorer = reward.function
+            if not isinstance(scorer, ModelReward) or scorer.tokenizer.get_vocab() != tokenizer.get_vocab():
+                continue
+            if hasattr(scorer.model, "score") and type(unwrap(scorer.model).config) is type(policy.config):
+                scale = reward.weight * self.settings.score_scale / scorer.std
+                return separate_critic(policy, scorer.model, scale, -scorer.mean * scale)
+        return separate_critic(policy)
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
         """Prompts, of which nothing is learned, with room for the completion."""
@@ -254,7 +259,7 @@ class PPO:
             lambda batch: self.experience(context.network, batch), [Example((r.sequence,)) for r in rollouts]
         )
         metrics = evaluation(rollouts, examples, self.start_scores)
-        self.start_scores = self.start_scores or [r.score for r in rollouts]
+        self.start_scores = {r.answer.source: r.score for r in rollouts} | self.start_scores
         context.samples(samples(rollouts, "eval"))
         return metrics
 
@@ -306,16 +311,8 @@ class PPOLoader:
         """Sample a batch, score it, and work out what the update needs of it."""
         method, s = self.method, self.method.settings
         began = time.perf_counter()
-        rollouts = collect(
-            self.rows,
-            self.prompts,
-            indices,
-            self.iteration,
-            method.sampling,
-            method.rewards,
-            self.context,
-            method.generator,
-        )
+        what = (self.rows, self.prompts, indices, self.iteration)
+        rollouts = collect(*what, method.sampling, method.rewards, self.context, method.generator)
         generated = time.perf_counter()
         examples = self.context.annotate(
             lambda batch: method.experience(self.context.network, batch), [Example((r.sequence,)) for r in rollouts]
@@ -325,7 +322,7 @@ class PPOLoader:
         gap = mean_gap(arrays["logprobs"], arrays["sampled"], mask, s.max_gap)
         ours, theirs = (arrays.get(name, arrays["logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
         kl = torch.where(mask, estimate(ours, theirs, "k1"), 0.0)
-        scores = final_scores(rollouts, s.score_scale, s.score_clip, s.missing_eos, s.missing_eos_penalty)
+        scores = final_scores(rollouts, s.score_scale, s.score_clip, s.missing_eos, s.missing_eos_penalty or 0.0)
         penalty = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
         rewards = adv.kl_rewards(scores, penalty, mask, self.kl.coef)
         if s.whiten_rewards:

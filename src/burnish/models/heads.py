@@ -56,10 +56,12 @@ class SharedCritic(nn.Module):
         nn.init.zeros_(self.score.bias)
 
 
-def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) -> nn.Module:
+def separate_critic(
+    policy: nn.Module, reward_model: nn.Module | None = None, scale: float = 1.0, shift: float = 0.0
+) -> nn.Module:
     """A value network of its own: weights copied from a causal reward model with the policy's shape, else the policy.
 
-    The head is that of a reward model with one label, so that values start at the scale of the rewards; else 0. A
+    The head is that of a reward model with one label, so that values start at scale * its score + shift; else 0. A
     policy with an adapter gets a critic with an adapter of the same kind, on a base of its own.
     """
     start = copy.deepcopy(reward_model if reward_model is not None else policy)
@@ -78,7 +80,8 @@ def separate_critic(policy: nn.Module, reward_model: nn.Module | None = None) ->
         nn.init.zeros_(new.weight)
         nn.init.zeros_(new.bias)
         if isinstance(old, nn.Linear) and old.out_features == 1:
-            new.weight.copy_(old.weight)
+            new.weight.copy_(old.weight * scale)
+            nn.init.constant_(new.bias, shift)
     if isinstance(policy, PeftModel):
         lora: Any = copy.copy(policy.active_peft_config)
         lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None

@@ -118,11 +118,11 @@ def interval(name: str, values: list[float]) -> dict[str, float]:
     return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
-def evaluation(rollouts: list[Rollout], examples: list[Example], start: list[float]) -> dict[str, float]:
+def evaluation(rollouts: list[Rollout], examples: list[Example], start: Mapping[str, float]) -> dict[str, float]:
     """Means over rollouts with intervals: score, each reward, KL (k1) of whole completions, win rate over ``start``.
 
     ``examples`` are those of the rollouts, with ``kl_logprobs`` and ``ref_logprobs`` where there is a reference;
-    ``start`` the scores of the same prompts before training, empty where there are none yet.
+    ``start`` the scores of prompts before training, by source, where they were measured.
     """
     scores = [r.score for r in rollouts]
     metrics = summary(rollouts) | interval("score", scores)
@@ -131,8 +131,9 @@ def evaluation(rollouts: list[Rollout], examples: list[Example], start: list[flo
     arrays = [example.sequences[0].arrays for example in examples]
     if all("ref_logprobs" in a for a in arrays):
         metrics |= interval("kl", [math.fsum(a["kl_logprobs"]) - math.fsum(a["ref_logprobs"]) for a in arrays])
-    if start:
-        won = interval("win_rate", [(a > b) + 0.5 * (a == b) for a, b in zip(scores, start, strict=True)])
+    pairs = [(r.score, start[r.answer.source]) for r in rollouts if r.answer.source in start]
+    if pairs:
+        won = interval("win_rate", [(after > before) + 0.5 * (after == before) for after, before in pairs])
         metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
     return metrics
 

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Trainer(transformers.Trainer):
         )
         self.network: Network = network
         self.loader = None
-        self._pending: dict[str, float] = {}
+        self._pending: dict[str, list[float]] = {}
         self._sums: Terms = {}
         self._last: Terms = {}
         self._tokens = 0
@@ -129,7 +130,7 @@ class Trainer(transformers.Trainer):
             annotate=self._annotate,
             gather=self._gather,
             last=lambda: self._means(self._last),
-            log=self._pending.update,
+            log=self._note,
             samples=self._record_samples,
         )
 
@@ -323,11 +324,20 @@ class Trainer(transformers.Trainer):
         if "loss" in logs:
             now = time.perf_counter()
             seconds, self._clock = now - self._clock, now
-            logs |= self._means(self._sums) | self._pending
+            logs |= self._means(self._sums) | {name: fmean(values) for name, values in self._pending.items()}
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
             self._sums, self._tokens = {}, 0
             self._pending.clear()
         super().log(logs, start_time)
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._pending.setdefault(name, []).append(value)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # sums that are not logged yet are not in a checkpoint, so each one begins after a line of the log
+        self.control.should_log |= self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _record_samples(self, samples: list[dict[str, Any]]) -> None:
         if self.is_world_process_zero():
