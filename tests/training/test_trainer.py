@@ -484,6 +484,20 @@ def test_a_run_that_goes_on_ends_with_the_bytes_of_one_that_never_stopped(case, 
         assert again.loader.state_dict() == straight.loader.state_dict()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("method", "rows"), [(SFT, ROWS), (ppo, PROMPTS)])
+def test_a_checkpoint_between_lines_of_the_log_loses_none(method, rows, make, tmp_path):
+    def trained(folder: Path, start: str | None = None) -> list[dict[str, Any]]:
+        recorder = Recorder(folder)
+        steps = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "max_steps": 6}
+        options = {"folder": folder, "recorder": recorder, "callbacks": [Record(recorder)], **steps}
+        make(method(), rows=rows, **options).train(resume_from_checkpoint=start)
+        return [line for line in lines(folder) if "train_loss" not in line]
+
+    straight = trained(tmp_path / "run")
+    assert [line["step"] for line in straight][-1] == 6
+    assert trained(tmp_path / "run", str(tmp_path / "run" / "checkpoint-2")) == straight
+
+
 def test_a_critics_own_learning_rate_survives(make, tiny_llama, tmp_path):
     def trainer() -> Trainer:
         options = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 1, "warmup_steps": 2}
