@@ -76,6 +76,11 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if processing_class is None:
             raise UserError("Trainer needs processing_class, the model's tokenizer")
+        if args.n_gpu > 1:
+            raise UserError(
+                f"{args.n_gpu} GPUs in one process: start one process for each (torchrun --nproc-per-node {args.n_gpu} "
+                "...), or choose one GPU with CUDA_VISIBLE_DEVICES=0"
+            )
         self.method = method
         self.length = length or Length()
         self.token_budget = token_budget
