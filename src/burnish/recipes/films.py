@@ -138,7 +138,7 @@ def vader(answers: list[Answer]) -> list[float]:
 def analyzer() -> Any:
     """VADER, loaded once."""
     try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             "the judge vader needs the package vaderSentiment: pip install --no-deps vaderSentiment==3.3.2"
