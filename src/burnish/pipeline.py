@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import shutil
 import time
@@ -55,6 +56,7 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         torch.set_num_threads(recipe.threads)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    logging.getLogger("burnish").setLevel(logging.ERROR)  # rows cut or dropped are told once, with their stage
     _check(recipe)
     if fresh:
         _clear(folder)

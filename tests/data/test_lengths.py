@@ -139,3 +139,13 @@ def test_rows_are_encoded_once(byte_tokenizer: Any, tmp_path: Path, monkeypatch:
     assert chat.cache_key(tokenizer, "reward") != key
     encode([PAIR, long], function, length, chat.cache_key(tokenizer, "reward"))
     assert len(calls) > done + 2
+
+
+def test_rows_that_are_cut_are_told(byte_tokenizer, caplog) -> None:
+    tokenizer = byte_tokenizer()
+    caplog.set_level("WARNING", logger="burnish")
+    rows: list[Any] = [Text("abcdefgh", "a.jsonl:1"), Text("ab", "a.jsonl:2")]
+    length = Length(max_length=6, on_long="drop")
+    encoded = encode(rows, lambda row: Example((text(tokenizer, row),)), length)
+    assert [example.source for example in encoded.examples] == ["a.jsonl:2"]
+    assert "1 rows were cut or dropped, the first: a.jsonl:1: drop" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from burnish.types import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 class Length(Config):
@@ -66,9 +69,9 @@ def encode(
     Raises:
         UserError: a row cannot be encoded, is too long and may not be cut, or has nothing left to learn.
     """
-    path = None if cache_key is None else _folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
+    path = None if cache_key is None else cache_folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
     if path is not None and path.exists():
-        return _read(path)
+        return _told(_read(path))
     encoded = Encoded([], [])
     for row in _progress(rows):
         examples, reason = fit(row, function, length)
@@ -77,6 +80,15 @@ def encode(
             encoded.changed.append(Changed(row.source, reason))
     if path is not None and all(not s.arrays for example in encoded.examples for s in example.sequences):
         _keep(encoded, path)
+    return _told(encoded)
+
+
+def _told(encoded: Encoded) -> Encoded:
+    if encoded.changed:
+        first = encoded.changed[0]
+        logger.warning(
+            "%d rows were cut or dropped, the first: %s: %s", len(encoded.changed), first.source, first.reason
+        )
     return encoded
 
 
@@ -206,7 +218,8 @@ def _fingerprint(rows: list[Row], length: Length, key: str) -> str:
     return _digest([key, repr(length), *(repr(row) for row in plain)])
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Where encoded rows and converted models are kept: ``$BURNISH_CACHE`` or ``~/.cache/burnish``."""
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
 
 

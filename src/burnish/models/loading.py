@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from burnish.data.lengths import cache_folder
 from burnish.math.tensors import precise
 from burnish.models.adapters import without_warning
 from burnish.models.forward import backbone, head, unwrap
@@ -29,11 +30,6 @@ from burnish.models.heads import disable_dropout, init_score
 from burnish.types import UserError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def cache_folder() -> Path:
-    """Where converted models and tokenised rows are kept: ``$BURNISH_CACHE`` or ``~/.cache/burnish``."""
-    return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
 
 
 def choose_dtype(name: DType, *, adapter: bool = False) -> torch.dtype:
@@ -210,11 +206,6 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     finally:
         if bars:
             hf_logging.enable_progress_bar()
-
-
-def is_encoder(model: nn.Module) -> bool:
-    """Whether a sequence classifier pools as an encoder does, not at the last token."""
-    return not hasattr(unwrap(model), "score")
 
 
 def summary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
