@@ -111,7 +111,50 @@ class Prompt:
     source: str
 
 
-Row = Text | Conversation | Preference | Ranking | Prompt
+@dataclass(frozen=True)
+class Labelled:
+    """One answer to a prompt that somebody found good or bad (KTO).
+
+    ``Labelled(({"role": "user", "content": "Hi"},), ({"role": "assistant", "content": "Hello!"},), True, "k.jsonl:9")``
+    """
+
+    prompt: Messages
+    completion: Messages
+    label: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A conversation with one number that says how good it was.
+
+    ``Scored(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}), 1.0, "scored.jsonl:17")``
+    """
+
+    messages: Messages
+    reward: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A solution in steps with the value Q in [-1, 1] of each; the last one is the outcome, 1 (correct) or -1.
+
+    ``Steps(({"role": "user", "content": "2 + 3 * 4 = ?"},), ("3 * 4 = 12", "2 + 12 = 14"), (0.8, 1.0), "s.jsonl:9")``
+    """
+
+    question: Messages
+    steps: tuple[str, ...]
+    values: tuple[float, ...]
+    source: str
+
+    @property
+    def correct(self) -> bool:
+        """Whether the outcome is 1."""
+        return self.values[-1] > 0
+
+
+Row = Text | Conversation | Preference | Ranking | Prompt | Labelled | Scored | Steps
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------

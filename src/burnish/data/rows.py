@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from burnish.data.shapes import BadRow, parse
+from burnish.data.recognition import parse
+from burnish.data.shapes import BadRow
 from burnish.types import Row, UserError
 
 __all__ = ["READERS", "BadRow", "Rows", "Skipped", "load", "parse"]

@@ -1,4 +1,4 @@
-"""What a record means: the shapes of rows, recognised from their keys, and their checks."""
+"""The shapes that rows are written in, and their checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from burnish.types import Conversation, Message, Messages, Preference, Prompt, Ranking, Row, Text, UserError
+from burnish.types import (
+    Conversation,
+    Labelled,
+    Message,
+    Messages,
+    Preference,
+    Prompt,
+    Ranking,
+    Row,
+    Scored,
+    Steps,
+    Text,
+    UserError,
+)
 
 ROLES = {
     "system": "system",
@@ -22,6 +35,7 @@ ROLES = {
 }
 # These keys of a message change what is rendered or learned: a message that uses one is refused.
 UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+EXACT = 1e-6  # how near a Q has to be to 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
 Record = Mapping[str, Any]
@@ -58,7 +72,7 @@ class At(NamedTuple):
 
 def _text(value: Any, at: At) -> str:
     if not isinstance(value, str):
-        raise at.bad("not text", f"expected a string, got {_shown(value)}")
+        raise at.bad("not text", f"expected a string, got {shown(value)}")
     if not value.strip():
         raise at.bad("empty text")
     return value
@@ -68,9 +82,9 @@ def _number(value: Any, at: At) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        raise at.bad("not a number", f"got {_shown(value)}") from None
+        raise at.bad("not a number", f"got {shown(value)}") from None
     if not math.isfinite(number):
-        raise at.bad("not a finite number", f"got {_shown(value)}")
+        raise at.bad("not a finite number", f"got {shown(value)}")
     return number
 
 
@@ -80,25 +94,25 @@ def _list(value: Any, at: At) -> list[Any]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise at.bad("not a list", f"got text that is not JSON, {_shown(value)}") from None
+            raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
     if not isinstance(value, list | tuple):
-        raise at.bad("not a list", f"got {_shown(value)}")
+        raise at.bad("not a list", f"got {shown(value)}")
     return list(value)
 
 
 def _message(value: Any, at: At) -> Message:
     """``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``."""
     if not isinstance(value, Mapping):
-        raise at.bad("not a message", f"expected {{role, content}}, got {_shown(value)}")
+        raise at.bad("not a message", f"expected {{role, content}}, got {shown(value)}")
     names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     for name in names:
         if name not in value:
-            raise at.bad("missing key", _missing(value, (name,)))
+            raise at.bad("missing key", missing(value, (name,)))
     role, content = value[names[0]], value[names[1]]
     if not isinstance(role, str) or role not in ROLES:
         near = difflib.get_close_matches(str(role), ROLES, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ROLES)}"
-        raise at.bad("unknown role", f"got {_shown(role)}: {hint}")
+        raise at.bad("unknown role", f"got {shown(role)}: {hint}")
     for key in UNREAD:
         if value.get(key) not in (None, "", [], {}, 1):
             raise at.bad("key that is not read", f"{key!r} would be lost: write it into {names[1]!r}, or take it out")
@@ -130,9 +144,17 @@ def _with_system(record: Record, source: str, messages: Messages, key: str = "sy
     return messages
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as a message quotes it."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def missing(record: Record, names: tuple[str, ...]) -> str:
+    """What keys there are and which of them may have been meant: "has keys 'instructon': did you mean ...?"."""
+    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
+    hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
+    return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -158,7 +180,7 @@ def _read_messages(record: Record, source: str, key: str = "messages") -> Conver
 def _read_whole_prompt(record: Record, source: str) -> Conversation:
     """OpenRLHF's message list with no output: the whole conversation under one key."""
     if isinstance(record["prompt"], str):
-        raise BadRow(source, "completion", "missing key", _missing(record, ("completion",)))
+        raise BadRow(source, "completion", "missing key", missing(record, ("completion",)))
     return _read_messages(record, source, "prompt")
 
 
@@ -284,6 +306,47 @@ def _read_prompt(record: Record, source: str, key: str = "prompt") -> Prompt:
     return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, source)
 
 
+def _read_labelled(record: Record, source: str) -> Labelled:
+    prompt = _with_system(record, source, _turns(record["prompt"], At(source, "prompt"), "user"))
+    completion = _answer(record["completion"], At(source, "completion"), prompt)
+    _ends_with_assistant(completion, At(source, "completion"))
+    value = record["label"]
+    words = {"true": True, "false": False, "1": True, "0": False}
+    label = words.get(str(value).lower()) if isinstance(value, bool | int | str) else None
+    if label is None:
+        raise BadRow(source, "label", "not true or false", f"got {shown(value)}")
+    return Labelled(prompt, completion, label, source)
+
+
+def _read_scored(record: Record, source: str, key: str = "text") -> Scored:
+    conversation = _read_messages(record, source, key)
+    return Scored(conversation.messages, _number(record["reward"], At(source, "reward")), source)
+
+
+def _read_steps(record: Record, source: str) -> Steps:
+    """AlphaMath's rows: steps with their Q; keys that are not known, such as P, are left alone."""
+    question = _with_system(record, source, _turns(record["instruction"], At(source, "instruction"), "user"))
+    at = At(source, "output")
+    texts, values = [], []
+    for i, item in enumerate(_list(record["output"], at)):
+        here = at.inside(i)
+        for key in ("step", "Q"):
+            if not isinstance(item, Mapping) or key not in item:
+                raise here.inside(key).bad("missing key", f"expected step and Q, got {shown(item)}")
+        texts.append(_text(item["step"], here.inside("step")).strip())
+        value = _number(item["Q"], here.inside("Q"))
+        if abs(value) > 1 + EXACT:
+            raise here.inside("Q").bad("Q outside [-1, 1]", f"got {value:g}")
+        values.append(min(1.0, max(-1.0, value)))
+    if not texts:
+        raise at.bad("no steps")
+    if abs(abs(values[-1]) - 1) > EXACT:
+        last = at.inside(len(values) - 1).inside("Q")
+        raise last.bad("last Q is not 1 or -1", f"it is the outcome, got {values[-1]:g}")
+    values[-1] = math.copysign(1.0, values[-1])
+    return Steps(question, tuple(texts), tuple(values), source)
+
+
 class Shape(NamedTuple):
     """One way to write a row: its name in ``format:``, the row it makes, and the keys it needs and may have."""
 
@@ -306,93 +369,9 @@ SHAPES = (
     Shape("ranks", Ranking, ("prompt", "completions", "ranks"), _read_ranking),
     Shape("scores", Ranking, ("prompt", "completions", "scores"), _read_ranking),
     Shape("prompt", Prompt, ("prompt",), _read_prompt),
+    Shape("labelled", Labelled, ("prompt", "completion", "label"), _read_labelled),
+    Shape("scored_text", Scored, ("text", "reward"), _read_scored),
+    Shape("scored", Scored, ("messages", "reward"), functools.partial(_read_scored, key="messages")),
+    Shape("steps", Steps, ("instruction", "output"), _read_steps),
     Shape("query", Prompt, ("query",), functools.partial(_read_prompt, key="query")),
 )
-
-
-# --- recognition --------------------------------------------------------------------------------------------------
-
-
-def parse(
-    record: Any,
-    kinds: tuple[type[Any], ...],
-    source: str,
-    format: str | None = None,
-    keys: Mapping[str, str] | None = None,
-) -> Row:
-    """One record as one of the rows that a method reads.
-
-    Args:
-        record: a mapping, as a line of a file holds it.
-        kinds: row classes to choose from, for instance ``(Preference, Ranking)``.
-        source: where the record stands, for messages: ``"chat.jsonl:17"``.
-        format: the name of a shape (``alpaca``, ``sharegpt``, ...) where the keys fit several.
-        keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
-
-    Raises:
-        BadRow: the record fits no shape, or has a fault; the message names the key, and the nearest if it is missing.
-        UserError: ``format`` is not a shape that makes one of ``kinds``.
-    """
-    if not isinstance(record, Mapping):
-        raise BadRow(source, "", "not a record", f"expected an object with keys, got {_shown(record)}")
-    record = _renamed(record, keys, source) if keys else record
-    present = frozenset(key for key, value in record.items() if value is not None)
-    fitting = _fitting(present, kinds, format)
-    if len(fitting) == 1:
-        return fitting[0].read(record, source)
-    if fitting:
-        names = ", ".join(shape.name for shape in fitting)
-        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format:")
-    shapes = _shapes(kinds, format)
-    name, detail = _nearest(record, [tuple(n for n in shape.needs if n not in present) for shape in shapes])
-    choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
-    raise BadRow(source, name, "missing key" if name else "fits no shape", f"{detail} (shapes: {choices})")
-
-
-def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
-    for name, column in keys.items():
-        if column not in record:
-            raise BadRow(
-                source, column, "missing key", f"keys: says that it is {name!r}; {_missing(record, (column,))}"
-            )
-        if name in record and name not in keys.values():
-            detail = f"keys: reads {column!r} as {name!r}: give this one another name, as in {name}_original: {name}"
-            raise BadRow(source, name, "two columns of one name", detail)
-    rest = {name: value for name, value in record.items() if name not in keys.values()}
-    return rest | {name: record[column] for name, column in keys.items()}
-
-
-@functools.cache
-def _shapes(kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
-    shapes = tuple(shape for shape in SHAPES if shape.kind in kinds)
-    if format is None:
-        return shapes
-    names = [shape.name for shape in shapes]
-    if format not in names:
-        near = difflib.get_close_matches(format, names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
-        rows = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"format: {format!r} is not a shape of {rows} rows: {hint}")
-    return tuple(shape for shape in shapes if shape.name == format)
-
-
-@functools.lru_cache(maxsize=1024)
-def _fitting(present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
-    """The shapes whose keys are all there, without those that need only a part of another's keys."""
-    shapes = [shape for shape in _shapes(kinds, format) if present.issuperset(shape.needs)]
-    return tuple(s for s in shapes if not any(set(s.needs) < set(other.needs) for other in shapes))
-
-
-def _nearest(record: Record, missing: list[tuple[str, ...]]) -> tuple[str, str]:
-    """The missing keys of the shape that the record all but fits, and what to say of them."""
-    for names in sorted(missing, key=len):
-        if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
-            return ", ".join(names), _missing(record, names)
-    return "", _missing(record, ())
-
-
-def _missing(record: Record, names: tuple[str, ...]) -> str:
-    """What keys there are and which of them may have been meant: "has keys 'instructon': did you mean ...?"."""
-    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
-    hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
-    return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"

@@ -1,0 +1,87 @@
+"""Which shape a record is written in, told from its keys."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.data.shapes import SHAPES, BadRow, Record, Shape, missing, shown
+from burnish.types import Row, UserError
+
+
+def parse(
+    record: Any,
+    kinds: tuple[type[Any], ...],
+    source: str,
+    format: str | None = None,
+    keys: Mapping[str, str] | None = None,
+) -> Row:
+    """One record as one of the rows that a method reads.
+
+    Args:
+        record: a mapping, as a line of a file holds it.
+        kinds: row classes to choose from, for instance ``(Preference, Ranking)``.
+        source: where the record stands, for messages: ``"chat.jsonl:17"``.
+        format: the name of a shape (``alpaca``, ``sharegpt``, ...) where the keys fit several.
+        keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
+
+    Raises:
+        BadRow: the record fits no shape, or has a fault; the message names the key, and the nearest if it is missing.
+        UserError: ``format`` is not a shape that makes one of ``kinds``.
+    """
+    if not isinstance(record, Mapping):
+        raise BadRow(source, "", "not a record", f"expected an object with keys, got {shown(record)}")
+    record = _renamed(record, keys, source) if keys else record
+    present = frozenset(key for key, value in record.items() if value is not None)
+    fitting = _fitting(present, kinds, format)
+    if len(fitting) == 1:
+        return fitting[0].read(record, source)
+    if fitting:
+        names = ", ".join(shape.name for shape in fitting)
+        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format:")
+    shapes = _shapes(kinds, format)
+    name, detail = _nearest(record, [tuple(n for n in shape.needs if n not in present) for shape in shapes])
+    choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
+    raise BadRow(source, name, "missing key" if name else "fits no shape", f"{detail} (shapes: {choices})")
+
+
+def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
+    for name, column in keys.items():
+        if column not in record:
+            raise BadRow(source, column, "missing key", f"keys: says that it is {name!r}; {missing(record, (column,))}")
+        if name in record and name not in keys.values():
+            detail = f"keys: reads {column!r} as {name!r}: give this one another name, as in {name}_original: {name}"
+            raise BadRow(source, name, "two columns of one name", detail)
+    rest = {name: value for name, value in record.items() if name not in keys.values()}
+    return rest | {name: record[column] for name, column in keys.items()}
+
+
+@functools.cache
+def _shapes(kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
+    shapes = tuple(shape for shape in SHAPES if shape.kind in kinds)
+    if format is None:
+        return shapes
+    names = [shape.name for shape in shapes]
+    if format not in names:
+        near = difflib.get_close_matches(format, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+        rows = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"format: {format!r} is not a shape of {rows} rows: {hint}")
+    return tuple(shape for shape in shapes if shape.name == format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitting(present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
+    """The shapes whose keys are all there, without those that need only a part of another's keys."""
+    shapes = [shape for shape in _shapes(kinds, format) if present.issuperset(shape.needs)]
+    return tuple(s for s in shapes if not any(set(s.needs) < set(other.needs) for other in shapes))
+
+
+def _nearest(record: Record, lacking: list[tuple[str, ...]]) -> tuple[str, str]:
+    """The missing keys of the shape that the record all but fits, and what to say of them."""
+    for names in sorted(lacking, key=len):
+        if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
+            return ", ".join(names), missing(record, names)
+    return "", missing(record, ())
