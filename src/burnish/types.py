@@ -233,14 +233,17 @@ class Encoded(NamedTuple):
 class MicroBatch:
     """Tensors that fit one forward pass. Several sequences may share a row (packing), or a row may be padded.
 
-    tokens, segments, positions, trained, and every one of arrays: (B, T). ``segments`` is 0 on padding and else
-    numbers the sequences of a row from 1; ``positions`` restart with each. ``starts`` and ``ends`` (N,) are the flat
-    index (row * T + column) of each sequence's first and last token. ``pairs`` (P, 2) indexes sequences;
-    ``pair_weights``, ``margins`` and ``p_better`` are (P,). ``packed`` says that a row may hold several sequences.
+    tokens, segments, parents, positions, trained, and every one of arrays: (B, T). ``segments`` is 0 on padding and
+    else numbers the sequences of a row from 1; ``positions`` restart with each. Where sequences share a prompt, it is
+    a segment of its own, and ``parents`` of their tokens is its number (else 0). ``starts`` and ``ends`` (N,) are the
+    flat index (row * T + column) of each sequence's first and last token, behind a shared prompt: the position of the
+    first one is how many tokens lie there. ``pairs`` (P, 2) indexes sequences; ``pair_weights``, ``margins`` and
+    ``p_better`` are (P,). ``packed`` says that a row may hold several sequences.
     """
 
     tokens: Tensor
     segments: Tensor
+    parents: Tensor
     positions: Tensor
     trained: Tensor
     starts: Tensor

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.batching import RowLoader, attention_mask, collate, micro_batches, permutation, size
+from burnish.data.batching import RowLoader, attention_mask, collate, micro_batches, permutation, shared_length
 from burnish.types import Example, Pair, Sequence, UserError
 
 
@@ -20,16 +20,31 @@ def example(*lengths: int) -> Example:
     return Example(tuple(sequence(n, 10 * n) for n in lengths))
 
 
+def prompted(prompt: int, *answers: int) -> Example:
+    """Answers of these lengths to one prompt of five: the first token of each is another one."""
+    tokens = [tuple(range(5, 5 + prompt)) + tuple(range(50 * i, 50 * i + n)) for i, n in enumerate(answers, 1)]
+    return Example(
+        tuple(Sequence(t, (False,) * prompt + (True,) * (len(t) - prompt), "p") for t in tokens),
+        tuple(Pair(0, i) for i in range(1, len(answers))),
+    )
+
+
+PROMPTED = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 6), min_size=1, max_size=3)).map(
+        lambda case: prompted(case[0], *case[1])
+    ),
+    max_size=8,
+)
 EXAMPLES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(lambda ns: example(*ns)), max_size=15)
 
 
 @settings(max_examples=150, deadline=None)
-@given(EXAMPLES, st.integers(1, 60), st.booleans())
-def test_every_example_is_in_one_group_that_fits_the_budget_or_is_alone(examples, budget, packed):
-    groups = micro_batches(examples, budget, packed=packed)
+@given(EXAMPLES | PROMPTED, st.integers(1, 60), st.booleans(), st.booleans())
+def test_every_example_is_in_one_group_that_fits_the_budget_or_is_alone(examples, budget, packed, shared):
+    groups = micro_batches(examples, budget, packed=packed, shared=shared)
     assert sorted(itertools.chain(*groups)) == list(range(len(examples)))
     for group in groups:
-        batch = collate([examples[i] for i in group], 0, packed=packed)
+        batch = collate([examples[i] for i in group], 0, packed=packed, shared=shared)
         assert batch.tokens.numel() <= budget or len(group) == 1
 
 
@@ -58,11 +73,6 @@ def test_padded_groups_are_of_similar_length():
 def test_without_a_budget_there_is_one_group_and_of_nothing_none():
     assert micro_batches([example(3), example(9)], None) == [[0, 1]]
     assert micro_batches([], None) == [] == micro_batches([], 5)
-
-
-def test_size_counts_padding():
-    assert size(example(3, 5)) == 10
-    assert size(example(3, 5), padded_to=8) == 16
 
 
 def test_collate_right():
@@ -186,3 +196,29 @@ def test_a_loader_goes_on_from_its_state(steps):
 def test_no_rows_are_an_error():
     with pytest.raises(UserError, match="no rows"):
         RowLoader([], 4, 0)
+
+
+def test_a_prompt_runs_once_for_its_answers_but_for_its_last_token():
+    batch = collate([prompted(4, 2, 3), Example((sequence(2, 90),))], 0, shared=True)
+    #                                 shared  |  chosen   |   rejected
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 50, 51, 8, 100, 101, 102], [90, 91] + [0] * 8]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert batch.segments[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert batch.parents[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert batch.trained[0].tolist() == [False] * 4 + [True, True, False, True, True, True]
+    assert batch.starts.tolist() == [3, 6, 10] and batch.ends.tolist() == [5, 9, 11]
+    sees = attention_mask(batch, torch.float32)[0, 0] == 0
+    assert sees[6].nonzero().flatten().tolist() == [0, 1, 2, 6]  # the prompt and itself, not the other answer
+    assert sees[5].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_learned_or_carries_a_number_is_not_shared():
+    alike = ((1, 2, 3, 4, 5), (1, 2, 3, 4, 6))
+    plain = [Sequence(tokens, (False,) * 5, "s") for tokens in alike]
+    assert shared_length(Example(tuple(plain))) == 3
+    learned = Sequence(alike[1], (False, False, True, True, True), "s")
+    assert shared_length(Example((plain[0], learned))) == 1
+    numbered = plain[1].with_arrays(value=(0.0, 0.5, 0.0, 0.0, 0.0))
+    assert shared_length(Example((plain[0].with_arrays(value=(0.0,) * 5), numbered))) == 0
+    assert shared_length(Example((plain[0],))) == 0
+    assert shared_length(Example((plain[0], plain[0]))) == 4

@@ -19,6 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from burnish import PPO, SFT, RewardModel, Trainer
 from burnish.data.batching import RowLoader
@@ -54,6 +55,22 @@ def sequence(seed: int, *arrays: str) -> Sequence:
     return Sequence(tuple(r.randrange(1, 32) for _ in range(n)), tuple(trained), f"row {seed}", numbers)
 
 
+def answers(seed: int) -> Example:
+    """Two answers to one prompt of several tokens."""
+    a, b, prompt = sequence(300 + seed), sequence(400 + seed), sequence(500 + seed).tokens
+    both = (Sequence(prompt + s.tokens, (False,) * (len(prompt) + 1) + s.trained[1:], s.source) for s in (a, b))
+    return Example(tuple(both), (Pair(0, 1, margin=0.2, p_better=0.8),))
+
+
+def exact(model: Any, dtype: torch.dtype) -> Any:
+    """The model in this dtype, its norms too: Llama's own ones compute in float32 whatever the model's dtype is."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                setattr(parent, name, torch.nn.RMSNorm(CONFIG.hidden_size, eps=child.variance_epsilon))
+    return model.to(dtype)
+
+
 def cases(dtype: torch.dtype) -> dict:
     """Method, model and the examples of one step, for each method and each kind of critic."""
     torch.manual_seed(0)
@@ -64,18 +81,17 @@ def cases(dtype: torch.dtype) -> dict:
     ranked = Example(
         tuple(sequence(100 + i) for i in range(3)), (Pair(0, 1, 1 / 3), Pair(0, 2, 1 / 3), Pair(1, 2, 1 / 3))
     )
+    pairs += [answers(i) for i in range(4)]
     rollouts = [Example((sequence(i, "logprobs", "advantages", "values", "returns"),)) for i in range(9)]
 
     def policy() -> Any:
         torch.manual_seed(1)
-        model: Any = LlamaForCausalLM(CONFIG)
-        return model.to(dtype)
+        return exact(LlamaForCausalLM(CONFIG), dtype)
 
     def classifier() -> Any:
         torch.manual_seed(1)
         config = LlamaConfig.from_dict(CONFIG.to_dict() | {"id2label": {0: "score"}, "label2id": {"score": 0}})
-        model: Any = LlamaForSequenceClassification(config)
-        return model.to(dtype)
+        return exact(LlamaForSequenceClassification(config), dtype)
 
     def reward(answers: list) -> list[float]:
         return [0.0] * len(answers)

@@ -18,6 +18,8 @@ spec.loader.exec_module(job)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 LAYOUTS = [
     {"token_budget": 1},
+    {"shared_prompts": False},
+    {"shared_prompts": False, "packed": True},
     {"token_budget": 40},
     {"token_budget": 100, "padding_side": "left"},
     {"padding_side": "left"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import accumulate, count, takewhile
 from typing import Any
 
 import torch
@@ -16,111 +17,162 @@ from torch import Tensor
 from burnish.types import Example, MicroBatch, Sequence, UserError
 
 
-def size(example: Example, padded_to: int = 0) -> int:
-    """Tokens that an example takes in a padded micro-batch whose rows are ``padded_to`` long, or its own longest."""
-    longest = max(len(sequence.tokens) for sequence in example.sequences)
-    return len(example.sequences) * max(longest, padded_to)
+def shared_length(example: Example) -> int:
+    """How many tokens at the start of an example's sequences run once for all of them.
+
+    They are the same in all sequences and stand before the first token that is learned or carries a number. The last
+    token of a common prompt is not among them: each sequence keeps it, to predict its own next one.
+    """
+    if len(example.sequences) < 2:
+        return 0
+    limit = min(_first_used(sequence) for sequence in example.sequences)
+    columns = zip(*(sequence.tokens[:limit] for sequence in example.sequences), strict=False)
+    return max(0, sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) - 1)
 
 
-def micro_batches(examples: list[Example], budget: int | None, *, packed: bool = False) -> list[list[int]]:
+def _first_used(sequence: Sequence) -> int:
+    return min(
+        next((t for t, used in enumerate(values) if used), len(values))
+        for values in (sequence.trained, *sequence.arrays.values())
+    )
+
+
+def _units(example: Example, shared: bool) -> list[tuple[int, tuple[Sequence, ...]]]:
+    """What lies in one row when padded: sequences, and how many tokens they share in front of them."""
+    common = shared_length(example) if shared else 0
+    return [(common, example.sequences)] if common else [(0, (sequence,)) for sequence in example.sequences]
+
+
+def _width(unit: tuple[int, tuple[Sequence, ...]]) -> int:
+    common, sequences = unit
+    return common + sum(len(sequence.tokens) - common for sequence in sequences)
+
+
+def micro_batches(
+    examples: list[Example], budget: int | None, *, packed: bool = False, shared: bool = False
+) -> list[list[int]]:
     """Indices of ``examples``, cut into groups of similar length that hold at most ``budget`` tokens with padding.
 
     Padded: sorted by length and filled from the longest, rows times longest row <= budget. Packed: first-fit
     decreasing on the sums of lengths. An example longer than the budget gets a group of its own. No budget: one group.
+    ``shared`` as in ``collate``.
     """
     if budget is None:
         return [list(range(len(examples)))] if examples else []
-    longest = [max(len(s.tokens) for s in example.sequences) for example in examples]
-    order = sorted(range(len(examples)), key=lambda i: (-longest[i], i))
+    widths = [[_width(unit) for unit in _units(example, shared)] for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: (-max(widths[i]), i))
     groups: list[list[int]] = []
     used: list[int] = []
     for i in order:
         if packed:
-            cost = sum(len(s.tokens) for s in examples[i].sequences)
+            cost = alone = sum(widths[i])
             fits = (g for g in range(len(groups)) if used[g] + cost <= budget)
         else:
-            width = longest[groups[-1][0]] if groups else 0
-            cost = size(examples[i], width)
+            alone = len(widths[i]) * max(widths[i])
+            cost = len(widths[i]) * max(widths[groups[-1][0]]) if groups else alone
             fits = (g for g in range(len(groups) - 1, len(groups)) if g >= 0 and used[g] + cost <= budget)
         place = next(fits, None)
         if place is None:
             groups.append([i])
-            used.append(sum(len(s.tokens) for s in examples[i].sequences) if packed else size(examples[i]))
+            used.append(alone)
         else:
             groups[place].append(i)
             used[place] += cost
     return groups
 
 
-def _place(sequences: list[Sequence], side: str, packed: bool, pad_to: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Row and first column of every sequence, and the shape of the batch."""
-    lengths = [len(s.tokens) for s in sequences]
+def _place(widths: list[int], side: str, packed: bool, pad_to: int) -> tuple[list[tuple[int, int]], int, int]:
+    """Row and first column of every unit, and the shape of the batch."""
     if packed:
-        width = max(sum(lengths), pad_to)
-        offset = width - sum(lengths) if side == "left" else 0
-        places = []
-        for length in lengths:
-            places.append((0, offset))
-            offset += length
-        return places, 1, width
-    width = max([*lengths, pad_to])
-    return [(row, width - n if side == "left" else 0) for row, n in enumerate(lengths)], len(lengths), width
+        width = max(sum(widths), pad_to)
+        offset = width - sum(widths) if side == "left" else 0
+        return [(0, offset + before) for before in accumulate(widths[:-1], initial=0)], 1, width
+    width = max([*widths, pad_to])
+    return [(row, width - n if side == "left" else 0) for row, n in enumerate(widths)], len(widths), width
 
 
 def collate(
-    examples: list[Example], pad_id: int, *, side: str = "right", packed: bool = False, pad_to: int = 0
+    examples: list[Example],
+    pad_id: int,
+    *,
+    side: str = "right",
+    packed: bool = False,
+    shared: bool = False,
+    pad_to: int = 0,
 ) -> MicroBatch:
     """Lay examples out as tensors: one sequence a row with padding on ``side``, or all of them in one packed row.
 
-    ``pad_to`` is the least width. Padding carries ``pad_id``, segment 0 and position 0, and is told from tokens by its
-    segment alone, never by its id. The examples are not changed.
+    ``shared``: the sequences of an example stand in one row behind the prompt that they share (``shared_length``),
+    which then runs once. ``pad_to`` is the least width. Padding carries ``pad_id``, segment 0 and position 0, and is
+    told from tokens by its segment alone, never by its id. The examples are not changed.
     """
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    places, rows, width = _place(sequences, side, packed, pad_to)
+    units = [unit for example in examples for unit in _units(example, shared)]
+    places, rows, width = _place([_width(unit) for unit in units], side, packed, pad_to)
     tokens = torch.full((rows, width), pad_id, dtype=torch.long)
-    segments = torch.zeros((rows, width), dtype=torch.long)
-    positions = torch.zeros((rows, width), dtype=torch.long)
+    segments, positions, parents = (torch.zeros((rows, width), dtype=torch.long) for _ in range(3))
     trained = torch.zeros((rows, width), dtype=torch.bool)
-    names = sorted({name for sequence in sequences for name in sequence.arrays})
+    names = sorted({name for example in examples for sequence in example.sequences for name in sequence.arrays})
     arrays = {name: torch.zeros((rows, width), dtype=torch.float32) for name in names}
-    for index, (sequence, (row, start)) in enumerate(zip(sequences, places, strict=True)):
-        here = slice(start, start + len(sequence.tokens))
-        tokens[row, here] = torch.tensor(sequence.tokens)
-        segments[row, here] = index + 1 if packed else 1
-        positions[row, here] = torch.arange(len(sequence.tokens))
-        trained[row, here] = torch.tensor(sequence.trained)
-        for name in names:
-            arrays[name][row, here] = torch.tensor(sequence.arrays[name], dtype=torch.float32)
+    starts, number = [], [count(1) for _ in range(rows)]
+    for (common, sequences), (row, column) in zip(units, places, strict=True):
+        parent = 0
+        if common:
+            here = slice(column, column + common)
+            parent = next(number[row])
+            tokens[row, here] = torch.tensor(sequences[0].tokens[:common])
+            segments[row, here], positions[row, here] = parent, torch.arange(common)
+            column += common
+        for sequence in sequences:
+            length = len(sequence.tokens)
+            here = slice(column, column + length - common)
+            tokens[row, here] = torch.tensor(sequence.tokens[common:])
+            segments[row, here], positions[row, here] = next(number[row]), torch.arange(common, length)
+            parents[row, here] = parent
+            trained[row, here] = torch.tensor(sequence.trained[common:])
+            for name in names:
+                arrays[name][row, here] = torch.tensor(sequence.arrays[name][common:], dtype=torch.float32)
+            starts.append(row * width + column)
+            column += length - common
+    sizes = torch.tensor([len(sequence.tokens) - common for common, sequences in units for sequence in sequences])
+    return MicroBatch(
+        tokens=tokens,
+        segments=segments,
+        parents=parents,
+        positions=positions,
+        trained=trained,
+        starts=torch.tensor(starts),
+        ends=torch.tensor(starts) + sizes - 1,
+        arrays=arrays,
+        **_pairs(examples),
+        packed=packed or any(len(sequences) > 1 for _, sequences in units),
+        sources=tuple(sequence.source for example in examples for sequence in example.sequences),
+    )
+
+
+def _pairs(examples: list[Example]) -> dict[str, Tensor]:
+    """The pairs of all examples, as indices of their sequences in the batch."""
     pairs, offset = [], 0
     for example in examples:
         pairs += [pair._replace(better=pair.better + offset, worse=pair.worse + offset) for pair in example.pairs]
         offset += len(example.sequences)
-    starts = torch.tensor([row * width + start for row, start in places])
-    return MicroBatch(
-        tokens=tokens,
-        segments=segments,
-        positions=positions,
-        trained=trained,
-        starts=starts,
-        ends=starts + torch.tensor([len(s.tokens) - 1 for s in sequences]),
-        arrays=arrays,
-        pairs=torch.tensor([[p.better, p.worse] for p in pairs], dtype=torch.long).reshape(-1, 2),
-        pair_weights=torch.tensor([p.weight for p in pairs], dtype=torch.float32),
-        margins=torch.tensor([p.margin for p in pairs], dtype=torch.float32),
-        p_better=torch.tensor([p.p_better for p in pairs], dtype=torch.float32),
-        packed=packed,
-        sources=tuple(s.source for s in sequences),
-    )
+    return {
+        "pairs": torch.tensor([[p.better, p.worse] for p in pairs], dtype=torch.long).reshape(-1, 2),
+        "pair_weights": torch.tensor([p.weight for p in pairs], dtype=torch.float32),
+        "margins": torch.tensor([p.margin for p in pairs], dtype=torch.float32),
+        "p_better": torch.tensor([p.p_better for p in pairs], dtype=torch.float32),
+    }
 
 
 def attention_mask(batch: MicroBatch, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
     """The mask a transformers model takes: (B, T) of 0 and 1 when rows are padded, (B, 1, T, T) additive when packed.
 
-    Packed, a token attends to the tokens of its own segment, up to itself where ``causal``.
+    Packed, a token attends to the tokens of its own segment and of the shared prompt before it, up to itself where
+    ``causal``.
     """
     if not batch.packed:
         return (batch.segments > 0).long()
-    same = batch.segments[:, :, None] == batch.segments[:, None, :]
+    keys = batch.segments[:, None, :]
+    same = (batch.segments[:, :, None] == keys) | ((batch.parents[:, :, None] == keys) & (keys > 0))
     allowed = same & torch.ones_like(same).tril() if causal else same
     # a query with no key gives NaN in softmax: padding attends to itself
     allowed = allowed | torch.eye(same.shape[-1], dtype=torch.bool, device=same.device)

@@ -13,9 +13,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from burnish.data.batching import attention_mask
+from burnish.data.batching import attention_mask, collate
 from burnish.math.tensors import entropy, logprobs_at, precise, previous, warp
-from burnish.types import MicroBatch, UserError
+from burnish.types import Example, MicroBatch, Sequence, UserError
 
 LOGITS_AT_ONCE = 2**27  # elements of a chunk of logits: 512 MiB in float32
 
@@ -69,9 +69,10 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     """
     body = backbone(model)
     window = getattr(unwrap(model).config.get_text_config(), "sliding_window", None)
-    if batch.packed and window is not None and int((batch.ends - batch.starts).max()) >= window:
+    if batch.packed and window is not None and int(batch.positions.max()) >= window:
+        last = batch.positions.flatten()[batch.ends]
         raise UserError(
-            f"{batch.sources[int((batch.ends - batch.starts).argmax())]}: packed, it is longer than the attention "
+            f"{batch.sources[int(last.argmax())]}: packed, it is longer than the attention "
             f"window of {window} tokens of {type(unwrap(model)).__name__}: train with packed=False"
         )
     return body(
@@ -80,6 +81,29 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
         position_ids=batch.positions,
         use_cache=False,
     ).last_hidden_state
+
+
+@torch.no_grad()
+def can_share(model: nn.Module) -> bool:
+    """Whether sequences behind a shared prompt have the hidden states that they have alone.
+
+    It is tried on a few tokens, in evaluation mode: encoders see both ways, and some models do not follow a block mask
+    (ALiBi, state spaces). A sliding window, which a few tokens do not show, excludes it.
+    """
+    base = unwrap(model)
+    config = base.config.get_text_config()
+    causal = hasattr(base, "score") or base.get_output_embeddings() is not None
+    windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if not causal or config.is_encoder_decoder or windows or getattr(base, "_is_stateful", False):
+        return False
+    ends = (1, 2) if config.vocab_size > 2 else (0, 1)
+    trial = [Example(tuple(Sequence((0, 1, end), (False, False, True), "trial") for end in ends))]
+    training = model.training
+    model.eval()
+    apart, together = (collate(trial, 0, shared=shared).to(base.device) for shared in (False, True))
+    expected, found = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in (apart, together))
+    model.train(training)
+    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
 
 
 def token_logprobs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 import warnings
@@ -28,6 +29,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
+from burnish.models.forward import can_share
 from burnish.models.heads import Network
 from burnish.training import checkpoint
 from burnish.training.metrics import Recorder
@@ -51,7 +53,8 @@ class Trainer(transformers.Trainer):
         token_budget: the most tokens, with padding, of one micro-batch; None puts a step in one. On out-of-memory it
             is halved and the step is done again.
         padding_side: right or left; pad_to: the least width of a micro-batch (for kernels that want round numbers);
-            packed: several sequences in one row that do not see each other.
+            packed: several sequences in one row that do not see each other; shared_prompts: compared answers stand
+            behind their prompt, which runs once, where the model allows it.
         recorder: where samples go; None keeps none.
         others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
     """
@@ -70,6 +73,7 @@ class Trainer(transformers.Trainer):
         padding_side: str = "right",
         pad_to: int = 0,
         packed: bool = False,
+        shared_prompts: bool = True,
         recorder: Recorder | None = None,
         show_samples: Callable[[list[dict[str, Any]]], None] | None = None,
         **others: Any,
@@ -86,6 +90,7 @@ class Trainer(transformers.Trainer):
         self.token_budget = token_budget
         self.padding_side = padding_side
         self.packed = packed
+        self.shared_prompts = shared_prompts
         self.pad_to = pad_to
         self.recorder = recorder
         self.show_samples = show_samples
@@ -162,7 +167,7 @@ class Trainer(transformers.Trainer):
 
     def _cut(self, examples: list[Example]) -> list[MicroBatch]:
         """Micro-batches of this process; every process gets equally many, an empty one where they run out."""
-        groups = micro_batches(examples, self.token_budget, packed=self.packed)
+        groups = self._groups(examples, self.token_budget)
         world, rank = self.args.world_size, self.args.process_index
         if world > 1 and self.token_budget is None:
             groups = [list(range(i, len(examples), world)) for i in range(min(world, len(examples)))]
@@ -171,9 +176,24 @@ class Trainer(transformers.Trainer):
             mine.append([_silent(examples[groups[-1][0]])])
         return [self._collate(batch) for batch in mine]
 
+    def _groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
+        return micro_batches(examples, budget, packed=self.packed, shared=self._shared(examples))
+
+    def _shared(self, examples: list[Example]) -> bool:
+        return any(len(example.sequences) > 1 for example in examples) and self._can_share
+
+    @functools.cached_property
+    def _can_share(self) -> bool:
+        return self.shared_prompts and can_share(self.network.policy)
+
     def _collate(self, examples: list[Example]) -> MicroBatch:
         batch = collate(
-            examples, self.tokenizer.pad_token_id or 0, side=self.padding_side, packed=self.packed, pad_to=self.pad_to
+            examples,
+            self.tokenizer.pad_token_id or 0,
+            side=self.padding_side,
+            packed=self.packed,
+            shared=self._shared(examples),
+            pad_to=self.pad_to,
         )
         return batch.to(self.args.device)
 
@@ -241,21 +261,31 @@ class Trainer(transformers.Trainer):
     def _annotate(
         self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]
     ) -> list[Example]:
-        """Examples of one sequence each with the (B, T) arrays of a function, on every process."""
-        assert all(len(example.sequences) == 1 for example in examples)
-        groups = micro_batches(examples, self.token_budget, packed=self.packed)
+        """Examples with the (B, T) arrays of a function, on every process; 0 for the tokens of a shared prompt."""
+        groups = self._groups(examples, self.token_budget)
         training = self.network.training
         self.network.eval()
-        mine: dict[int, dict[str, tuple[float, ...]]] = {}
+        mine: dict[int, list[dict[str, tuple[float, ...]]]] = {}
         for group in groups[self.args.process_index :: self.args.world_size]:
             batch = self._collate([examples[i] for i in group])
             with self.accelerator.autocast():
                 results = {name: x.flatten().double().tolist() for name, x in function(batch).items()}
-            for i, start, end in zip(group, batch.starts.tolist(), batch.ends.tolist(), strict=True):
-                mine[i] = {name: tuple(flat[start : end + 1]) for name, flat in results.items()}
+            before = batch.positions.flatten()[batch.starts].tolist()
+            places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
+            for i in group:
+                mine[i] = [
+                    {name: (0.0,) * skipped + tuple(flat[start : end + 1]) for name, flat in results.items()}
+                    for _, (skipped, start, end) in zip(examples[i].sequences, places, strict=False)
+                ]
         self.network.train(training)
-        merged = {i: arrays for part in self._gather(mine) for i, arrays in part.items()}
-        return [Example((example.sequences[0].with_arrays(**merged[i]),)) for i, example in enumerate(examples)]
+        found = {i: arrays for part in self._gather(mine) for i, arrays in part.items()}
+        return [
+            dataclasses.replace(
+                example,
+                sequences=tuple(s.with_arrays(**new) for s, new in zip(example.sequences, found[i], strict=True)),
+            )
+            for i, example in enumerate(examples)
+        ]
 
     def _gather(self, value: Any) -> list[Any]:
         if self.args.world_size == 1:
@@ -272,7 +302,7 @@ class Trainer(transformers.Trainer):
         training = self.network.training
         self.network.eval()
         sums: Terms = {}
-        groups = micro_batches(examples, self.token_budget or 4096, packed=self.packed)
+        groups = self._groups(examples, self.token_budget or 4096)
         for group in groups[self.args.process_index :: self.args.world_size]:
             with self.accelerator.autocast():
                 _add(sums, self.network(self.method, self._collate([examples[i] for i in group])))
