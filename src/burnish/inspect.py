@@ -92,8 +92,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
         source = getattr(stage.data, split)
         if source is not None:
             read = _read(stage.data, split, data_reference(source, recipe.folder), found.kinds)
-            length = chat.Length(max_length=stage.data.max_length, on_long=stage.data.on_long)
-            splits[split] = (read, method.examples(read.rows, tokenizer, length))
+            splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
     console.print(_counts(splits, samples=Prompt in found.kinds))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])

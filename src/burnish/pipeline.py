@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArgum
 from transformers.utils import logging as hf_logging
 
 from burnish.data import chat, rows
+from burnish.data.lengths import SKIPPED
 from burnish.models import loading
 from burnish.models.adapters import add_adapter
 from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
@@ -331,8 +332,9 @@ class _Training:
             train_dataset=splits["train"].rows,
             eval_dataset=splits["eval"].rows if "eval" in splits else None,
             processing_class=tokenizer,
-            length=chat.Length(max_length=self.data.max_length, on_long=self.data.on_long),
+            length=self.data.length,
             token_budget=self.stage.token_budget,
+            packed=self.stage.packed,
             recorder=recorder,
             show_samples=screen.samples,
             callbacks=[RunCallback(recorder, screen)],
@@ -377,11 +379,12 @@ class _Training:
         return checkpoint.sha256(path) if path.is_file() else "not a file"
 
     def _counts(self, found: rows.Rows, trainer: Trainer, tokenizer: Any) -> dict[str, Any]:
-        encoded = trainer.method.examples(found.rows, tokenizer, trainer.length)
+        changed = trainer.method.examples(found.rows, tokenizer, trainer.length).changed
+        skipped = [(c.source, c.reason.removeprefix(SKIPPED)) for c in changed if c.reason.startswith(SKIPPED)]
         return {
             "rows": len(found.rows),
-            "skipped": [f"{s.source}: {s.reason}" for s in found.skipped],
-            "cut": [f"{c.source}: {c.reason}" for c in encoded.changed],
+            "skipped": [f"{source}: {reason}" for source, reason in [*((s[0], s[1]) for s in found.skipped), *skipped]],
+            "cut": [f"{c.source}: {c.reason}" for c in changed if not c.reason.startswith(SKIPPED)],
         }
 
 

@@ -6,6 +6,7 @@
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from burnish import PPO, SFT, RewardModel, Trainer
+from burnish import PPO, SFT, Pretrain, RewardModel, Trainer
 from burnish.data.batching import RowLoader
 from burnish.types import Example, Pair, Sequence, Text
 
@@ -75,6 +76,7 @@ def cases(dtype: torch.dtype) -> dict:
     """Method, model and the examples of one step, for each method and each kind of critic."""
     torch.manual_seed(0)
     plain = [Example((sequence(i),)) for i in range(9)]
+    whole = [Example((replace(s, trained=(False,) + (True,) * (len(s.tokens) - 1)),)) for s in map(sequence, range(9))]
     pairs = [
         Example((sequence(2 * i), sequence(2 * i + 1)), (Pair(0, 1, margin=0.1 * i, p_better=0.9),)) for i in range(4)
     ]
@@ -100,6 +102,7 @@ def cases(dtype: torch.dtype) -> dict:
         return PPO(reward, reference=False, kl_coef=0.0, entropy_coef=0.01, **settings)
 
     return {
+        "pretrain": (Pretrain(), policy(), whole),
         "sft": (SFT(), policy(), plain),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),

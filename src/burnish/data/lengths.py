@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+SKIPPED = "skip: "
+"""How the reason begins of a row that could not be encoded and was left out."""
 
 
 class Length(Config):
@@ -47,10 +49,15 @@ class Length(Config):
     """
 
     max_length: int | None = Field(default=None, ge=2, description="tokens of the longest sequence; none: any length")
-    on_long: Literal["error", "drop", "truncate_left", "truncate_right", "split"] = Field(
-        default="error",
+    on_long: Literal["error", "drop", "truncate_left", "truncate_right", "split"] | None = Field(
+        default=None,
         description="error stops; drop leaves the row out; truncate_left and truncate_right keep its end and its "
-        "beginning; split makes pieces that overlap by one token, so that every token is still a target",
+        "beginning; split makes pieces that overlap by one token, so that every token is still a target; default: "
+        "error, and split for pretraining",
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error",
+        description="error stops at a row that cannot be read or encoded; skip leaves it out and names it",
     )
 
 
@@ -74,10 +81,20 @@ def encode(
         return _told(_read(path))
     encoded = Encoded([], [])
     for row in _progress(rows):
-        examples, reason = fit(row, function, length)
+        try:
+            example = function(row)
+        except UserError as error:
+            if length.on_bad_row == "error":
+                raise
+            encoded.changed.append(Changed(row.source, f"{SKIPPED}{str(error).removeprefix(f'{row.source}: ')}"))
+            continue
+        examples, reason = _fitted(row, example, function, length)
         encoded.examples.extend(examples)
         if reason:
             encoded.changed.append(Changed(row.source, reason))
+    if rows and not encoded.examples and all(change.reason.startswith(SKIPPED) for change in encoded.changed):
+        first = encoded.changed[0]
+        raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {first.reason}")
     if path is not None and all(not s.arrays for example in encoded.examples for s in example.sequences):
         _keep(encoded, path)
     return _told(encoded)
@@ -98,31 +115,36 @@ def fit(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[l
     Raises:
         UserError: the row is too long and may not be cut, or has nothing left to learn.
     """
-    example = function(row)
-    longest, limit = _longest(example), length.max_length
+    return _fitted(row, function(row), function, length)
+
+
+def _fitted(
+    row: Row, example: Example, function: Callable[[Any], Example], length: Length
+) -> tuple[list[Example], str]:
+    longest, limit, how = _longest(example), length.max_length, length.on_long or "error"
     if limit is None or longest <= limit:
         return [example], ""
     what = f"{longest} tokens, max_length {limit}"
     prompted = isinstance(row, Preference | Ranking | Prompt)
-    if length.on_long == "error":
+    if how == "error":
         ways = "drop or truncate_left" if prompted else "drop, truncate_left, truncate_right or split"
         raise UserError(f"{row.source}: {what}: raise it, or set on_long: {ways}")
-    if length.on_long == "drop":
+    if how == "drop":
         return [], f"drop: {what}"
     if prompted:
-        if length.on_long != "truncate_left":
+        if how != "truncate_left":
             detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
-            raise UserError(f"{row.source}: {what}: on_long: {length.on_long} {detail}: set truncate_left or drop")
+            raise UserError(f"{row.source}: {what}: on_long: {how} {detail}: set truncate_left or drop")
         shorter, cut = _cut_prompt(row, lambda row: _longest(function(row)) <= limit, what)
         return [function(shorter)], f"truncate_left: {what}: {cut}"
     (sequence,) = example.sequences
-    pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, length.on_long)]
+    pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, how)]
     learned = [piece for piece in pieces if any(piece.trained)]
     if not learned:
-        raise UserError(f"{row.source}: {what}: {length.on_long} leaves nothing to learn: raise max_length, or drop")
+        raise UserError(f"{row.source}: {what}: {how} leaves nothing to learn: raise max_length, or drop")
     left_out = len(pieces) - len(learned)
     note = f" into {len(pieces)}" + (f", {left_out} of them with nothing to learn" if left_out else "")
-    return [Example((piece,)) for piece in learned], f"{length.on_long}: {what}" + (note if len(pieces) > 1 else "")
+    return [Example((piece,)) for piece in learned], f"{how}: {what}" + (note if len(pieces) > 1 else "")
 
 
 def _longest(example: Example) -> int:

@@ -1,6 +1,7 @@
 """The algorithms, one a file, named as recipes call them."""
 
 METHODS = {
+    "pretrain": "burnish.methods.pretrain:Pretrain",
     "sft": "burnish.methods.sft:SFT",
     "reward": "burnish.methods.reward:RewardModel",
     "ppo": "burnish.methods.ppo:PPO",

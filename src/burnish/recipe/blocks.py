@@ -85,9 +85,13 @@ class Data(Length, use_attribute_docstrings=True):
     """Name of the row shape, where the keys do not tell it."""
     keys: dict[str, str] | None = None
     """Names of the file's keys: {prompt: question}."""
-    on_bad_row: Literal["error", "skip"] = "error"
     limit: int | None = Field(None, gt=0)
     """Read this many rows."""
+
+    @property
+    def length(self) -> Length:
+        """What happens to rows that are too long or cannot be encoded."""
+        return Length(**{name: getattr(self, name) for name in Length.model_fields})
 
 
 class RewardSource(Config, use_attribute_docstrings=True):
@@ -135,6 +139,8 @@ class Stage(Config, use_attribute_docstrings=True):
     generation: Sampling = Field(default_factory=Sampling)
     token_budget: int | None = Field(None, gt=0)
     """Most tokens of a micro-batch."""
+    packed: bool = False
+    """Several sequences in one row of a micro-batch, which do not see each other; the result is the same."""
     trainer: dict[str, Any] = Field({})
     """Fields of transformers.TrainingArguments."""
 
@@ -180,8 +186,9 @@ class Recipe(Config, use_attribute_docstrings=True):
         plain = self.model_dump(mode="json", by_alias=True)
         for stage, values in zip(self.stages, plain["stages"], strict=True):
             if stage.method:
-                settings = method_class(stage.method.name).config(**stage.method.settings)
-                values["method"] |= settings.model_dump(mode="json")
+                method = method_class(stage.method.name)
+                values["method"] |= method.config(**stage.method.settings).model_dump(mode="json")
+                values["data"]["on_long"] = values["data"]["on_long"] or getattr(method, "on_long", "error")
         return plain
 
 

@@ -1,0 +1,136 @@
+"""Continued pre-training: maximise the log-probability of every token of plain text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data import chat
+from burnish.data.batching import RowLoader
+from burnish.math.losses import nll
+from burnish.models.forward import hidden_states, token_logprobs
+from burnish.models.heads import Network
+from burnish.types import (
+    Changed,
+    Config,
+    Context,
+    Encoded,
+    Example,
+    MicroBatch,
+    Row,
+    Sequence,
+    Terms,
+    Text,
+    UserError,
+)
+
+LONGEST = 2048  # tokens of a piece where the recipe does not say
+
+
+class PretrainConfig(Config):
+    """Settings of continued pre-training."""
+
+    packing: Literal["documents", "chop"] = Field(
+        "documents",
+        description="documents: each is learned by itself, and one longer than data.max_length in pieces that lose no "
+        "target; chop: all are joined, each ended by EOS, and cut to a fixed length, so that attention crosses them",
+    )
+    chop_length: int = Field(LONGEST, ge=2, description="tokens of a piece that packing: chop makes")
+    eval_chop_length: int = Field(1024, ge=2, description="the same for rows that training does not see")
+
+
+class Pretrain:
+    """L = -sum log p(token) over every token of the step but the first of each piece / their number.
+
+    A document is its text and EOS. ``packing: documents`` makes sum(length - 1) targets of them, whatever
+    ``max_length`` is; without ``max_length`` it is the tokenizer's ``model_max_length``, at most 2,048.
+
+    ``packing: chop`` repeats recipes that packed by a ConstantLengthDataset: the documents of a file are joined in its
+    order and cut every ``chop_length`` tokens. A token may see the documents before its own in the piece, the first
+    token of every piece is no target, and the last piece is as long as what is left (a single token is dropped, which
+    is told).
+    """
+
+    name = "pretrain"
+    kinds = (Text,)
+    task = "CAUSAL_LM"
+    config = PretrainConfig
+    on_long = "split"
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = PretrainConfig(**settings)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The negative log-likelihood alone."""
+        return {"nll": 1.0}
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """The model alone is trained."""
+        return Network(model)
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+        """Documents in pieces that fit, or joined and cut to ``chop_length``."""
+        return self._examples(rows, tokenizer, length, self.settings.chop_length)
+
+    def _examples(
+        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length, chop_length: int
+    ) -> Encoded:
+        def encode(row: Any) -> Example:
+            return Example((chat.text(tokenizer, row),))
+
+        if self.settings.packing == "documents":
+            fallback = min(LONGEST, tokenizer.model_max_length)
+            asked = {"max_length": length.max_length or fallback, "on_long": length.on_long or self.on_long}
+            return chat.encode(rows, encode, length.model_copy(update=asked), chat.cache_key(tokenizer, self.name))
+        if length.max_length is not None or length.on_long is not None:
+            raise UserError("packing: chop cuts to chop_length tokens: take data.max_length and data.on_long away")
+        whole = chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
+        pieces, told = chop([example.sequences[0] for example in whole.examples], chop_length)
+        return Encoded([Example((piece,)) for piece in pieces], [*whole.changed, *told])
+
+    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+        """Pieces in a seeded order."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        return RowLoader(examples, context.rows_per_step, context.seed)
+
+    def counts(self, examples: list[Example]) -> dict[str, float]:
+        """Learned tokens."""
+        return {"nll": float(sum(sum(s.trained) for e in examples for s in e.sequences))}
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """The negative log-likelihood of the learned tokens."""
+        hidden = hidden_states(network.policy, batch)
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, entropies="off")
+        return {"nll": nll(logprobs, batch.trained)}
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Loss and perplexity, exp(nll)."""
+        encoded = self._examples(rows, context.tokenizer, context.length, self.settings.eval_chop_length)
+        metrics = context.evaluate(encoded.examples)
+        return metrics | {"perplexity": math.exp(min(metrics["nll"], 700.0))}
+
+
+def chop(documents: list[Sequence], length: int) -> tuple[list[Sequence], list[Changed]]:
+    """Documents joined and cut every ``length`` tokens, and what is to be told about it.
+
+    Every token but the first of a piece is learned. A piece is named by the document that it begins in.
+    """
+    tokens = [token for document in documents for token in document.tokens]
+    sources = [document.source for document in documents for _ in document.tokens]
+    pieces = []
+    for start in range(0, len(tokens), length):
+        ids = tuple(tokens[start : start + length])
+        if len(ids) > 1:
+            pieces.append(Sequence(ids, (False,) + (True,) * (len(ids) - 1), sources[start]))
+    told = []
+    if documents:
+        left = len(tokens) - sum(len(piece.tokens) for piece in pieces)
+        reason = f"chop: {len(documents):,} documents from here on are joined and cut into {len(pieces):,} pieces of "
+        reason += f"{length} tokens at most; attention crosses documents, the first token of a piece is not learned"
+        told.append(Changed(sources[0], reason + (", and the last token of all is left out" if left else "")))
+    return pieces, told
