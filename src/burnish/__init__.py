@@ -6,17 +6,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from burnish.methods.ppo import PPO
     from burnish.methods.pretrain import Pretrain
+    from burnish.methods.reinforce import Reinforce
     from burnish.methods.reward import RewardModel
     from burnish.methods.sft import SFT
     from burnish.training.trainer import Trainer
     from burnish.types import UserError
 
 __version__ = "0.1.0"
-__all__ = ["PPO", "SFT", "Pretrain", "RewardModel", "Trainer", "UserError", "__version__"]
+__all__ = [
+    "PPO",
+    "SFT",
+    "Pretrain",
+    "Reinforce",
+    "RewardModel",
+    "Trainer",
+    "UserError",
+    "__version__",
+]
 
 _HOMES = {
     "PPO": "burnish.methods.ppo",
     "Pretrain": "burnish.methods.pretrain",
+    "Reinforce": "burnish.methods.reinforce",
     "RewardModel": "burnish.methods.reward",
     "SFT": "burnish.methods.sft",
     "Trainer": "burnish.training.trainer",

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from burnish import PPO, SFT, Pretrain, RewardModel, Trainer
+from burnish import PPO, SFT, Pretrain, Reinforce, RewardModel, Trainer
 from burnish.data.batching import RowLoader
 from burnish.types import Example, Pair, Sequence, Text
 
@@ -86,6 +86,8 @@ def cases(dtype: torch.dtype) -> dict:
     pairs += [answers(i) for i in range(4)]
     rollouts = [Example((sequence(i, "logprobs", "advantages", "values", "returns"),)) for i in range(9)]
 
+    scored = [Example((sequence(i, "advantages", "ref_logprobs"),)) for i in range(9)]
+
     def policy() -> Any:
         torch.manual_seed(1)
         return exact(LlamaForCausalLM(CONFIG), dtype)
@@ -105,6 +107,12 @@ def cases(dtype: torch.dtype) -> dict:
         "pretrain": (Pretrain(), policy(), whole),
         "sft": (SFT(), policy(), plain),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
+        "reinforce": (Reinforce(), policy(), scored),
+        "reinforce, all options": (
+            Reinforce(reduction="sequence_mean", unlikelihood=True, kl_coef=0.1, kl_estimate="k3"),
+            policy(),
+            scored,
+        ),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),
         "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
     }

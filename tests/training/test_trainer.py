@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from transformers import TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 
-from burnish import PPO, SFT, RewardModel, Trainer
+from burnish import PPO, SFT, Reinforce, RewardModel, Trainer
 from burnish.data.rows import load
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.rollout.generate import Sampling
@@ -422,6 +422,20 @@ def ppo(**settings: Any) -> PPO:
 CASES = {
     "sft with dropout": lambda llama: (SFT(), with_dropout(llama), ROWS),
     "sft with an adapter": lambda llama: (SFT(), lora(with_dropout(llama), 0.2), ROWS),
+    "reinforce on scored rows": lambda llama: (
+        Reinforce(baseline="rloo", kl_coef=0.1, floor=-4.0),
+        llama(),
+        [
+            {
+                "text": [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["completion"]},
+                ],
+                "reward": (-1) ** i / (i % 3 + 1),
+            }
+            for i, row in enumerate(ROWS)
+        ],
+    ),
     "ppo, separate critic": lambda llama: (ppo(critic_learning_rate=3e-2), llama(), PROMPTS),
     "ppo, shared critic, early stops": lambda llama: (ppo(critic="shared", target_kl=1e-3), llama(), PROMPTS),
     "ppo, adapters": lambda llama: (ppo(critic_warmup=1), lora(llama()), PROMPTS),

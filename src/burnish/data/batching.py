@@ -7,7 +7,7 @@ similar length under a token budget; how it is cut changes memory and speed, nev
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, count, takewhile
 from typing import Any
 
@@ -192,14 +192,22 @@ class RowLoader:
     """Steps of ``rows_per_step`` examples in a fresh seeded order every epoch; the last one may be smaller.
 
     The order depends on the seed and the epoch only, not on the number of processes, and its state is three numbers.
+    ``finish`` turns the examples of a step into what is trained on, for numbers that depend on all of them.
     """
 
-    def __init__(self, examples: list[Example], rows_per_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        examples: list[Example],
+        rows_per_step: int,
+        seed: int,
+        finish: Callable[[list[Example]], list[Example]] | None = None,
+    ) -> None:
         if not examples:
             raise UserError("there is nothing to train on: the training data has no rows")
         self.examples = examples
         self.rows_per_step = rows_per_step
         self.seed = seed
+        self.finish = finish
         self.epoch = 0
         self.step = 0
 
@@ -212,7 +220,8 @@ class RowLoader:
             start = step * self.rows_per_step
             # the state after the last step of an epoch is the start of the next, for a checkpoint taken there
             self.epoch, self.step = (self.epoch + 1, 0) if step + 1 == len(self) else (self.epoch, step + 1)
-            yield [self.examples[i] for i in order[start : start + self.rows_per_step]]
+            chosen = [self.examples[i] for i in order[start : start + self.rows_per_step]]
+            yield self.finish(chosen) if self.finish else chosen
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, step and the rows of a step, which a run keeps when its number of processes changes."""

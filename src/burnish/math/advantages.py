@@ -10,7 +10,8 @@ from torch import Tensor
 from burnish.math.tensors import learned, precise, same_shape
 from burnish.types import UserError
 
-Baseline = Literal["rloo", "mean", "std"]
+Grouping = Literal["rloo", "mean", "std"]
+Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened"]
 
 # Added to a variance before its root is divided by.
 EPSILON = 1e-8
@@ -96,7 +97,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return whitened if shift_mean else torch.where(mask, whitened + mean, 0)
 
 
-def group(rewards: Tensor, groups: Tensor, kind: Baseline = "rloo") -> Tensor:
+def group(rewards: Tensor, groups: Tensor, kind: Grouping = "rloo") -> Tensor:
     """Advantages of completions of one prompt relative to one another; K rewards in a group with mean m.
 
     rloo: K / (K - 1) * (r - m), which is r less the mean of the others. mean: r - m. std: (r - m) / sqrt(variance +
@@ -133,6 +134,39 @@ def group(rewards: Tensor, groups: Tensor, kind: Baseline = "rloo") -> Tensor:
             raise UserError("a leave-one-out baseline needs at least 2 completions of every prompt, got 1")
         return centred * (sizes / (sizes - 1))[index]
     raise UserError(f"unknown group baseline {kind!r}: expected rloo, mean or std")
+
+
+def less_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline) -> Tensor:
+    """Advantages of tokens without a critic, from rewards of tokens; R_b is the sum of a row's rewards.
+
+    none: R_b, at every token of the row. mean: R_b less the mean of all rows. rloo, group_mean, group_std: those of
+    ``group``, on R_b. batch_whitened: the rewards from a token on, whitened over all learned tokens (REINFORCE++).
+    Source: Williams, 1992; batch_whitened: Hu et al., "REINFORCE++", 2025; the others as in ``group``.
+
+    Args:
+        rewards: (B, T), such as those of kl_rewards.
+        mask: (B, T), True at the tokens that are learned.
+        groups: (B,), integers; equal ones are completions of one prompt.
+        kind: one of the six.
+
+    Returns:
+        (B, T), 0 where the mask is False; without gradient.
+
+    Raises:
+        ValueError: if the shapes differ.
+        UserError: if a group of rloo has only one row.
+    """
+    (rewards,) = learned(mask, rewards=precise(rewards.detach()))
+    if kind == "batch_whitened":
+        return whiten(rewards.flip(1).cumsum(1).flip(1), mask)
+    total = rewards.sum(1)
+    if kind == "mean":
+        total = group(total, torch.zeros_like(groups), "mean")
+    elif kind != "none":
+        named: dict[str, Grouping] = {"rloo": "rloo", "group_mean": "mean", "group_std": "std"}
+        total = group(total, groups, named[kind])
+    (advantages,) = learned(mask, advantages=total.unsqueeze(1).expand_as(mask))
+    return advantages
 
 
 def _group_mean(x: Tensor, index: Tensor, sizes: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from burnish.types import Term, UserError
 
 Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 
+# How far from 1 a probability must be for unlikelihood to push it down: log(1 - p) has no bound at p = 1.
+CERTAIN = 1e-6
+
 
 class Weights(NamedTuple):
     """What each token counts, (B, T), and what the sum is divided by, a scalar.
@@ -109,6 +112,51 @@ def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
         ValueError: if the shapes differ.
     """
     return reduce(-logprobs, mask, weights)
+
+
+def reinforce(
+    logprobs: Tensor,
+    mask: Tensor,
+    rewards: Tensor,
+    weights: Weights | None = None,
+    floor: float | None = None,
+    unlikelihood: bool = False,
+) -> Term:
+    """Reward-weighted log-likelihood: -sum_b sum_t r_b l_t, over sequences unless the weights say otherwise.
+
+    r = 1 is nll summed over tokens; r and -r on the same tokens cancel. Where r < 0 nothing bounds it from below, for l
+    can fall without end. A floor takes l as the floor below it, so that such tokens have no gradient left; unlikelihood
+    takes -log(1 - p), which is at least 0, in the place of log p, with no gradient where p > 1 - 1e-6.
+    Source: Williams, "Simple statistical gradient-following algorithms", 1992; unlikelihood: Welleck et al., "Neural
+    text generation with unlikelihood training", 2020.
+
+    Args:
+        logprobs: (B, T), l, in nats.
+        mask: (B, T), True where a token is learned.
+        rewards: (B,), one a row, or (B, T), one a token; no gradient flows into it.
+        weights: from reduction_weights; None is sequence_sum, one sequence a row.
+        floor: where r < 0, the least l that is still pushed down; None is no bound.
+        unlikelihood: where r < 0, the loss is -|r| log(1 - p).
+
+    Returns:
+        Term.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if rewards.dim() == 1:
+        same_shape(rows=mask[:, 0], rewards=rewards)
+        rewards = rewards.unsqueeze(1).expand_as(mask)
+    logprobs, rewards = learned(mask, logprobs=precise(logprobs), rewards=rewards.detach())
+    down = logprobs
+    if floor is not None:
+        down = down.clamp(min=floor)
+    if unlikelihood:
+        # outside the mask l is 0, where log(1 - p) is not finite
+        down = -torch.log(-torch.expm1(down.clamp(max=-CERTAIN)))
+    if weights is None:
+        weights = reduction_weights(mask, "sequence_sum", dtype=logprobs.dtype)
+    return reduce(-rewards * torch.where(rewards < 0, down, logprobs), mask, weights)
 
 
 def bradley_terry(
@@ -249,6 +297,28 @@ def clipped_value(
     """
     plain, clipped = _value_errors(values, old_values, returns, mask, clip)
     return reduce(torch.maximum(plain, clipped) / 2, mask, weights)
+
+
+def truncated_importance(logprobs: Tensor, sampled: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Weight of a token that another policy, or another program, sampled: min(exp(l - l_sampled), cap), no gradient.
+
+    Multiplied with the advantages it corrects for what was sampled with other probabilities than those that are
+    trained; the cap bounds what one unlikely token can do.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
+
+    Args:
+        logprobs: (B, T), of the trainer, before the update.
+        sampled: (B, T), of the sampler.
+        mask: (B, T), True where a token is learned.
+        cap: above 0.
+
+    Returns:
+        (B, T), min(1, cap) where the mask is False.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return importance(logprobs.detach(), sampled, mask).clamp(max=cap)
 
 
 def importance(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

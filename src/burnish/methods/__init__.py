@@ -4,5 +4,6 @@ METHODS = {
     "pretrain": "burnish.methods.pretrain:Pretrain",
     "sft": "burnish.methods.sft:SFT",
     "reward": "burnish.methods.reward:RewardModel",
+    "reinforce": "burnish.methods.reinforce:Reinforce",
     "ppo": "burnish.methods.ppo:PPO",
 }

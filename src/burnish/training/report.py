@@ -32,7 +32,12 @@ from burnish.types import UserError
 
 SHOWN_SAMPLES = 6
 MOST_SAMPLES = 48
-METHODS = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "proximal policy optimization"}
+METHODS = {
+    "sft": "supervised fine-tuning",
+    "reward": "reward model",
+    "reinforce": "REINFORCE",
+    "ppo": "proximal policy optimization",
+}
 
 
 def write(run_folder: Path) -> Path:
