@@ -7,7 +7,7 @@ STAMP := .venv/installed
 SMALL := .venv/models-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data quickstart test lint format
+.PHONY: help setup data wordnet quickstart classic test lint format
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,23 @@ $(VADER): | $(STAMP)
 
 quickstart: $(SMALL) $(VADER) ## train a model to write kinder film reviews: SFT, reward model, PPO
 	$(BIN)/burnish run quickstart
+
+WORDNET := data/wordnet/data.noun
+
+wordnet: $(WORDNET) ## fetch the dictionary of the classic chain
+
+# Debian's package holds plain text files; two of them are unpacked here, and nothing is installed.
+$(WORDNET):
+	mkdir -p data/wordnet
+	cd data/wordnet && apt-get download --quiet wordnet-base
+	dpkg-deb --fsys-tarfile data/wordnet/wordnet-base_*.deb | tar --extract --touch --directory data/wordnet \
+		--strip-components 4 ./usr/share/wordnet/index.noun ./usr/share/wordnet/data.noun
+	rm data/wordnet/wordnet-base_*.deb
+
+classic: $(SMALL) $(WORDNET) ## the classic chain on definitions: SFT, reward model, PPO, then beam-sampled answers
+	$(BIN)/burnish run classic
+	$(BIN)/burnish generate runs/classic/ppo --beams 4 --sample --top-k 10 --temperature 0.6 --max-new-tokens 24 \
+		'Define "lantern".' 'Define "carpenter".' 'Define "patience".'
 
 test: $(STAMP) ## run the tests
 	$(BIN)/pytest -q

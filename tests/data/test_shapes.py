@@ -5,10 +5,10 @@ import json
 import pytest
 
 from burnish.data.rows import BadRow, parse
-from burnish.types import Conversation, Labelled, Scored, Steps, Text
+from burnish.types import Conversation, Labelled, Messages, Scored, Steps, Text
 
-HI = ({"role": "user", "content": "Hi"},)
-HELLO = ({"role": "assistant", "content": "Hello"},)
+HI: Messages = ({"role": "user", "content": "Hi"},)
+HELLO: Messages = ({"role": "assistant", "content": "Hello"},)
 
 
 @pytest.mark.parametrize("key", ["text", "messages"])

@@ -1,0 +1,67 @@
+"""The dictionary of the classic chain, on a few lines of it."""
+
+import json
+
+import pytest
+
+from burnish.recipes import wordnet
+from burnish.recipes.wordnet import Noun, nouns, overlap, prepare
+from burnish.types import Answer, UserError
+
+LICENCE = "  1 This software and database is being provided to you\n"
+WORDS = ("anchor", "basket", "candle", "dagger", "engine", "fiddle", "garden", "hammer", "island", "jacket")
+
+
+@pytest.fixture
+def dictionary(tmp_path):
+    """Ten tagged nouns, one with two senses, then nouns that are left out: two words, and one that no text has."""
+    folder = tmp_path / "wordnet"
+    folder.mkdir()
+    index = "".join(f"{word} n 1 2 @ ~ 1 3 {i:08d}  \n" for i, word in enumerate(WORDS))
+    index = index.replace("anchor n 1 2 @ ~ 1 3 00000000", "anchor n 2 1 @ 2 3 00000000 00000001")
+    index += "brick_wall n 1 0 1 5 00000001  \nabacus n 1 0 1 0 00000001  \n"
+    data = "".join(f'{i:08d} 06 n 01 {word} 0 000 | what {word}s do; "a {word}"  \n' for i, word in enumerate(WORDS))
+    (folder / "index.noun").write_text(LICENCE + index)
+    (folder / "data.noun").write_text(LICENCE + data)
+    return folder
+
+
+def test_nouns_have_the_definition_of_their_first_sense_without_examples(dictionary):
+    assert nouns(dictionary) == [Noun(word, f"what {word}s do") for word in WORDS]
+
+
+def test_files_share_no_noun_and_the_seed_decides(dictionary, tmp_path):
+    sizes = {"rows": 3, "pairs": 2, "prompts": 2, "held_out": 2}
+    for name in ("a", "b"):
+        prepare(tmp_path / name, 5, dictionary=str(dictionary), **sizes)
+    files = {path.stem: path.read_text() for path in (tmp_path / "a" / "data").iterdir()}
+    assert files == {path.stem: path.read_text() for path in (tmp_path / "b" / "data").iterdir()}
+    asked = {name: {json.loads(line)["prompt"] for line in text.splitlines()} for name, text in files.items()}
+    assert {name: len(prompts) for name, prompts in asked.items() if "eval" not in name} == {
+        "sft": 3,
+        "pairs": 2,
+        "prompts": 2,
+    }
+    assert asked["sft-eval"] == asked["pairs-eval"] == asked["prompts-eval"]
+    every = [*asked["sft"], *asked["pairs"], *asked["prompts"], *asked["sft-eval"]]
+    assert len(every) == len(set(every)) == 9
+    pair = json.loads(files["pairs"].splitlines()[0])
+    assert pair["chosen"] != pair["rejected"] and pair["prompt"].split('"')[1] in pair["chosen"]
+
+
+def test_too_few_nouns_and_no_dictionary_are_told(dictionary, tmp_path):
+    with pytest.raises(
+        UserError, match="20 nouns are asked for, and others to compare them with: the dictionary has 10"
+    ):
+        prepare(tmp_path, 0, dictionary=str(dictionary), rows=20, pairs=0, prompts=0, held_out=0)
+    with pytest.raises(UserError, match=r"no WordNet in .*nowhere: `make wordnet`"):
+        prepare(tmp_path, 0, dictionary=str(tmp_path / "nowhere"))
+
+
+def test_overlap_by_hand():
+    def answer(text: str) -> Answer:
+        return Answer((), text, (), "stop", {"answer": "a device for cutting"}, "x:1")
+
+    # device, for and cutting are expected; "a" is too short to count
+    assert overlap([answer("a device for cutting"), answer("cutting wood"), answer("2 + 2")]) == [1.0, 2 / 5, 0.0]
+    assert wordnet.ask(Noun("gadget", "")) == 'Define "gadget".'
