@@ -48,6 +48,20 @@ def test_spans_keep_the_space_between_them_and_are_marked():
     ]
 
 
+def test_the_value_of_a_step_stands_behind_its_last_token():
+    arrays = {"targets": (0.0, 0.0, 0.0, -1.0), "outcomes": (0.0, -1.0, 0.0, -1.0)}
+    sequence = Sequence((1, 2, 3, 1), (False,) * 4, "x:1", arrays)
+    assert marked(sequence, Letters(), colours=False).plain == "a b<+0> c a<-1>"  # type: ignore[arg-type]
+    learned = Sequence((1, 2, 3, 1), (False, True, True, False), "x:1", arrays)
+    assert marked(learned, Letters(), colours=False).plain == "a[[ b]]<+0>[[ c]] a<-1>"  # type: ignore[arg-type]
+
+
+def test_what_a_negative_reward_makes_less_likely_is_red():
+    sequence = Sequence((1, 2), (False, True), "x:1", {"advantages": (-0.5, -0.5)})
+    spans = marked(sequence, Letters(), colours=True).spans  # type: ignore[arg-type]
+    assert [str(span.style) for span in spans] == ["dim", "red"]
+
+
 def test_advice_is_given_where_it_helps():
     good = {
         "OMP_WAIT_POLICY": "PASSIVE",

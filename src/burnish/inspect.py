@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from burnish.data import chat, rows
+from burnish.data.batching import shared_length
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
 from burnish.models.adapters import AdapterConfig
@@ -133,13 +134,20 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
     learned = sum(sum(s.trained) for s in sequences)
     total = sum(lengths)
     pairs = sum(len(example.pairs) for example in encoded.examples)
+    shared = sum((len(e.sequences) - 1) * shared_length(e) for e in encoded.examples)
+    values = sum(len(_values(s)) for s in sequences)
     return {
         "rows": f"{len(read.rows):,}",
         "skipped": ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0",
         "cut or dropped": f"{len(encoded.changed):,}",
         "sequences": f"{len(sequences):,}",
-        "tokens": f"{total:,}",
-        "learned": f"{pairs:,} comparisons" if pairs else f"{learned:,} tokens ({learned / max(1, total):.1%})",
+        "tokens": f"{total:,}"
+        + (f", {shared:,} of them in prompts that run once for several answers" if shared else ""),
+        "learned": ", ".join(
+            ([f"{learned:,} tokens ({learned / max(1, total):.1%})"] if learned or not pairs else [])
+            + ([f"{pairs:,} comparisons"] if pairs else [])
+            + ([f"{values:,} values of steps"] if values else [])
+        ),
         "length percentiles 0 50 90 99 100": ", ".join(
             str(percentile(lengths, share)) for share in (0.0, 0.5, 0.9, 0.99, 1.0)
         )
@@ -181,33 +189,74 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
             place = f", sequence {number + 1} of {len(example.sequences)}" if len(example.sequences) > 1 else ""
             if len(example.pairs) == 1:
                 place = ", chosen" if number == example.pairs[0].better else ", rejected"
-            count = sum(sequence.trained)
-            learned = f"{len(sequence.tokens)} tokens" + (f", {count} learned" if count else "")
-            console.print(f"row {index} ({sequence.source}{place}): {learned}", style="bold", markup=False)
+            notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
+            console.print(f"row {index} ({sequence.source}{place}): {', '.join(notes)}", style="bold", markup=False)
             console.print(marked(sequence, tokenizer, colours=colours))
 
 
+def _notes(sequence: Sequence) -> list[str]:
+    """How much of a sequence is learned, how many values it carries, and the reward that holds for all of it."""
+    learned, valued = sum(sequence.trained), len(_values(sequence))
+    notes = [f"{learned} learned"] if learned else []
+    notes += [f"{valued} values"] if valued else []
+    return notes + ([f"reward {_reward(sequence):+g}"] if "advantages" in sequence.arrays else [])
+
+
+def _values(sequence: Sequence) -> dict[int, float]:
+    """Value targets by the index of the token that carries them: 0 may be one, so the outcome tells where they are."""
+    if "targets" not in sequence.arrays:
+        return {}
+    places = zip(sequence.arrays["targets"], sequence.arrays["outcomes"], strict=True)
+    return {t: target for t, (target, outcome) in enumerate(places) if outcome}
+
+
+def _reward(sequence: Sequence) -> float:
+    return sequence.arrays["advantages"][0] if "advantages" in sequence.arrays else 1.0
+
+
 def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> Text:
-    """A sequence as text: learned tokens green, or in ``[[ ]]`` without colours; special tokens stand out."""
-    if not colours:
-        return Text("".join(f"[[{span}]]" if on else span for on, _, span in _spans(sequence, tokenizer, set())))
+    """A sequence as text, with the value of a step behind its last token as ``<+0.5>``.
+
+    Learned tokens are green, or in ``[[ ]]`` without colours, and red where a negative reward makes them less likely;
+    special tokens stand out.
+    """
     text = Text()
-    for trained, special, span in _spans(sequence, tokenizer, set(tokenizer.all_special_ids)):
-        style = f"{'green' if trained else 'dim'}{' bold reverse' if special else ''}"
-        text.append(span.replace("\n", "⏎\n") if trained else span, style)
+    special = set(tokenizer.all_special_ids) if colours else set()
+    learned = "green" if _reward(sequence) >= 0 else "red"
+    for trained, is_special, span, value in _spans(sequence, tokenizer, special):
+        if colours:
+            style = f"{learned if trained else 'dim'}{' bold reverse' if is_special else ''}"
+            text.append(span.replace("\n", "⏎\n") if trained else span, style)
+        else:
+            text.append(f"[[{span}]]" if trained else span)
+        if value is not None:
+            ends_line = text.plain.endswith("\n") and colours
+            mark = Text(f"<{value:+.2g}>", ("bold green" if value >= 0 else "bold red") if colours else "")
+            if ends_line:
+                text.right_crop(1)
+            text.append_text(mark)
+            text.append("\n" if ends_line else "")
     return text
 
 
 def _spans(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase, special: set[int]
-) -> Iterator[tuple[bool, bool, str]]:
-    """Runs of tokens that are alike. A run is what it adds to the text before it, so that no space is lost."""
-    marks = [(trained, token in special) for token, trained in zip(sequence.tokens, sequence.trained, strict=True)]
+) -> Iterator[tuple[bool, bool, str, float | None]]:
+    """Runs of tokens that are alike, each with the value at its end.
+
+    A run is what it adds to the text before it, so that no space is lost.
+    """
+    values = _values(sequence)
+    steps = accumulate((t in values for t in range(len(sequence.tokens) - 1)), initial=0)
+    marks = [
+        (trained, token in special, step)
+        for token, trained, step in zip(sequence.tokens, sequence.trained, steps, strict=True)
+    ]
     done, before = 0, ""
-    for (trained, is_special), group in groupby(marks):
+    for (trained, is_special, _), group in groupby(marks):
         done += len(list(group))
         whole = str(tokenizer.decode(list(sequence.tokens[:done]), clean_up_tokenization_spaces=False))
-        yield trained, is_special, whole[len(before) :]
+        yield trained, is_special, whole[len(before) :], values.get(done - 1)
         before = whole
 
 
