@@ -88,6 +88,15 @@ def tiny_llama() -> MakeLlama:
 
 
 @pytest.fixture
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: MakeLlama, tiny_tokenizer: Any) -> Path:
+    """A model folder: ``tiny_llama(0)`` with ``tiny_tokenizer``."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
 def make_trainer(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> MakeTrainer:

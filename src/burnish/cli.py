@@ -57,6 +57,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: seed=3 stages.ppo.trainer.learning_rate=1e-5"),
 ]
+ModelArgument = Annotated[
+    str, typer.Argument(help="A folder (of a model, adapter or stage), a .gguf file or a hub id.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option("--template", help="Plain template, for a model without a chat template.")
+]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -120,90 +126,62 @@ def schema() -> None:
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder, a .gguf file or a hub id.")],
+    model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="File of rows with prompts.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines here instead of printing.")] = None,
-    template: Annotated[str | None, typer.Option(help="Plain template, for a model without a chat template.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    system: Annotated[str | None, typer.Option(help="System message, for prompts that bring none.")] = None,
+    template: TemplateOption = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256")] = None,
+    length_range: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="LOW HIGH", help="Each completion's limit is drawn from it.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, show_default="1", help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions a prompt.")] = 1,
+    samples: Annotated[int | None, typer.Option(min=1, show_default="1", help="Completions a prompt.")] = None,
+    beams: Annotated[int | None, typer.Option(min=1, help="Search for the likeliest completion.")] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw the beams that go on.")] = False,
+    length_penalty: Annotated[
+        float | None, typer.Option(show_default="1", help="Beams are ranked by log p / tokens ** this.")
+    ] = None,
+    returned: Annotated[int | None, typer.Option("--return", min=1, help="Best beams that are given.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End a completion with this string; may be repeated.")] = None,
+    scores: Annotated[bool, typer.Option("--scores", help="Log-probability, its sum and mean a token.")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: DType = "auto",
 ) -> None:
-    """Complete prompts with a model: one completion a prompt, or --samples of them."""
+    """Complete prompts with a model: by sampling, greedily (--temperature 0), or by beams (--beams 4 [--sample])."""
     if bool(prompts) == bool(source):
         raise UserError("expected prompts on the command line or a file of them with --input, one of the two")
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "samples": samples,
-        "stop": stop or [],
-    }
-    rows = _complete(model, prompts or [], source, template, options, seed, dtype)
-    if output is None:
-        for row in rows:
-            _say(f"> {row['prompt']}" if len(rows) > 1 else "", row["completion"])
-        return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
-    _say(f"{len(rows)} completions in {output}")
+    from burnish import inference
 
-
-def _complete(
-    model: str,
-    prompts: list[str],
-    source: Path | None,
-    template: str | None,
-    options: dict[str, Any],
-    seed: int,
-    dtype: DType,
-) -> list[dict[str, Any]]:
-    """Rows with prompt, completion, finish and source; every completion has a seed of its own."""
-    import pydantic
-    import torch
-
-    from burnish.data import chat, rows
-    from burnish.models import loading
-    from burnish.recipe.places import OVERRIDE, Document, complain, mistakes
-    from burnish.rollout.collect import eos_ids
-    from burnish.rollout.generate import Local, Request, Sampling, request_seed
-    from burnish.types import Prompt
-
-    found = rows.load(source or [{"prompt": prompt} for prompt in prompts], (Prompt,)).rows
-    try:
-        sampling = Sampling(**options)
-    except pydantic.ValidationError as error:
-        complain(Document(options, {(): OVERRIDE}), mistakes(error, Sampling, options))
-        raise
-    tokenizer: Any = loading.load_tokenizer(model)
-    if template is not None:
-        chat.set_template(tokenizer, template)
-    network = loading.load_policy(model, dtype=loading.choose_dtype(dtype))
-    network.to("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = [(i, row, g) for i, row in enumerate(found) if isinstance(row, Prompt) for g in range(sampling.samples)]
-    completions = Local()(
-        network,
-        [Request(chat.prompt(tokenizer, row), request_seed(seed, i, g, 0)) for i, row, g in wanted],
-        sampling,
-        eos_ids=eos_ids(network, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        tokenizer=tokenizer,
-    )
-    return [
+    how = inference.decoding(
         {
-            "prompt": row.messages[-1]["content"] if len(row.messages) == 1 else list(row.messages),
-            "completion": tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
-            "finish": completion.finish,
-            "source": row.source,
+            "max_new_tokens": max_new_tokens,
+            "length_range": list(length_range) if length_range else None,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "samples": samples,
+            "beams": beams,
+            "sample": sample,
+            "length_penalty": length_penalty,
+            "returned": returned,
+            "stop": stop,
         }
-        for (_, row, _), completion in zip(wanted, completions, strict=True)
-    ]
+    )
+    rows = inference.prompts(prompts or [], source, system)
+    loaded = inference.load(model, template, dtype)
+    if output is not None:
+        _say(f"{inference.write(loaded, rows, how, output, seed, scores)} completions in {output}")
+        return
+    for _, lines in inference.complete(loaded, rows, how, seed, scores):
+        for line in lines:
+            prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
+            _say(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
+            if scores:
+                _say(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} a token, {line['finish']}]")
 
 
 @app.command()

@@ -5,7 +5,8 @@ The language-model head runs on the positions that are asked for and on no other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +35,20 @@ PLAIN = Warp()
 def unwrap(model: nn.Module) -> Any:
     """The transformers model, with adapter layers inside it if it has any."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Leave dropout and gradients out for as long as the context lasts."""
+    # Not inference_mode: buffers that a forward pass updates (dynamic rotary frequencies) must stay usable in training.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def backbone(model: nn.Module) -> nn.Module:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from burnish.math.tensors import precise, warp
-from burnish.models.forward import backbone, head, unwrap
+from burnish.models.forward import backbone, evaluating, head, unwrap
 from burnish.rollout.cache import SlotCache, layer_windows
 from burnish.types import Completion, Config, UserError
 
@@ -119,22 +118,9 @@ class Local:
             raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
         if not requests:
             return []
-        with _evaluating(model):
+        with evaluating(model):
             rows = _Rows(model, min(self.batch_size, len(requests)), sampling, eos_ids, pad_id, tokenizer)
             return rows.complete(requests)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    # Not inference_mode: buffers that a forward pass updates (dynamic rotary frequencies) must stay usable in training.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 # --- the distribution ---------------------------------------------------------------------------------------------
@@ -199,6 +185,15 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index).double()
     return index[:, 0], ((target - cumulative.gather(-1, index) + weight) / weight)[:, 0].clamp(0.0, 1.0)
+
+
+def completes_stop(tokenizer: Any, rows: list[list[int]], stop: list[str]) -> list[bool]:
+    """Which rows of tokens end in a text with a stop string in it."""
+    # A token is at least one byte of text, so that so many tokens hold the longest string and a cut character.
+    span = max(len(text.encode()) for text in stop) + 4
+    ends = [row[-span:] for row in rows]
+    texts = tokenizer.batch_decode(ends, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return [any(text in end for text in stop) for end in texts]
 
 
 # --- the rows -----------------------------------------------------------------------------------------------------
@@ -363,12 +358,9 @@ class _Rows:
 
     def _completes_stop(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Which rows' last tokens, (B, longest), decode to a text with a stop string in it. (B,)."""
-        # A token is at least one byte of text, so that so many tokens hold the longest string and a cut character.
-        span = max(len(stop.encode()) for stop in self.sampling.stop) + 4
-        rows = [row[max(0, count - span) : count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        found = [any(stop in text for stop in self.sampling.stop) for text in texts]
-        return torch.tensor(found, device=self.device) & (counts >= self.sampling.min_new_tokens)
+        rows = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+        found = torch.tensor(completes_stop(self.tokenizer, rows, self.sampling.stop), device=self.device)
+        return found & (counts >= self.sampling.min_new_tokens)
 
     def _retire(self, ended: Tensor, requests: list[Request]) -> dict[int, Completion]:
         """Completions of the rows that ended, by request; the last live rows move to their places."""
