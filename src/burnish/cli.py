@@ -1,4 +1,4 @@
-"""The command line: `burnish run`, `inspect`, `generate`, `report`, `recipes`, `schema` and `doctor`.
+"""The command line: `burnish run`, `inspect`, `generate`, `report`, `merge`, `recipes`, `schema` and `doctor`.
 
 Only typer and rich are imported here: torch and transformers take seconds, and `burnish --help` needs none of them.
 """
@@ -103,6 +103,19 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of
     from burnish.training.report import write
 
     _say(str(write(folder)))
+
+
+@app.command()
+def merge(
+    adapter: Annotated[str, typer.Argument(help="A folder with an adapter, or a stage's folder that has one.")],
+    base: Annotated[str | None, typer.Option(help="Where its base lies now, if not where it was.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A new folder; default ADAPTER-merged.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base.")] = False,
+) -> None:
+    """Fold an adapter into the base it was trained on; refused when the base is another one."""
+    from burnish.merge import merge as fold
+
+    fold(adapter, base, output, say=_say, trust_remote_code=trust_remote_code)
 
 
 @app.command()

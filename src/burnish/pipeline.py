@@ -17,11 +17,13 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as hf_logging
 
+from burnish import merge
 from burnish.data import chat, rows
 from burnish.data.lengths import SKIPPED
-from burnish.models import loading
+from burnish.models import loading, quantise
 from burnish.models.adapters import add_adapter
 from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
+from burnish.recipe.loading import differences
 from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
@@ -81,12 +83,14 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
 
 
 def _check(recipe: Recipe) -> None:
-    """Find what would stop a later stage before the first one starts: settings, and rows that are there already."""
+    """Find what would stop a later stage before the first one starts: settings, rows that are there, the machine."""
     for stage in recipe.stages:
         if stage.method is None:
             continue
         training = _Training(recipe, stage)
         training.arguments()
+        if stage.adapter is not None and (kind := stage.adapter.quantise) is not None:
+            quantise.require(kind)
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore
         for split in training.splits:
             if not isinstance(getattr(training.data, split), StageData):
@@ -111,7 +115,7 @@ def _open(recipe: Recipe) -> dict[str, Any]:
     resolved = recipe.resolved()
     if path.is_file():
         manifest = json.loads(path.read_text("utf-8"))
-        different = next(_differences(manifest["recipe"], resolved, ""), None)
+        different = next(differences(manifest["recipe"], resolved, ""), None)
         if different is not None:
             raise UserError(
                 f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
@@ -144,18 +148,6 @@ def _open(recipe: Recipe) -> dict[str, Any]:
             for stage in recipe.stages
         ],
     }
-
-
-def _differences(old: Any, new: Any, at: str) -> Any:
-    """Where two recipes differ, as ``key: old -> new``."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            yield from _differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(a, b, f"{at}.{i}")
-    elif old != new:
-        yield f"{at} was {old!r} and is {new!r}"
 
 
 def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -281,18 +273,22 @@ class _Training:
         tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
         self._template(tokenizer, screen)
         task = self.method_class.task
-        dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None)
+        source, trust, adapted = self.source, stage.trust_remote_code, loading.is_adapter(self.source)
+        if stage.adapter is not None and adapted:
+            source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
+        dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
         load = loading.load_reward_model if task == "SEQ_CLS" else loading.load_policy
-        model: Any = load(self.source, dtype=dtype, trust_remote_code=stage.trust_remote_code)
+        model: Any = load(
+            source, dtype=dtype, trust_remote_code=trust, quantised=stage.adapter.quantise if stage.adapter else None
+        )
         if stage.adapter is not None:
-            if isinstance(model, PeftModel):
-                screen.message(f"{self.source} is an adapter: merged into its base before the new one is added")
-                model = model.merge_and_unload()
-            model = add_adapter(model, stage.adapter, task)
+            model = add_adapter(model, stage.adapter, task, loading.describe(source))
+        elif adapted:
+            what = "training goes on with it, on" if isinstance(model, PeftModel) else "it is merged into"
+            screen.message(f"{source} is an adapter: {what} its base {loading.base_of(loading.resolve(source))}")
         elif dtype in (torch.bfloat16, torch.float16):
             screen.message(f"dtype {stage.dtype}: weights are trained in it, without float32 master weights")
-        base = loading.unwrap(model)
-        base.config.pad_token_id = tokenizer.pad_token_id
+        loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return model, tokenizer
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, screen: Display) -> None:
@@ -367,8 +363,9 @@ class _Training:
             config.score_mean, config.score_std = evaluated["eval_score_mean"], evaluated["eval_score_std"]
         if isinstance(network.policy, PeftModel):
             with checkpoint.writing(self.folder / "adapter") as staging:
-                network.policy.save_pretrained(str(staging))
-            network.policy = network.policy.merge_and_unload()
+                network.save_policy(staging)
+                trainer.tokenizer.save_pretrained(staging)
+            network.policy = merge.policy_of(network.policy, self.folder / "adapter", self.stage.trust_remote_code)
         if isinstance(network.critic, PeftModel):
             network.critic = network.critic.merge_and_unload()
         with checkpoint.writing(self.folder / "model") as staging:

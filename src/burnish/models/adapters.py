@@ -14,6 +14,8 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
+from burnish.models.bases import Base
+from burnish.models.quantise import Kind, is_quantised, prepare
 from burnish.types import Config
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
@@ -28,10 +30,18 @@ class AdapterConfig(Config):
     targets: str | list[str] = Field("all-linear", description="module names, or all-linear (every one but the head)")
     rslora: bool = Field(False, description="rank-stabilised scaling")
     dora: bool = Field(False, description="weight-decomposed adapters")
+    quantise: Kind | None = Field(
+        None, description="keep the frozen base in 4 bits (nf4) or 8 bits (int8); needs bitsandbytes"
+    )
 
 
-def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task) -> peft.PeftModel:
-    """The model with a fresh adapter, which gives the same logits, its base frozen; heads stay trainable."""
+def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base: Base | None = None) -> peft.PeftModel:
+    """The model with a fresh adapter, which gives the same logits, its base frozen; heads stay trainable.
+
+    ``base`` says where the model's weights lie unchanged; it is written beside the adapter whenever that is saved.
+    """
+    if is_quantised(model):
+        prepare(model)
     lora = peft.LoraConfig(
         task_type=task,
         r=config.r,
@@ -41,7 +51,14 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task) -> pe
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
-    return wrap(model, lora)
+    adapted = wrap(model, lora)
+    adapted.trained_on = base  # type: ignore[assignment]
+    return adapted
+
+
+def trained_on(model: nn.Module) -> Base | None:
+    """What is known of the base of an adapted model; None for one that another tool made."""
+    return vars(model).get("trained_on")
 
 
 def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:

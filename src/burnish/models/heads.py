@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from burnish.models.adapters import wrap
+from burnish.models import bases
+from burnish.models.adapters import trained_on, wrap
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
+from burnish.models.quantise import is_quantised
 from burnish.types import Method, MicroBatch, Terms, UserError
 
 VALUE_HEAD = "value_head.safetensors"
@@ -64,6 +66,8 @@ def separate_critic(
     The head is that of a reward model with one label, so that values start at scale * its score + shift; else 0. A
     policy with an adapter gets a critic with an adapter of the same kind, on a base of its own.
     """
+    if is_quantised(unwrap(reward_model if reward_model is not None else policy)):
+        raise UserError("no critic of its own is made from a quantised policy: use critic: shared, or no quantise")
     start = copy.deepcopy(reward_model if reward_model is not None else policy)
     source: PreTrainedModel = start.merge_and_unload() if isinstance(start, PeftModel) else start  # type: ignore
     labels = {"id2label": {0: "value"}, "label2id": {"value": 0}}
@@ -101,6 +105,8 @@ class Network(nn.Module):
         super().__init__()
         self.policy = policy
         self.critic = critic
+        # asked by transformers of the model that is trained: what is trained here never is, though a base may be
+        self.is_quantized = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -125,14 +131,23 @@ class Network(nn.Module):
         for part in (self.policy, self.critic):
             if isinstance(part, PreTrainedModel | PeftModel):
                 unwrap(part).activation_checkpointing_enable(**kwargs)
+            if isinstance(part, PeftModel):
+                # what is computed again has a gradient only where its input has one, and embeddings are frozen
+                unwrap(part).enable_input_require_grads()
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy as transformers and peft do, and the critic beside it."""
+        self.save_policy(folder, **kwargs)
+        if self.critic is not None and not isinstance(self.critic, SharedCritic):
+            self.critic.save_pretrained(Path(folder) / "critic")  # type: ignore[operator]
+
+    def save_policy(self, folder: str | Path, **kwargs: Any) -> None:
+        """Save the policy, and what belongs to it: the base that its adapter was trained on, a head that it shares."""
         self.policy.save_pretrained(folder, **kwargs)  # type: ignore[operator]
+        if (base := trained_on(self.policy)) is not None:
+            bases.record(Path(folder), base)
         if isinstance(self.critic, SharedCritic):
             save_file(self.critic.state_dict(), Path(folder) / VALUE_HEAD)
-        elif self.critic is not None:
-            self.critic.save_pretrained(Path(folder) / "critic")  # type: ignore[operator]
 
     def load_weights(self, folder: str | Path) -> None:
         """Load what ``save_pretrained`` saved into this network, strictly."""

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from burnish.data.lengths import cache_folder
 from burnish.math.tensors import precise
+from burnish.models import bases, quantise
 from burnish.models.adapters import without_warning
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import disable_dropout, init_score
@@ -66,13 +68,23 @@ def resolve(reference: str) -> str:
             raise UserError(f"{reference}: not a model: expected a folder with config.json, a .gguf file, or a hub id")
         return reference
     for folder in (path, path / "model"):
-        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+        if (folder / "config.json").is_file() or is_adapter(folder):
             return str(folder)
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return str(convert_gguf(found[0]))
     what = f"{len(found)} GGUF files: name one of {', '.join(f.name for f in found)}" if found else "no config.json"
     raise UserError(f"{reference}: expected a folder with config.json or one GGUF file; it has {what}")
+
+
+def is_adapter(reference: str | Path) -> bool:
+    """Whether a reference is a folder with an adapter, which needs its base."""
+    return (Path(reference).expanduser() / "adapter_config.json").is_file()
+
+
+def describe(reference: str) -> bases.Base:
+    """A whole model by its name and the hash of its weights."""
+    return bases.Base(reference, bases.weights_hash(resolve(reference)))
 
 
 def convert_gguf(path: Path) -> Path:
@@ -93,77 +105,137 @@ def convert_gguf(path: Path) -> Path:
         raise UserError(f"{path}: cannot be read as a GGUF model: {str(error).strip().splitlines()[0]}") from error
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
-    staging.rename(folder)
+    try:
+        staging.rename(folder)
+    except OSError:  # another process was first
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(staging)
     return folder
 
 
 def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a pad token: its own, else one of its unused special tokens, else EOS.
 
-    No mask, pooling or stop is ever derived from the pad id, so padding by EOS is harmless.
+    An adapter that has no tokenizer beside it has that of its base. No mask, pooling or stop is ever derived from the
+    pad id, so padding by EOS is harmless here.
     """
+    folder = resolve(reference)
+    if is_adapter(folder) and not (Path(folder) / "tokenizer_config.json").is_file():
+        reference = base_of(folder)
     tokenizer = _pretrained(AutoTokenizer, reference, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         spare = [
             t
-            for t in ("<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<|finetune_right_pad_id|>")
+            for t in ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|endoftext|>", "<|finetune_right_pad_id|>")
             if t in tokenizer.get_vocab() and t != tokenizer.eos_token
         ]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
     return tokenizer
 
 
-def load_policy(reference: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> nn.Module:
-    """A causal language model; a folder with an adapter gives its base with the adapter on it, ready to go on."""
+def load_policy(
+    reference: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    quantised: quantise.Kind | None = None,
+    base: str | None = None,
+) -> nn.Module:
+    """A causal language model; a folder with an adapter gives its base with the adapter on it, ready to go on.
+
+    ``quantised`` keeps the weights in 4 or 8 bits. ``base`` is where the base of an adapter lies now, if it was moved.
+    """
     folder = resolve(reference)
-    if (Path(folder) / "adapter_config.json").is_file():
-        model = _load_adapter(AutoModelForCausalLM, folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantised": quantised}
+    if is_adapter(folder):
+        model = _load_adapter(AutoModelForCausalLM, folder, base, **options)
     else:
-        model = _whole(AutoModelForCausalLM, folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = _whole(AutoModelForCausalLM, folder, **options)
     _check_head(model, reference)
     return model
 
 
 def load_reward_model(
-    reference: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, labels: int | None = 1
+    reference: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    labels: int | None = 1,
+    quantised: quantise.Kind | None = None,
+    base: str | None = None,
 ) -> nn.Module:
     """A sequence classifier without dropout: a trained one as it is, or any backbone with a fresh scalar head.
 
-    ``labels`` None takes a trained one with the labels it has, and no fresh head.
+    ``labels`` None takes a trained one with the labels it has, and no fresh head; the rest is as for ``load_policy``.
     """
     folder = resolve(reference)
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantised": quantised}
     if labels is not None:
         options["num_labels"] = labels
     new_head = labels is not None
-    if (Path(folder) / "adapter_config.json").is_file():
+    if is_adapter(folder):
         # the base of an adapter does not know its labels
         options["num_labels"] = 1
-        model = _load_adapter(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
+        model = _load_adapter(AutoModelForSequenceClassification, folder, base, new_head=new_head, **options)
     else:
         model = _whole(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
     return disable_dropout(model)
 
 
-def _load_adapter(cls: Any, folder: str, *, new_head: bool = False, **options: Any) -> nn.Module:
-    """The base that an adapter names with the adapter on it; merged where the base then gets a head of its own."""
+def base_of(adapter: str) -> str:
+    """The model that an adapter was trained on, by the name that its folder gives.
+
+    Raises:
+        UserError: it gives none, or one that is not there.
+    """
+    from peft import PeftConfig
+
+    known = bases.recorded(adapter)
+    name = known.name if known else PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if not name:
+        raise UserError(f"{adapter}: the adapter does not name its base model")
+    try:
+        return resolve(name)
+    except UserError as error:
+        raise UserError(
+            f"{adapter}: its base {name} is not there: burnish merge {adapter} --base FOLDER makes a whole model of it "
+            "and of its base, wherever that lies now"
+        ) from error
+
+
+def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = False, **options: Any) -> nn.Module:
+    """The base of an adapter with the adapter on it; merged where the base then gets a head of its own.
+
+    Raises:
+        UserError: the base has other weights than those that the adapter was trained on.
+    """
     from peft import PeftConfig, PeftModel, TaskType
 
     config = PeftConfig.from_pretrained(folder)
-    if not config.base_model_name_or_path:
-        raise UserError(f"{folder}: the adapter does not name its base model")
+    reference = base or base_of(folder)
+    known = None
+    if bases.recorded(folder) is not None:
+        known = describe(reference)
+        bases.check(folder, known)
     brings_head = config.task_type == TaskType.SEQ_CLS
-    base = _whole(cls, config.base_model_name_or_path, new_head=new_head or brings_head, **options)
+    whole = _whole(cls, reference, new_head=new_head or brings_head, **options)
     merged = new_head and not brings_head
     if merged:
         config.task_type = None  # that of a language model
     with without_warning():
-        model: Any = PeftModel.from_pretrained(base, folder, config=config, is_trainable=True)
+        model: Any = PeftModel.from_pretrained(whole, folder, config=config, is_trainable=True)
+    model.trained_on = known
     return model.merge_and_unload() if merged else model
 
 
-def _whole(cls: Any, reference: str, *, new_head: bool = False, **options: Any) -> Any:
+def _whole(
+    cls: Any, reference: str, *, new_head: bool = False, quantised: quantise.Kind | None = None, **options: Any
+) -> Any:
     """A model of which no weight is made up, but for its head where it may be new."""
+    if quantised is not None:
+        quantise.require(quantised)
+        options["quantization_config"] = quantise.settings(quantised)
     model, info = _pretrained(cls, reference, output_loading_info=True, **options)
     body = f"{model.base_model_prefix}."
     missing = sorted(info["missing_keys"])
@@ -181,7 +253,7 @@ def _whole(cls: Any, reference: str, *, new_head: bool = False, **options: Any) 
 @torch.no_grad()
 def _check_head(model: nn.Module, reference: str) -> None:
     """Compare the logits that training computes in chunks with the model's own."""
-    tokens = torch.tensor([[0, 1]])
+    tokens = torch.tensor([[0, 1]], device=unwrap(model).device)
     expected = precise(unwrap(model)(input_ids=tokens, use_cache=False).logits)
     found = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
     if (found - expected).abs().max() > 0.02 * expected.abs().max():
