@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import io
 import json
 import re
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,11 @@ import pytest
 from burnish.recipes import films
 from burnish.types import Answer, UserError
 
-RESOURCES = "hutto_ICWSM_2014"
-
-
-def pack(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def sources(folder: Path, lines: list[tuple[int, str, list[int]]]) -> Path:
-    """An archive as vaderSentiment ships it, with other snippets."""
-    texts = "".join(f"{number}\t{sum(r) / len(r)}\t{text}\r\n" for number, text, r in lines)
-    ratings = "".join(f"{number}\t{sum(r) / len(r)}\t1.0\t{r}\n" for number, _, r in lines)
-    inner = pack(
-        {
-            f"{RESOURCES}/movieReviewSnippets_GroundTruth.txt": texts.encode(),
-            f"{RESOURCES}/movieReviewSnippets_anonDataRatings.txt": ratings.encode(),
-        }
-    )
-    path = folder / "sources.tar.gz"
-    path.write_bytes(pack({f"vaderSentiment-3.3.2/additional_resources/{RESOURCES}.tar.gz": inner, "setup.py": b""}))
-    return path
+Pack = Callable[[dict[str, bytes]], bytes]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # the mean rating of snippet n is (n % 9) - 4, so that a snippet's number tells its rating
-    lines = [(n, f"Sentence number {n}.", [n % 9 - 5, n % 9 - 4, n % 9 - 3]) for n in range(1, 91)]
-    return sources(tmp_path_factory.mktemp("archive"), [*lines, (91, "Sentence number 5.", [1, 1, 1])])
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +113,25 @@ def test_a_missing_archive_says_how_to_get_it(tmp_path: Path) -> None:
         films.prepare(tmp_path, 0, archive=str(tmp_path / "no.tar.gz"))
 
 
-@pytest.mark.parametrize("content", [b"not an archive", b"", pack({"setup.py": b""}), pack({"x": b""})[:30]])
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(content)
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda pack: b"not an archive",
+        lambda pack: b"",
+        lambda pack: pack({"setup.py": b""}),
+        lambda pack: pack({"x": b""})[:30],
+    ],
+    ids=["text", "nothing", "another archive", "cut"],
+)
+def test_another_file_is_refused(tmp_path: Path, content: Callable[[Pack], bytes], pack: Pack) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(content(pack))
     with pytest.raises(UserError, match=r"a\.tar\.gz: .*sources of vaderSentiment 3\.3\.2"):
         films.read(tmp_path / "a.tar.gz")
 
 
-def test_other_resources_are_refused(tmp_path: Path) -> None:
+def test_other_resources_are_refused(tmp_path: Path, pack: Pack) -> None:
     path = tmp_path / "a.tar.gz"
-    path.write_bytes(pack({f"v/additional_resources/{RESOURCES}.tar.gz": pack({"tweets.txt": b""})}))
+    path.write_bytes(pack({"v/additional_resources/hutto_ICWSM_2014.tar.gz": pack({"tweets.txt": b""})}))
     with pytest.raises(UserError, match="movieReviewSnippets_GroundTruth"):
         films.read(path)
 

@@ -8,22 +8,7 @@ from burnish.recipes import wordnet
 from burnish.recipes.wordnet import Noun, nouns, overlap, prepare
 from burnish.types import Answer, UserError
 
-LICENCE = "  1 This software and database is being provided to you\n"
 WORDS = ("anchor", "basket", "candle", "dagger", "engine", "fiddle", "garden", "hammer", "island", "jacket")
-
-
-@pytest.fixture
-def dictionary(tmp_path):
-    """Ten tagged nouns, one with two senses, then nouns that are left out: two words, and one that no text has."""
-    folder = tmp_path / "wordnet"
-    folder.mkdir()
-    index = "".join(f"{word} n 1 2 @ ~ 1 3 {i:08d}  \n" for i, word in enumerate(WORDS))
-    index = index.replace("anchor n 1 2 @ ~ 1 3 00000000", "anchor n 2 1 @ 2 3 00000000 00000001")
-    index += "brick_wall n 1 0 1 5 00000001  \nabacus n 1 0 1 0 00000001  \n"
-    data = "".join(f'{i:08d} 06 n 01 {word} 0 000 | what {word}s do; "a {word}"  \n' for i, word in enumerate(WORDS))
-    (folder / "index.noun").write_text(LICENCE + index)
-    (folder / "data.noun").write_text(LICENCE + data)
-    return folder
 
 
 def test_nouns_have_the_definition_of_their_first_sense_without_examples(dictionary):

@@ -1,0 +1,73 @@
+"""Every shipped recipe runs, cut down to seconds: small random models, and stand-ins for what is fetched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertModel
+
+from burnish.pipeline import run
+from burnish.recipe import load, shipped
+from burnish.training.metrics import read_metrics
+
+FILMS = ["stages.prepare.with.archive={archive}", "stages.prepare.with.pairs=12"]
+# Where a model or a file has to be another one, and how much of the work is left.
+SMALLER = {
+    "classic": [
+        "stages.prepare.with={{dictionary: {dictionary}, rows: 3, pairs: 2, prompts: 2, held_out: 2}}",
+        "stages.sft.model={policy}",
+        "stages.ppo.trainer.per_device_train_batch_size=2",
+        "stages.ppo.generation.max_new_tokens=4",
+    ],
+    "pretrain": [
+        "stages.prepare.with={{held_out: 76, docstrings: 1}}",
+        "stages.pretrain.trainer.max_steps=2",
+        "stages.pretrain.trainer.warmup_steps=0",
+    ],
+    "quickstart": [
+        *FILMS,
+        "stages.prepare.with.rows=8",
+        "stages.prepare.with.rows_held_out=4",
+        "stages.prepare.with.prompts=8",
+        "stages.sft.model={policy}",
+        "stages.reward.model={encoder}",
+        "stages.ppo.reward=[{{model: {{stage: reward}}}}]",
+        "stages.ppo.trainer.per_device_train_batch_size=8",
+        "stages.ppo.generation.max_new_tokens=4",
+    ],
+    "reward-causal": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.reward.model={policy}"],
+    "tiny": [
+        "stages.prepare.with={{rows: 64, pairs: 64, prompts: 128, held_out: 16}}",
+        "stages.sft.trainer.num_train_epochs=1",
+        "stages.reward.trainer.num_train_epochs=1",
+        "stages.ppo.trainer.num_train_epochs=1",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT, without a head."""
+    folder = tmp_path_factory.mktemp("encoder")
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped())
+def test_it_runs(
+    name: str, tmp_path: Path, archive: Path, dictionary: Path, tiny_folder: Path, tiny_tokenizer: Any, encoder: Path
+) -> None:
+    tiny_tokenizer.save_pretrained(encoder)
+    places = {"archive": archive, "dictionary": dictionary, "policy": tiny_folder, "encoder": encoder}
+    smaller = [setting.format(**places) for setting in SMALLER[name]]
+    folder = run(load(name, [*smaller, f"out={tmp_path / 'run'}", "threads=1"]))
+    recipe = load(name, smaller)
+    for stage in recipe.stages:
+        if stage.method is not None:
+            assert any("loss" in line for line in read_metrics(folder / stage.name))
+            assert (folder / stage.name / "model" / "config.json").is_file()
+    assert (folder / "report.html").is_file()
