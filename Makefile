@@ -5,9 +5,10 @@ BIN := .venv/bin
 VADER := data/vaderSentiment-3.3.2.tar.gz
 STAMP := .venv/installed
 SMALL := .venv/models-installed
+PEERS := .venv-peers/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data wordnet quickstart classic test lint format
+.PHONY: help setup data wordnet quickstart classic test peers lint format
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +57,18 @@ classic: $(SMALL) $(WORDNET) ## the classic chain on definitions: SFT, reward mo
 
 test: $(STAMP) ## run the tests
 	$(BIN)/pytest -q
+
+$(PEERS): benchmarks/peers/requirements.txt requirements.lock pyproject.toml
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet $$(grep '^torch==' requirements.lock)
+	.venv-peers/bin/pip install --quiet -r benchmarks/peers/requirements.txt
+	.venv-peers/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# Without TRL the tests would be skipped, so its absence is an error first; pytest fails by itself when nothing ran.
+peers: $(PEERS) ## compare the first step of each method with TRL's
+	.venv-peers/bin/python -c 'import trl'
+	.venv-peers/bin/pytest -q -m peers tests/peers
 
 lint: $(STAMP) ## check style, format, types and layers
 	$(BIN)/ruff check .
