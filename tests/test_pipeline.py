@@ -337,10 +337,10 @@ def test_adapters_are_merged_into_models_that_anything_loads(done, home, tmp_pat
 
 
 def test_sources_are_folders_or_hub_ids(tmp_path, monkeypatch):
-    from burnish.recipe import PackageModel, StageData, StageModel
+    from burnish.recipe import PackageModel, StageData, StageModel, sources
 
     assert pipeline.model_reference(StageModel(stage="sft"), tmp_path) == str(tmp_path / "sft" / "model")
-    assert pipeline.data_reference(StageData(stage="a", file="b.jsonl"), tmp_path) == str(
+    assert sources.data_reference(StageData(stage="a", file="b.jsonl"), tmp_path) == str(
         tmp_path / "a" / "data" / "b.jsonl"
     )
     assert pipeline.model_reference("org/name", tmp_path) == "org/name"

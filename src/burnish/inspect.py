@@ -19,8 +19,8 @@ from burnish.data.batching import shared_length
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
 from burnish.models.adapters import AdapterConfig
-from burnish.pipeline import data_reference, model_reference
-from burnish.recipe import Data, Recipe, Stage, StageData, StageModel, method_class
+from burnish.pipeline import model_reference
+from burnish.recipe import Data, Recipe, Stage, StageData, StageModel, method_class, sources
 from burnish.types import Encoded, Example, Prompt, Sequence, UserError
 
 SHOWN_ROWS = 2
@@ -54,9 +54,10 @@ def show(recipe: Recipe, row: int | None, console: Console) -> None:
 def _lacking(recipe: Recipe, stage: Stage) -> str | None:
     """What an earlier stage has still to make before rows of this one can be shown."""
     assert stage.data is not None
-    for source in (stage.data.train, stage.data.eval):
-        if isinstance(source, StageData) and not Path(data_reference(source, recipe.folder)).exists():
-            return data_reference(source, recipe.folder)
+    for part in stage.data.parts("train") + stage.data.parts("eval"):
+        place = sources.data_reference(part.source, recipe.folder)
+        if isinstance(part.source, StageData) and not Path(place).exists():
+            return place
     reference, _ = _origin(recipe, stage)
     return None if reference else f"the model of stage {getattr(stage.model, 'stage', '')}"
 
@@ -90,10 +91,11 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     method = found(**settings)
     splits = {}
     for split in ("train", "eval"):
-        source = getattr(stage.data, split)
-        if source is not None:
-            read = _read(stage.data, split, data_reference(source, recipe.folder), found.kinds)
+        if getattr(stage.data, split) is not None:
+            read = _read(recipe, stage.data, split, found.kinds)
             splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
+    if stage.data.stream:
+        console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")
     console.print(_counts(splits, samples=Prompt in found.kinds))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])
@@ -104,9 +106,11 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     console.print(_cost(reference, stage, examples))
 
 
-def _read(data: Data, split: str, source: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
-    limit = data.limit if split == "train" else None
-    return rows.load(source, kinds, format=data.format, keys=data.keys, on_bad_row=data.on_bad_row, limit=limit)
+def _read(recipe: Recipe, data: Data, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
+    """Rows of a split; of a stream those that are shuffled together first."""
+    if split == "train" and data.stream:
+        return rows.Rows(*sources.stream(data, recipe.folder, kinds).take(data.shuffle_buffer))
+    return sources.read(data, split, recipe.folder, kinds, recipe.seed)
 
 
 # --- counts -------------------------------------------------------------------------------------------------------

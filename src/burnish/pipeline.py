@@ -19,10 +19,11 @@ from transformers.utils import logging as hf_logging
 
 from burnish import merge
 from burnish.data import chat, rows
-from burnish.data.lengths import SKIPPED
+from burnish.data.lengths import sort_changes
+from burnish.data.streaming import RowStream, StreamLoader
 from burnish.models import loading, quantise
 from burnish.models.adapters import add_adapter
-from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
+from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class, sources
 from burnish.recipe.loading import differences
 from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
@@ -93,8 +94,10 @@ def _check(recipe: Recipe) -> None:
             quantise.require(kind)
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore
         for split in training.splits:
-            if not isinstance(getattr(training.data, split), StageData):
-                training.rows(split)
+            if not any(isinstance(part.source, StageData) for part in training.data.parts(split)):
+                found = training.rows(split)
+                if isinstance(found, RowStream):
+                    found.take(1)
 
 
 def _clear(folder: Path) -> None:
@@ -169,11 +172,6 @@ def model_reference(source: str | Config, folder: Path) -> str:
     return str(source)
 
 
-def data_reference(source: str | Config, folder: Path) -> str:
-    """A data source as a file, a folder or a hub id."""
-    return str(folder / source.stage / "data" / source.file) if isinstance(source, StageData) else str(source)
-
-
 # --- a stage that runs a function ----------------------------------------------------------------------------------
 
 
@@ -223,8 +221,9 @@ class _Training:
         )
         splits = {split: self.rows(split) for split in self.splits}
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
-        counts = {split: self._counts(found, trainer, tokenizer) for split, found in splits.items()}
-        screen.message(", ".join(f"{split}: {_said(count)}" for split, count in counts.items()))
+        counts = {s: self._counts(found, trainer) for s, found in splits.items() if isinstance(found, rows.Rows)}
+        said = (f"{split}: {_said(counts[split]) if split in counts else 'read as a stream'}" for split in splits)
+        screen.message(", ".join(said))
         if start is None and "eval" in splits:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(start) if start else None)
@@ -232,11 +231,14 @@ class _Training:
             len(self._evaluations()) < 2 or trainer.state.global_step != self._evaluations()[-1]["step"]
         ):
             trainer.evaluate()
+        if isinstance(trainer.loader, StreamLoader):
+            counts = {"train": trainer.loader.counts()} | counts
+            screen.message(f"train: {_said(counts['train'])}")
         evaluations = self._evaluations()
         self._save(trainer, evaluations[-1] if evaluations else {})
         return {
             "model": summary | {"source": self.source},
-            "data": {data_reference(getattr(self.data, s), self.recipe.folder): self._hash(s) for s in splits},
+            "data": {n: _hash(n) for s in splits for n in sources.references(self.data, s, self.recipe.folder)},
             "rows": counts,
             "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             "files": {f"model/{name}": digest for name, digest in _checksums(self.folder / "model").items()},
@@ -300,24 +302,18 @@ class _Training:
         if stored is not None and stored != tokenizer.chat_template:
             screen.message(f"template {self.stage.template} takes the place of the one stored with {self.source}")
 
-    def rows(self, split: str) -> rows.Rows:
-        """The rows of a split."""
-        data = self.data
-        reference = data_reference(getattr(data, split), self.recipe.folder)
-        return rows.load(
-            reference,
-            self.method_class.kinds,
-            format=data.format,
-            keys=data.keys,
-            on_bad_row=data.on_bad_row,
-            limit=data.limit if split == "train" else None,
-        )
+    def rows(self, split: str) -> rows.Rows | RowStream:
+        """The rows of a split, or the stream of them."""
+        folder, kinds = self.recipe.folder, self.method_class.kinds
+        if split == "train" and self.data.stream:
+            return sources.stream(self.data, folder, kinds)
+        return sources.read(self.data, split, folder, kinds, self.recipe.seed)
 
     def _trainer(
         self,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
-        splits: dict[str, rows.Rows],
+        splits: dict[str, rows.Rows | RowStream],
         recorder: Recorder,
         screen: Display,
     ) -> Trainer:
@@ -325,8 +321,8 @@ class _Training:
             model=model,
             args=self.arguments(),
             method=self.method([self._reward(source) for source in self.stage.reward]),
-            train_dataset=splits["train"].rows,
-            eval_dataset=splits["eval"].rows if "eval" in splits else None,
+            train_dataset=splits["train"],
+            eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
             processing_class=tokenizer,
             length=self.data.length,
             token_budget=self.stage.token_budget,
@@ -371,25 +367,21 @@ class _Training:
         with checkpoint.writing(self.folder / "model") as staging:
             trainer.save_model(str(staging))
 
-    def _hash(self, split: str) -> str:
-        path = Path(data_reference(getattr(self.data, split), self.recipe.folder))
-        return checkpoint.sha256(path) if path.is_file() else "not a file"
+    def _counts(self, found: rows.Rows, trainer: Trainer) -> dict[str, Any]:
+        skipped, cut = sort_changes(trainer.method.examples(found.rows, trainer.tokenizer, trainer.length).changed)
+        count = {"rows": len(found.rows), "skipped": [f"{s.source}: {s.reason}" for s in found.skipped] + skipped}
+        return count | {"cut": cut} | ({"mixed": [m._asdict() for m in found.mixed]} if found.mixed else {})
 
-    def _counts(self, found: rows.Rows, trainer: Trainer, tokenizer: Any) -> dict[str, Any]:
-        changed = trainer.method.examples(found.rows, tokenizer, trainer.length).changed
-        skipped = [(c.source, c.reason.removeprefix(SKIPPED)) for c in changed if c.reason.startswith(SKIPPED)]
-        return {
-            "rows": len(found.rows),
-            "skipped": [f"{source}: {reason}" for source, reason in [*((s[0], s[1]) for s in found.skipped), *skipped]],
-            "cut": [f"{c.source}: {c.reason}" for c in changed if not c.reason.startswith(SKIPPED)],
-        }
+
+def _hash(reference: str) -> str:
+    return checkpoint.sha256(Path(reference)) if Path(reference).is_file() else "not a file"
 
 
 def _said(count: Mapping[str, Any]) -> str:
     """``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``: nothing is left out or cut in silence."""
-    notes = [
-        f"{len(count[kind])} {kind}: {count[kind][0]}" + (" ..." if len(count[kind]) > 1 else "")
-        for kind in ("skipped", "cut")
-        if count[kind]
-    ]
+    notes = [f"{m['drawn']:,} of the {m['rows']:,} of {m['source']}" for m in count.get("mixed", ())]
+    for kind in ("skipped", "cut"):
+        if named := count[kind]:
+            many = count.get(f"{kind} in all", len(named))
+            notes.append(f"{many:,} {kind}: {named[0]}" + (" ..." if many > 1 else ""))
     return f"{count['rows']:,} rows" + (f" ({'; '.join(notes)})" if notes else "")

@@ -10,6 +10,7 @@ import torch
 
 from burnish import Pretrain, UserError
 from burnish.data.chat import Length
+from burnish.data.streaming import RowStream, Source
 from burnish.types import Row, Sequence, Text
 
 EOS = 2
@@ -156,3 +157,55 @@ def test_text_is_learned(make_trainer: Any, tiny_llama: Any) -> None:
     before = trainer.evaluate()["eval_perplexity"]
     trainer.train()
     assert trainer.evaluate()["eval_perplexity"] < 0.1 * before
+
+
+# --- streams -------------------------------------------------------------------------------------------------------
+
+
+def stream(*, shuffle_buffer: int = 3) -> RowStream:
+    found = documents(20, 33, 8, 50, 14)
+    return RowStream([Source("books", lambda: iter(found))], shuffle_buffer)
+
+
+def test_a_stream_that_was_interrupted_ends_with_the_same_bytes(
+    make_trainer: Any, tiny_llama: Any, weights: Any, tmp_path: Any
+) -> None:
+    def train(folder: str, start: str | None = None) -> bytes:
+        trainer = make_trainer(
+            Pretrain(),
+            tiny_llama(attention_dropout=0.3),
+            stream(),
+            max_steps=7,
+            save_strategy="steps",
+            save_steps=1,
+            output_dir=str(tmp_path / folder),
+            own={"length": Length(max_length=16)},
+        )
+        trainer.train(resume_from_checkpoint=start)
+        assert trainer.state.global_step == 7
+        assert trainer.lr_scheduler.last_epoch == 7
+        return weights(trainer.network)
+
+    straight = train("straight")
+    assert straight != weights(tiny_llama())
+    for step in (1, 3, 6):
+        assert train(f"again {step}", str(tmp_path / "straight" / f"checkpoint-{step}")) == straight
+
+
+def test_a_stream_learns_what_rows_in_memory_would(make_trainer: Any, tiny_llama: Any) -> None:
+    """Five documents of 130 tokens, in one step of all their pieces: the order in it does not matter."""
+    pieces = 2 + 3 + 1 + 4 + 1  # of 21, 34, 9, 51 and 15 tokens, where 16 less the one that overlaps go into each
+    losses = []
+    for rows, more in ((documents(20, 33, 8, 50, 14), {}), (stream(shuffle_buffer=5), {"max_steps": 1})):
+        trainer = make_trainer(
+            Pretrain(), tiny_llama(), rows, batch=pieces, own={"length": Length(max_length=16)}, **more
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0])
+    assert losses[0]["tokens"] == losses[1]["tokens"] == 130 + pieces - 5
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], abs=1e-6)
+
+
+def test_a_stream_without_an_end_is_refused(make_trainer: Any, tiny_llama: Any) -> None:
+    with pytest.raises(UserError, match=r"a stream has no end: set trainer\.max_steps"):
+        make_trainer(Pretrain(), tiny_llama(), stream())

@@ -9,7 +9,9 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-SKIPPED = "skip: "
-"""How the reason begins of a row that could not be encoded and was left out."""
+SKIPPED = "skip: "  # how the reason begins of a row that could not be encoded and was left out
+_cached: ContextVar[bool] = ContextVar("cached", default=True)
 
 
 class Length(Config):
@@ -76,28 +78,48 @@ def encode(
     Raises:
         UserError: a row cannot be encoded, is too long and may not be cut, or has nothing left to learn.
     """
-    path = None if cache_key is None else cache_folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
+    path = None
+    if cache_key is not None and _cached.get():
+        path = cache_folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
     if path is not None and path.exists():
         return _told(_read(path))
     encoded = Encoded([], [])
+    done: dict[int, list[Example]] = {}
     for row in _progress(rows):
-        try:
-            example = function(row)
-        except UserError as error:
-            if length.on_bad_row == "error":
-                raise
-            encoded.changed.append(Changed(row.source, f"{SKIPPED}{str(error).removeprefix(f'{row.source}: ')}"))
+        if id(row) in done:  # a mixture may draw a row more than once
+            encoded.examples.extend(done[id(row)])
             continue
-        examples, reason = _fitted(row, example, function, length)
+        examples, reason = _encoded(row, function, length)
+        done[id(row)] = examples
         encoded.examples.extend(examples)
         if reason:
             encoded.changed.append(Changed(row.source, reason))
-    if rows and not encoded.examples and all(change.reason.startswith(SKIPPED) for change in encoded.changed):
+    if done and all(change.reason.startswith(SKIPPED) for change in encoded.changed) and not encoded.examples:
         first = encoded.changed[0]
-        raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {first.reason}")
+        reason = first.reason.removeprefix(SKIPPED)
+        raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}")
     if path is not None and all(not s.arrays for example in encoded.examples for s in example.sequences):
         _keep(encoded, path)
     return _told(encoded)
+
+
+def sort_changes(changed: list[Changed]) -> tuple[list[str], list[str]]:
+    """Rows that were skipped because they could not be encoded, and those cut or dropped for their length."""
+    skipped, cut = [], []
+    for source, reason in changed:
+        kind = skipped if reason.startswith(SKIPPED) else cut
+        kind.append(f"{source}: {reason.removeprefix(SKIPPED)}")
+    return skipped, cut
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Encode without reading or keeping anything on disk, as for rows that pass by."""
+    token = _cached.set(False)
+    try:
+        yield
+    finally:
+        _cached.reset(token)
 
 
 def _told(encoded: Encoded) -> Encoded:
@@ -107,6 +129,17 @@ def _told(encoded: Encoded) -> Encoded:
             "%d rows were cut or dropped, the first: %s: %s", len(encoded.changed), first.source, first.reason
         )
     return encoded
+
+
+def _encoded(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[list[Example], str]:
+    """As ``fit``; a row that cannot be encoded is left out where that is asked for."""
+    try:
+        example = function(row)
+    except UserError as error:
+        if length.on_bad_row == "error":
+            raise
+        return [], SKIPPED + str(error).removeprefix(f"{row.source}: ")
+    return _fitted(row, example, function, length)
 
 
 def fit(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[list[Example], str]:

@@ -25,7 +25,7 @@ from burnish.data.recognition import parse
 from burnish.data.shapes import BadRow
 from burnish.types import Row, UserError
 
-__all__ = ["READERS", "BadRow", "Rows", "Skipped", "load", "parse"]
+__all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "load", "parse", "read"]
 
 Found = tuple[str, Any]
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
@@ -40,12 +40,22 @@ class Skipped(NamedTuple):
     message: str
 
 
+class Mixed(NamedTuple):
+    """A source of a mixture, its rows, and how many are drawn of it in an epoch: ``Mixed("a.jsonl", 100, 250)``."""
+
+    source: str
+    rows: int
+    drawn: int
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows that were read and rows that were left out: ``Rows([Text("Once", "books.jsonl:1")], [])``."""
 
     rows: list[Row]
     skipped: list[Skipped]
+    mixed: tuple[Mixed, ...] = ()
+    """The sources, where there are several."""
 
     @property
     def reasons(self) -> Counter[str]:
@@ -80,24 +90,53 @@ def load(
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for place, record in _records(source):
-        if limit is not None and len(rows) >= limit:
+    for found in read(source, kinds, format=format, keys=keys, on_bad_row=on_bad_row, limit=limit):
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        else:
+            rows.append(found)
+    if not rows:
+        why = f": all {len(skipped)} rows were skipped, the first as {skipped[0].message}" if skipped else ""
+        raise UserError(f"{name}: no rows{why}")
+    return Rows(rows, skipped)
+
+
+def read(
+    source: Any,
+    kinds: tuple[type[Any], ...],
+    *,
+    format: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+    limit: int | None = None,
+    streaming: bool = False,
+) -> Iterator[Row | Skipped]:
+    """Rows of a source one after another, and those left out among them; the arguments are those of ``load``.
+
+    JSON lines and parquet files are read as rows are asked for, and a hub id too where ``streaming`` is set; a JSON
+    list, a csv file and a saved data set are read whole.
+
+    Raises:
+        UserError: the source cannot be read, or a row is bad and ``on_bad_row`` is ``error``.
+    """
+    good = 0
+    for place, record in _records(source, streaming):
+        if limit is not None and good >= limit:
             break
         try:
             if isinstance(record, BadRow):
                 raise record
-            rows.append(parse(record, kinds, place, format, keys))
+            row = parse(record, kinds, place, format, keys)
         except BadRow as bad:
             if on_bad_row == "error":
                 raise
-            skipped.append(Skipped(place, bad.reason, str(bad)))
-    if not rows:
-        found = f": all {len(skipped)} rows were skipped, the first as {skipped[0].message}" if skipped else ""
-        raise UserError(f"{name}: no rows{found}")
-    return Rows(rows, skipped)
+            yield Skipped(place, bad.reason, str(bad))
+            continue
+        good += 1
+        yield row
 
 
-def _records(source: Any) -> Iterator[Found]:
+def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
     """Records with their places; a record that cannot be read is the error that says so."""
     if not isinstance(source, str | Path):
         return _numbered(source, "row ")
@@ -109,7 +148,7 @@ def _records(source: Any) -> Iterator[Found]:
         return _folder(Path(place), split or "train")
     hub = HUB.fullmatch(place)
     if hub and Path(place).suffix not in (*READERS, ".gz"):
-        return _hub(hub["path"], hub["config"], split or "train")
+        return _hub(hub["path"], hub["config"], split or "train", streaming)
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
     hint = f": did you mean {path.parent / near[0]}?" if near else ""
     raise UserError(f"{source}: no such file, folder or data set{hint}")
@@ -257,12 +296,12 @@ def _folder(path: Path, split: str) -> Iterator[Found]:
     return itertools.chain.from_iterable(_file(Path(file)) for file in _one_of(files or {}, split, str(path)))
 
 
-def _hub(path: str, config: str | None, split: str) -> Iterator[Found]:
+def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator[Found]:
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
-        rows = datasets.load_dataset(path, config, split=split)
+        rows = datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"{path}: no such file or folder here, and not read from the hub: {error}") from error
     return _numbered(rows, f"{path}:")

@@ -59,6 +59,7 @@ class Pretrain:
     kinds = (Text,)
     task = "CAUSAL_LM"
     config = PretrainConfig
+    streams = True
     on_long = "split"
 
     def __init__(self, **settings: Any) -> None:

@@ -30,6 +30,7 @@ class RewardModel:
     kinds = (Preference, Ranking)
     task = "SEQ_CLS"
     config = RewardModelConfig
+    streams = True
 
     def __init__(self, **settings: Any) -> None:
         self.settings = RewardModelConfig(**settings)

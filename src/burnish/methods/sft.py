@@ -33,6 +33,7 @@ class SFT:
     kinds = (Conversation,)
     task = "CAUSAL_LM"
     config = SFTConfig
+    streams = True
 
     def __init__(self, **settings: Any) -> None:
         self.settings = SFTConfig(**settings)

@@ -1,5 +1,6 @@
 """Recipes: YAML and overrides to typed settings; every mistake is named by file, line and key."""
 
+from burnish.recipe import sources
 from burnish.recipe.blocks import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
 from burnish.recipe.loading import load, schema, shipped
 
@@ -15,4 +16,5 @@ __all__ = [
     "method_class",
     "schema",
     "shipped",
+    "sources",
 ]

@@ -42,6 +42,8 @@ class StageData(Config, use_attribute_docstrings=True):
 
 
 def _kind(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "<list>"
     keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Config) else ()
     return "<path>" if isinstance(value, str) else next((f"<{k}>" for k in ("stage", "package") if k in keys), None)
 
@@ -64,6 +66,32 @@ DataSource = Annotated[
 ]
 
 
+class Part(Config, use_attribute_docstrings=True):
+    """One source of a mixture: ``{from: data/chat.jsonl, weight: 2, limit: 1000}``."""
+
+    source: DataSource = Field(alias="from")
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Share of the rows that are drawn, relative to the other sources; none: each row of every source once."""
+    limit: int | None = Field(None, gt=0)
+    """Read this many rows of it."""
+    format: str | None = None
+    """Name of the row shape, where the keys do not tell it; default: data.format."""
+    keys: dict[str, str] | None = None
+    """Names of the file's keys; default: data.keys."""
+
+
+TrainSource = Annotated[
+    Annotated[str, Tag("<path>")]
+    | Annotated[StageData, Tag("<stage>")]
+    | Annotated[list[Part], Field(min_length=1), Tag("<list>")],
+    Discriminator(
+        _kind,
+        custom_error_type="expected",
+        custom_error_message="a file, a folder, a hub id, {stage: NAME, file: FILE}, or a list of {from:, weight:}",
+    ),
+]
+
+
 class MethodChoice(Config, extra="allow"):
     """A method and its settings: ``{name: ppo, kl_coef: 0.05}``; the settings are those of the method's Config."""
 
@@ -78,7 +106,8 @@ class MethodChoice(Config, extra="allow"):
 class Data(Length, use_attribute_docstrings=True):
     """Rows of a stage: ``{train: data/chat.jsonl, eval: data/chat-eval.jsonl, max_length: 1024}``."""
 
-    train: DataSource
+    train: TrainSource
+    """A source, or a list of {from: SOURCE, weight: 2, limit: 1000}, which are mixed."""
     eval: DataSource | None = None
     """Rows that training does not see."""
     format: str | None = None
@@ -87,6 +116,34 @@ class Data(Length, use_attribute_docstrings=True):
     """Names of the file's keys: {prompt: question}."""
     limit: int | None = Field(None, gt=0)
     """Read this many rows."""
+    stream: bool = False
+    """Read training rows while the run goes on; needs trainer.max_steps."""
+    shuffle_buffer: int = Field(2048, gt=0)
+    """Rows of a stream that are read and shuffled together."""
+
+    @pydantic.model_validator(mode="after")
+    def _fitting(self) -> Data:
+        parts = self.parts("train")
+        if len(weighted := [part for part in parts if part.weight is not None]) not in (0, len(parts)):
+            raise ValueError(f"{len(weighted)} of {len(parts)} sources have a weight: give one to each, or to none")
+        if isinstance(self.train, list) and self.limit is not None:
+            raise ValueError("limit: a list of sources has a limit for each: train: [{from: FILE, limit: 1000}]")
+        if not self.stream and "shuffle_buffer" in self.model_fields_set:
+            raise ValueError("shuffle_buffer belongs to stream: true; rows that are read whole are shuffled whole")
+        return self
+
+    def parts(self, split: str) -> list[Part]:
+        """The sources of a split, with all their settings."""
+        source = getattr(self, split)
+        if source is None:
+            return []
+        if not isinstance(source, list):
+            limit = self.limit if split == "train" else None
+            return [Part.model_validate({"from": source, "limit": limit, "format": self.format, "keys": self.keys})]
+        shared = {"format": self.format, "keys": self.keys}
+        return [
+            part.model_copy(update={k: v for k, v in shared.items() if getattr(part, k) is None}) for part in source
+        ]
 
     @property
     def length(self) -> Length:

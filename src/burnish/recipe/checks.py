@@ -171,7 +171,9 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
     """Every model and data source of a stage, with its path below the stage."""
     yield ("model",), stage.model
     if stage.data:
-        yield ("data", "train"), stage.data.train
+        mixed = isinstance(stage.data.train, list)
+        for index, part in enumerate(stage.data.parts("train")):
+            yield ("data", "train", *((index, "from") if mixed else ())), part.source
         yield ("data", "eval"), stage.data.eval
     for index, reward in enumerate(stage.reward):
         yield ("reward", index, "model"), reward.model
@@ -199,9 +201,19 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
         if stage.method and (text := _reward_problem(stage.method.name, stage.reward)):
             yield Problem(("stages", index, "reward"), text)
+        if stage.method and stage.data and stage.data.stream:
+            yield from (Problem(("stages", index, *path), text) for path, text in _stream_problems(stage))
         evaluates = stage.trainer.get("eval_strategy", "no") != "no"
         if stage.data and evaluates and stage.data.eval is None:
             yield Problem(("stages", index, "trainer", "eval_strategy"), "no rows for it: data.eval is missing")
+
+
+def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
+    assert stage.method is not None
+    if not getattr(method_class(stage.method.name), "streams", False):
+        yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once; take this key away"
+    if stage.trainer.get("max_steps", -1) <= 0:
+        yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the steps of the run"
 
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from burnish.data import streaming
 from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
@@ -46,7 +47,8 @@ class Trainer(transformers.Trainer):
         args: ``TrainingArguments``. Rows of an optimizer step are ``per_device_train_batch_size`` x
             ``gradient_accumulation_steps`` x processes.
         method: what to learn: ``SFT()``, ``RewardModel()``, ``PPO(...)`` or any ``burnish.types.Method``.
-        train_dataset: rows: dicts, ``datasets.Dataset``, or what ``burnish.data.rows.load`` returned.
+        train_dataset: rows: dicts, ``datasets.Dataset``, or what ``burnish.data.rows.load`` returned; or a
+            ``burnish.data.streaming.RowStream``, which needs ``args.max_steps``.
         eval_dataset: rows of the same kind that training does not see.
         processing_class: the tokenizer, with the chat template.
         length: the longest sequence, and what to do with longer ones (an error unless said otherwise).
@@ -64,8 +66,8 @@ class Trainer(transformers.Trainer):
         model: torch.nn.Module,
         args: TrainingArguments,
         method: Method,
-        train_dataset: Iterable[Any],
-        eval_dataset: Iterable[Any] | None = None,
+        train_dataset: Iterable[Any] | Rows | streaming.RowStream,
+        eval_dataset: Iterable[Any] | Rows | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
         length: Length | None = None,
@@ -98,14 +100,17 @@ class Trainer(transformers.Trainer):
         args = dataclasses.replace(
             args, gradient_accumulation_steps=1, ignore_data_skip=True, remove_unused_columns=False
         )
-        self.rows = self._rows(train_dataset)
+        self.stream = train_dataset if isinstance(train_dataset, streaming.RowStream) else None
+        if self.stream is not None:
+            streaming.check(method, args.max_steps)
+        self.rows = [] if self.stream is not None else self._rows(train_dataset)
         self.eval_rows = [] if eval_dataset is None else self._rows(eval_dataset)
         self.tokenizer: Any = processing_class
         network = method.prepare(model, processing_class)
         super().__init__(
             model=network,
             args=args,
-            train_dataset=self.rows,  # type: ignore[arg-type]
+            train_dataset=self.rows if self.stream is None else self.stream,  # type: ignore[arg-type]
             eval_dataset=self.eval_rows or None,  # type: ignore[arg-type]
             processing_class=processing_class,
             **others,
@@ -118,7 +123,7 @@ class Trainer(transformers.Trainer):
         self._tokens = 0
         self._clock = time.perf_counter()
 
-    def _rows(self, rows: Iterable[Any]) -> list[Row]:
+    def _rows(self, rows: Any) -> list[Row]:
         rows = rows.rows if isinstance(rows, Rows) else list(rows)
         return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.kinds).rows
 
@@ -151,13 +156,15 @@ class Trainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> Any:
         """The method's loader, made once: it keeps its own place in the data."""
-        if self.loader is None:
+        if self.loader is None and self.stream is not None:
+            self.loader = streaming.loader(self.stream, self.method, self.context, self.args.max_steps)
+        elif self.loader is None:
             self.loader = self.method.loader(self.rows, self.context)
         return self.loader
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of the training data."""
-        return len(self.rows)
+        """Rows of the training data; of a stream those of the run's steps."""
+        return len(self.rows) if self.stream is None else self.rows_per_step * self.args.max_steps
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step, or nothing at the end of the epoch or of a finished run."""
