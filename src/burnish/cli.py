@@ -198,6 +198,29 @@ def generate(
 
 
 @app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    template: TemplateOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End an answer with this string; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    dtype: DType = "auto",
+) -> None:
+    """Talk to a model; /help lists what you can do there."""
+    from burnish import inference
+    from burnish.chat import Talk
+    from burnish.chat import run as talk_in_terminal
+
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    how = inference.sampling(options | {"stop": stop})
+    talk_in_terminal(Talk(inference.load(model, template, dtype), how, seed, system))
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do, and what would make it faster."""
     from burnish.machine import advice, examine

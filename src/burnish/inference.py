@@ -70,24 +70,32 @@ def decoding(options: dict[str, Any]) -> Sampling | Beams:
         UserError: options that would be ignored beside each other, or a value out of its range.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    sample, beams = given.pop("sample", False), "beams" in given
-    drawn = [_flag(name) for name in DRAWN if name in given]
-    if beams and drawn and not sample:
-        raise UserError(f"{', '.join(drawn)} set how beams are drawn, and --beams alone draws none: add --sample")
-    if beams and "length_range" in given:
-        raise UserError("--length-range is for sampling: with --beams, set --max-new-tokens")
-    if not beams and (only := [_flag(name) for name in ("length_penalty", "returned") if name in given]):
-        raise UserError(f"{', '.join(only)} rank beams: add --beams 4")
-    if not beams and given.get("temperature") == 0:
-        if sample:
+    sample = given.pop("sample", False)
+    if "beams" not in given:
+        if only := [_flag(name) for name in ("length_penalty", "returned") if name in given]:
+            raise UserError(f"{', '.join(only)} rank beams: add --beams 4")
+        if sample and given.get("temperature") == 0:
             raise UserError("--sample with --temperature 0: 0 always takes the likeliest token; leave one of them out")
-        if ignored := [flag for flag in drawn if flag != "--temperature"]:
-            raise UserError(f"{', '.join(ignored)} with --temperature 0: nothing is drawn, so it would be ignored")
-    if not beams and "length_range" not in given:
-        given.setdefault("max_new_tokens", 256)
-    if not beams:
-        return _checked(Sampling, given)
+        return sampling(given)
+    drawn = [_flag(name) for name in DRAWN if name in given]
+    if drawn and not sample:
+        raise UserError(f"{', '.join(drawn)} set how beams are drawn, and --beams alone draws none: add --sample")
+    if "length_range" in given:
+        raise UserError("--length-range is for sampling: with --beams, set --max-new-tokens")
     return _checked(Beams, {"sample": sample, "max_new_tokens": 256} | given)
+
+
+def sampling(options: dict[str, Any]) -> Sampling:
+    """How completions are sampled, from the options that were given.
+
+    Raises:
+        UserError: options that would be ignored beside each other, or a value out of its range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    ignored = [_flag(name) for name in DRAWN[1:] if name in given]
+    if given.get("temperature") == 0 and ignored:
+        raise UserError(f"{', '.join(ignored)} with --temperature 0: nothing is drawn, so it would be ignored")
+    return _checked(Sampling, given if "length_range" in given else {"max_new_tokens": 256} | given)
 
 
 def _flag(name: str) -> str:
