@@ -91,7 +91,7 @@ def _check(recipe: Recipe) -> None:
         training = _Training(recipe, stage)
         training.arguments()
         if stage.adapter is not None and (kind := stage.adapter.quantise) is not None:
-            quantise.require(kind)
+            quantise.require(kind, f"stages.{stage.name}.adapter.quantise")
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore
         for split in training.splits:
             if not any(isinstance(part.source, StageData) for part in training.data.parts(split)):

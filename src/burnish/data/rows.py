@@ -303,7 +303,10 @@ def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator
     try:
         rows = datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"{path}: no such file or folder here, and not read from the hub: {error}") from error
+        reason = (
+            "offline (HF_HUB_OFFLINE is set), and it is not in its cache" if datasets.config.HF_HUB_OFFLINE else error
+        )
+        raise UserError(f"{path}: no such file or folder here, and not read from the hub: {reason}") from error
     return _numbered(rows, f"{path}:")
 
 

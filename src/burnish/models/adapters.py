@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from burnish.models.bases import Base
-from burnish.models.quantise import Kind, is_quantised, prepare
+from burnish.models.quantise import Kind
 from burnish.types import Config
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
@@ -40,8 +40,6 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base:
 
     ``base`` says where the model's weights lie unchanged; it is written beside the adapter whenever that is saved.
     """
-    if is_quantised(model):
-        prepare(model)
     lora = peft.LoraConfig(
         task_type=task,
         r=config.r,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from huggingface_hub import is_offline_mode
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -237,6 +238,8 @@ def _whole(
         quantise.require(quantised)
         options["quantization_config"] = quantise.settings(quantised)
     model, info = _pretrained(cls, reference, output_loading_info=True, **options)
+    if quantised is not None:
+        quantise.prepare(model)
     body = f"{model.base_model_prefix}."
     missing = sorted(info["missing_keys"])
     made_up = [key for key in missing if not new_head or (key.startswith(body) and "pooler" not in key)]
@@ -272,6 +275,11 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
         return cls.from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
+        if isinstance(error, OSError) and not Path(folder).is_dir():
+            offline = (
+                "offline (HF_HUB_OFFLINE is set), and it is not in the hub's cache" if is_offline_mode() else reason
+            )
+            raise UserError(f"{reference}: no such folder here, and not read from the hub: {offline}") from error
         if "ignore_mismatched_sizes" in reason:
             reason = "its weights have other shapes than its config, or another number of labels than is asked for"
         raise UserError(f"{reference}: cannot be loaded as {cls.__name__}: {reason}") from error

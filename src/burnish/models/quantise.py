@@ -16,22 +16,22 @@ from burnish.types import UserError
 Kind = Literal["nf4", "int8"]
 
 
-def require(kind: Kind) -> None:
-    """Refuse what this machine cannot do, before anything is loaded.
+def require(kind: Kind, where: str = "quantise") -> None:
+    """Refuse what this machine cannot do, before anything is loaded; ``where`` is the setting that asks for it.
 
     Raises:
         UserError: bitsandbytes is not installed, or it has no kernels for the device of this machine.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            f"quantise: {kind} needs bitsandbytes, which is not installed: pip install 'burnish[gpu]', or leave "
+            f"{where}: {kind} needs bitsandbytes, which is not installed: pip install 'burnish[gpu]', or leave "
             "quantise out: the base is then kept in full precision"
         )
     bitsandbytes: Any = importlib.import_module("bitsandbytes")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in bitsandbytes.supported_torch_devices:
         raise UserError(
-            f"quantise: {kind} needs a CUDA GPU: this machine has none, and bitsandbytes {bitsandbytes.__version__} "
+            f"{where}: {kind} needs a CUDA GPU: this machine has none, and bitsandbytes {bitsandbytes.__version__} "
             "does not run on a CPU; leave quantise out: the base is then kept in full precision"
         )
 
@@ -60,3 +60,8 @@ def is_quantised(model: nn.Module) -> bool:
 def prepare(model: Any) -> None:
     """Freeze a quantised base, and put what is not quantised (norms, embeddings, the head) in float32."""
     peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    for module in model.modules():
+        # on CPUs with these instructions bitsandbytes would, in the first pass without gradient, pack the weights for a
+        # kernel through which nothing is learned from then on
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
