@@ -303,9 +303,8 @@ def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator
     try:
         rows = datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, DatasetsError) as error:
-        reason = (
-            "offline (HF_HUB_OFFLINE is set), and it is not in its cache" if datasets.config.HF_HUB_OFFLINE else error
-        )
+        offline = datasets.config.HF_HUB_OFFLINE  # pyright: ignore[reportAttributeAccessIssue]
+        reason = "offline (HF_HUB_OFFLINE is set), and it is not in its cache" if offline else error
         raise UserError(f"{path}: no such file or folder here, and not read from the hub: {reason}") from error
     return _numbered(rows, f"{path}:")
 
