@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from burnish.methods.reinforce import Reinforce
     from burnish.methods.reward import RewardModel
     from burnish.methods.sft import SFT
+    from burnish.methods.step_value import StepValue
     from burnish.training.trainer import Trainer
     from burnish.types import UserError
 
@@ -19,6 +20,7 @@ __all__ = [
     "Pretrain",
     "Reinforce",
     "RewardModel",
+    "StepValue",
     "Trainer",
     "UserError",
     "__version__",
@@ -30,6 +32,7 @@ _HOMES = {
     "Reinforce": "burnish.methods.reinforce",
     "RewardModel": "burnish.methods.reward",
     "SFT": "burnish.methods.sft",
+    "StepValue": "burnish.methods.step_value",
     "Trainer": "burnish.training.trainer",
     "UserError": "burnish.types",
 }

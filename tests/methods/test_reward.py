@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import burnish.methods.reward as reward_module
 from burnish import RewardModel, UserError
 from burnish.data.chat import Length
-from burnish.methods.reward import wilson
+from burnish.math.intervals import wilson
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.types import Messages, Pair, Preference, Ranking, Sequence, Term
 

@@ -31,6 +31,7 @@ from burnish.types import (
     Ranking,
     Row,
     Sequence,
+    Steps,
     UserError,
 )
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SKIPPED = "skip: "  # how the reason begins of a row that could not be encoded and was left out
+ARRAY = "array."  # before the names of a sequence's arrays in the cache
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
 
 
@@ -47,7 +49,7 @@ class Length(Config):
 
     What a row is cut to never gets an end token that it did not have. Of preferences, rankings and prompts only the
     prompt is cut, and only by ``truncate_left``: its oldest turns first, then the beginning of its last one; never a
-    system message or an answer.
+    system message or an answer. Of a solution in steps only whole steps are left out, by ``truncate_right``.
     """
 
     max_length: int | None = Field(default=None, ge=2, description="tokens of the longest sequence; none: any length")
@@ -98,7 +100,7 @@ def encode(
         first = encoded.changed[0]
         reason = first.reason.removeprefix(SKIPPED)
         raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}")
-    if path is not None and all(not s.arrays for example in encoded.examples for s in example.sequences):
+    if path is not None and len({tuple(s.arrays) for example in encoded.examples for s in example.sequences}) <= 1:
         _keep(encoded, path)
     return _told(encoded)
 
@@ -161,6 +163,7 @@ def _fitted(
     prompted = isinstance(row, Preference | Ranking | Prompt)
     if how == "error":
         ways = "drop or truncate_left" if prompted else "drop, truncate_left, truncate_right or split"
+        ways = "drop or truncate_right" if isinstance(row, Steps) else ways
         raise UserError(f"{row.source}: {what}: raise it, or set on_long: {ways}")
     if how == "drop":
         return [], f"drop: {what}"
@@ -171,6 +174,12 @@ def _fitted(
         shorter, cut = _cut_prompt(row, lambda row: _longest(function(row)) <= limit, what)
         return [function(shorter)], f"truncate_left: {what}: {cut}"
     (sequence,) = example.sequences
+    if isinstance(row, Steps):
+        if how != "truncate_right":
+            detail = "would part steps from their question; of a solution only its last steps are left out"
+            raise UserError(f"{row.source}: {what}: on_long: {how} {detail}: set truncate_right or drop")
+        shorter, cut = _whole_steps(sequence, limit, what)
+        return [Example((shorter,))], f"truncate_right: {what}: {cut}"
     pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, how)]
     learned = [piece for piece in pieces if any(piece.trained)]
     if not learned:
@@ -200,6 +209,17 @@ def _part(sequence: Sequence, start: int, end: int) -> Sequence:
         sequence.source,
         {name: values[start:end] for name, values in sequence.arrays.items()},
     )
+
+
+def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, str]:
+    """The sequence up to the end of its last whole step, and how many steps were left out."""
+    ends = [t for t, outcome in enumerate(sequence.arrays["outcomes"]) if outcome]
+    kept = [t for t in ends if t < limit]
+    if not kept:
+        raise UserError(f"{sequence.source}: {what}: not one step fits: raise max_length, or drop")
+    lost = len(ends) - len(kept)
+    said = f"{lost} of {len(ends)} steps left out" if lost else "the end token left out"
+    return _part(sequence, 0, kept[-1] + 1), said
 
 
 # --- prompts ------------------------------------------------------------------------------------------------------
@@ -292,6 +312,8 @@ def _keep(encoded: Encoded, path: Path) -> None:
         "pairs": np.array([pair for e in encoded.examples for pair in e.pairs], dtype=np.float64).reshape(-1, 5),
         "pair_counts": np.array([len(example.pairs) for example in encoded.examples], dtype=np.int64),
     }
+    for name in sequences[0].arrays if sequences else ():
+        tensors[ARRAY + name] = np.array([number for s in sequences for number in s.arrays[name]], dtype=np.float64)
     notes = {"sources": json.dumps([s.source for s in sequences]), "changed": json.dumps(encoded.changed)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,13 +332,15 @@ def _read(path: Path) -> Encoded:
         arrays = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
     sources = iter(json.loads(notes["sources"]))
     tokens, trained, lengths = arrays["tokens"], arrays["trained"], iter(arrays["lengths"])
+    numbers = {name.removeprefix(ARRAY): found for name, found in arrays.items() if name.startswith(ARRAY)}
     pairs = iter(arrays["pairs"])
     examples, done = [], 0
     for sequences, pair_count in zip(arrays["sequences"], arrays["pair_counts"], strict=True):
         made = []
         for _ in range(sequences):
             end = done + next(lengths)
-            made.append(Sequence(tuple(tokens[done:end]), tuple(trained[done:end]), next(sources)))
+            aligned = {name: tuple(found[done:end]) for name, found in numbers.items()}
+            made.append(Sequence(tuple(tokens[done:end]), tuple(trained[done:end]), next(sources), aligned))
             done = end
         compared = (next(pairs) for _ in range(pair_count))
         examples.append(Example(tuple(made), tuple(Pair(int(a), int(b), *rest) for a, b, *rest in compared)))

@@ -321,6 +321,26 @@ def truncated_importance(logprobs: Tensor, sampled: Tensor, mask: Tensor, cap: f
     return importance(logprobs.detach(), sampled, mask).clamp(max=cap)
 
 
+def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
+    """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2.
+
+    Source: Chen et al., "AlphaMath almost zero", 2024.
+
+    Args:
+        values: (B, T), V in [-1, 1] of the text up to and including each token.
+        targets: (B, T), Q in [-1, 1]; no gradient flows into it.
+        mask: (B, T), True on the last token of each step.
+
+    Returns:
+        Term: the sum over step ends, and their number.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    same_shape(values=values, targets=targets)
+    return reduce((precise(values) - targets.detach()).square(), mask)
+
+
 def importance(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Ratio of each token's probability to the one it was sampled with: exp(clamp(l - l_old, -20, 20)).
 

@@ -5,5 +5,6 @@ METHODS = {
     "sft": "burnish.methods.sft:SFT",
     "reward": "burnish.methods.reward:RewardModel",
     "reinforce": "burnish.methods.reinforce:Reinforce",
+    "step_value": "burnish.methods.step_value:StepValue",
     "ppo": "burnish.methods.ppo:PPO",
 }

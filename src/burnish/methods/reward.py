@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data import chat
 from burnish.data.batching import RowLoader
 from burnish.math import losses
+from burnish.math.intervals import wilson
 from burnish.models.forward import scores
 from burnish.models.heads import Network, disable_dropout
 from burnish.types import Config, Context, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
@@ -88,10 +89,3 @@ class RewardModel:
         mean = (metrics["chosen"] + metrics["rejected"]) / 2
         std = math.sqrt(max(0.0, metrics.pop("squares") - mean**2))
         return metrics | {"accuracy_low": low, "accuracy_high": high, "score_mean": mean, "score_std": std}
-
-
-def wilson(share: float, n: float, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a share of ``n`` independent trials (Wilson 1927)."""
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return centre - half, centre + half

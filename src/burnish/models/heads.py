@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel, TaskType
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
+from burnish.math.tensors import precise
 from burnish.models import bases
 from burnish.models.adapters import trained_on, wrap
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
@@ -56,6 +58,54 @@ class SharedCritic(nn.Module):
         self.score = nn.Linear(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
+
+
+class StepValueHead(nn.Module):
+    """The value of what has been written so far: V_t = tanh(w h_t + b), in float32 or wider, no dropout.
+
+    Entry t reads hidden state t, without a shift: it judges the text up to and including token t. The tanh is here and
+    nowhere else, so that training and search mean the same number. ``delimiter`` ends a step; it is saved with the
+    weights, as search must cut a text where training did.
+    """
+
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype = torch.float32, delimiter: str = "\n", std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.value = nn.Linear(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
+        self.delimiter = delimiter
+        nn.init.normal_(self.value.weight, std=std)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values (B, T) in [-1, 1] of hidden states (B, T, H)."""
+        return torch.tanh(precise(self.value(hidden.to(self.value.weight.dtype))[..., 0]))
+
+
+def save_head(head: nn.Module, path: Path) -> None:
+    """Write a scalar head's weights, and the delimiter of one that values steps."""
+    notes = {"delimiter": head.delimiter} if isinstance(head, StepValueHead) else None
+    save_file(head.state_dict(), path, metadata=notes)
+
+
+def load_head(head: nn.Module, path: Path) -> None:
+    """Load what ``save_head`` wrote, strictly.
+
+    Raises:
+        UserError: it holds other weights than the head's, or they have another shape.
+    """
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    expected = head.state_dict()
+    found, wanted = ({n: tuple(x.shape) for n, x in part.items()} for part in (weights, expected))
+    if found != wanted:
+        raise UserError(f"{path}: not the weights of a {type(head).__name__}: it holds {found}, expected {wanted}")
+    head.load_state_dict(weights)
+    if isinstance(head, StepValueHead):
+        with safe_open(path, "pt") as file:
+            head.delimiter = (file.metadata() or {}).get("delimiter", head.delimiter)
 
 
 def separate_critic(
@@ -119,10 +169,10 @@ class Network(nn.Module):
         return method.loss(self, batch)
 
     def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        """Values (B, T); a shared critic reads ``hidden`` (B, T, H), the policy's hidden states, where given."""
-        if isinstance(self.critic, SharedCritic):
+        """Values (B, T); a head on the policy reads ``hidden`` (B, T, H), the policy's hidden states, where given."""
+        if isinstance(self.critic, SharedCritic | StepValueHead):
             states = hidden_states(self.policy, batch) if hidden is None else hidden
-            return values_of(self.critic.score, states)
+            return self.critic(states) if isinstance(self.critic, StepValueHead) else values_of(self.critic.score, states)
         assert self.critic is not None
         return token_values(self.critic, batch)
 
@@ -138,22 +188,22 @@ class Network(nn.Module):
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy as transformers and peft do, and the critic beside it."""
         self.save_policy(folder, **kwargs)
-        if self.critic is not None and not isinstance(self.critic, SharedCritic):
-            self.critic.save_pretrained(Path(folder) / "critic")  # type: ignore[operator]
+        if isinstance(self.critic, PreTrainedModel | PeftModel):
+            self.critic.save_pretrained(Path(folder) / "critic")
 
     def save_policy(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy, and what belongs to it: the base that its adapter was trained on, a head that it shares."""
         self.policy.save_pretrained(folder, **kwargs)  # type: ignore[operator]
         if (base := trained_on(self.policy)) is not None:
             bases.record(Path(folder), base)
-        if isinstance(self.critic, SharedCritic):
-            save_file(self.critic.state_dict(), Path(folder) / VALUE_HEAD)
+        if isinstance(self.critic, SharedCritic | StepValueHead):
+            save_head(self.critic, Path(folder) / VALUE_HEAD)
 
     def load_weights(self, folder: str | Path) -> None:
         """Load what ``save_pretrained`` saved into this network, strictly."""
         load_weights(self.policy, Path(folder))
-        if isinstance(self.critic, SharedCritic):
-            self.critic.load_state_dict(load_file(Path(folder) / VALUE_HEAD))
+        if isinstance(self.critic, SharedCritic | StepValueHead):
+            load_head(self.critic, Path(folder) / VALUE_HEAD)
         elif self.critic is not None:
             load_weights(self.critic, Path(folder) / "critic")
 

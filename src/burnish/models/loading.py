@@ -29,7 +29,7 @@ from burnish.math.tensors import precise
 from burnish.models import bases, quantise
 from burnish.models.adapters import without_warning
 from burnish.models.forward import backbone, head, unwrap
-from burnish.models.heads import disable_dropout, init_score
+from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
 from burnish.types import UserError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -182,6 +182,26 @@ def load_reward_model(
     else:
         model = _whole(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
     return disable_dropout(model)
+
+
+def load_value_model(
+    reference: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> Network:
+    """A policy with the head that values its reasoning steps, as ``methods.step_value`` saved them; no dropout.
+
+    ``network.critic.delimiter`` is what ends a step.
+
+    Raises:
+        UserError: there is no value head, or it is another kind of head or of another model.
+    """
+    folder = resolve(reference)
+    path = Path(folder) / VALUE_HEAD
+    if not path.is_file():
+        raise UserError(f"{reference}: no {VALUE_HEAD}: expected a model that a stage with method step_value trained")
+    policy = load_policy(reference, dtype=dtype, trust_remote_code=trust_remote_code)
+    head = StepValueHead(unwrap(policy).config.get_text_config().hidden_size, dtype)
+    load_head(head, path)
+    return Network(disable_dropout(policy), head)
 
 
 def base_of(adapter: str) -> str:

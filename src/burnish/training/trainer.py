@@ -467,7 +467,8 @@ class Trainer(transformers.Trainer):
 def _silent(example: Example) -> Example:
     """An example of the same kind that adds nothing to any term."""
     first = example.sequences[0]
-    muted = dataclasses.replace(first, trained=(False,) * len(first.tokens))
+    zeros = {name: (0.0,) * len(first.tokens) for name in first.arrays}
+    muted = dataclasses.replace(first, trained=(False,) * len(first.tokens), arrays=zeros)
     return Example((muted,))
 
 

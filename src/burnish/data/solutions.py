@@ -1,0 +1,86 @@
+"""Solutions in steps to sequences: each step tokenised by itself, with its value on its last token.
+
+Training and search build their tokens by the same two functions, ``chat.prompt`` for the question and ``step_tokens``
+for a step, so that the model meets the same ids in both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from burnish.data import chat
+from burnish.data.templates import backend
+from burnish.types import Conversation, Sequence, Steps, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Learn = Literal["steps", "everything"]
+
+
+def step_tokens(tokenizer: PreTrainedTokenizerBase, text: str, delimiter: str = "\n") -> tuple[int, ...]:
+    r"""The ids of one step: its stripped text and one delimiter, such as those of ``"3 + 8 = 11\n"``.
+
+    No special token is added, and one that the step spells stays text.
+
+    Raises:
+        ValueError: the step is empty, or holds the delimiter and so would be several.
+    """
+    stripped = text.strip()
+    if not stripped:
+        raise ValueError("a step is empty")
+    if delimiter in stripped:
+        raise ValueError(f"a step holds the delimiter {delimiter!r}, which ends it: {stripped[:80]!r}")
+    return tuple(backend(tokenizer, as_text=True).encode(stripped + delimiter, add_special_tokens=False).ids)
+
+
+def solution(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Steps,
+    learn: Learn = "steps",
+    learn_eos: bool = True,
+    delimiter: str = "\n",
+) -> Sequence:
+    r"""A question under the model's template, its steps, and the end token where it is learned.
+
+    Three arrays are 0 but on the last token of each step: ``targets``, its Q; ``outcomes``, 1 in a correct solution and
+    -1 in another, which also tells a Q of 0 from no Q; ``depths``, k / K at step k of K. A target judges what stands up
+    to and including its token, and is not shifted.
+
+    Args:
+        tokenizer: with a chat template.
+        row: the solution. The tokens of a correct one are learned; of another one only its values are.
+        learn: ``steps``, or ``everything``: the question too, where the solution is correct.
+        learn_eos: a correct solution ends with the token that ends the assistant's turn, and it is learned.
+        delimiter: ends every step.
+
+    Raises:
+        UserError: the template refuses the question or writes no end token; a step is empty or holds the delimiter.
+    """
+    question = chat.prompt(tokenizer, row.question, row.source)
+    tokens = list(question)
+    targets, outcomes, depths = ([0.0] * len(question) for _ in range(3))
+    for k, (text, value) in enumerate(zip(row.steps, row.values, strict=True), start=1):
+        try:
+            step = step_tokens(tokenizer, text, delimiter)
+        except ValueError as error:
+            raise UserError(f"{row.source}: step {k} of {len(row.steps)}: {error}") from error
+        tokens += step
+        here = (value, 1.0 if row.correct else -1.0, k / len(row.steps))
+        for array, number in zip((targets, outcomes, depths), here, strict=True):
+            array += [0.0] * (len(step) - 1) + [number]
+    if row.correct and learn_eos:
+        tokens.append(_end(tokenizer, row))
+        for array in (targets, outcomes, depths):
+            array.append(0.0)
+    first = 1 if learn == "everything" else len(question)
+    trained = tuple(row.correct and t >= first for t in range(len(tokens)))
+    arrays = {"targets": tuple(targets), "outcomes": tuple(outcomes), "depths": tuple(depths)}
+    return Sequence(tuple(tokens), trained, row.source, arrays)
+
+
+def _end(tokenizer: PreTrainedTokenizerBase, row: Steps) -> int:
+    """The token that the template ends an assistant's turn with: the last one that is learned of such a turn."""
+    turn = Conversation((*row.question, {"role": "assistant", "content": row.steps[-1]}), None, row.source)
+    sequence = chat.conversation(tokenizer, turn, "last", learn_eos=True)
+    return max(zip(sequence.trained, range(len(sequence.tokens)), sequence.tokens, strict=True))[2]

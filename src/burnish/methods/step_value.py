@@ -1,0 +1,119 @@
+"""Step-level value models: a policy that also judges its own reasoning steps (Chen et al., "AlphaMath", 2024)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data import chat
+from burnish.data.batching import RowLoader
+from burnish.data.solutions import solution
+from burnish.math import losses
+from burnish.math.intervals import wilson
+from burnish.models.forward import hidden_states, token_logprobs, unwrap
+from burnish.models.heads import Network, StepValueHead, disable_dropout
+from burnish.types import Config, Context, Encoded, Example, MicroBatch, Row, Steps, Term, Terms
+
+DEPTHS = ("first", "middle", "last")
+
+
+class StepValueConfig(Config):
+    """Settings of step-level value models."""
+
+    alpha: float = Field(0.1, ge=0, description="weight of the squared error of the values")
+    learn: Literal["steps", "everything"] = Field(
+        "steps", description="tokens of correct solutions that are learned; everything: those of the question too"
+    )
+    learn_eos: bool = Field(True, description="learn the token that ends a correct solution")
+    delimiter: str = Field("\n", min_length=1, description="what ends a step, in training and in search")
+
+
+class StepValue:
+    """L = -sum log p over tokens of correct solutions / their number + alpha sum (V - Q)^2 over step ends / theirs.
+
+    The two parts have counts of their own, over the whole step: one with nothing to count adds exactly 0.
+    """
+
+    name = "step_value"
+    kinds = (Steps,)
+    task = "CAUSAL_LM"
+    config = StepValueConfig
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = StepValueConfig(**settings)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The negative log-likelihood, and alpha times the error of the values."""
+        alpha = self.settings.alpha
+        return {"nll": 1.0} | ({"value": alpha} if alpha else {})
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """The model with a value head on its hidden states, without dropout."""
+        config = unwrap(model).config.get_text_config()
+        std = getattr(config, "initializer_range", 0.02)
+        head = StepValueHead(config.hidden_size, unwrap(model).dtype, self.settings.delimiter, std)
+        return Network(disable_dropout(model), head)
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+        """One sequence a solution."""
+        s = self.settings
+
+        def encode(row: Any) -> Example:
+            return Example((solution(tokenizer, row, s.learn, s.learn_eos, s.delimiter),))
+
+        key = chat.cache_key(tokenizer, self.name, s.learn, s.learn_eos, s.delimiter)
+        return chat.encode(rows, encode, length, key)
+
+    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+        """Rows in a seeded order."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        return RowLoader(examples, context.rows_per_step, context.seed)
+
+    def counts(self, examples: list[Example]) -> dict[str, float]:
+        """Learned tokens, and ends of steps."""
+        sequences = [s for e in examples for s in e.sequences]
+        ends = sum(outcome != 0 for s in sequences for outcome in s.arrays["outcomes"])
+        return {"nll": float(sum(sum(s.trained) for s in sequences)), "value": float(ends)}
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
+        hidden = hidden_states(network.policy, batch)
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, entropies="off")
+        values = network.values(batch, hidden)
+        targets, outcomes = batch.arrays["targets"], batch.arrays["outcomes"]
+        return {
+            "nll": losses.nll(logprobs, batch.trained),
+            "value": losses.step_value(values, targets, outcomes != 0),
+        } | measured(values.detach(), targets, outcomes, batch.arrays["depths"])
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Both parts, errors by outcome and depth, and sign accuracy at the last step with its 95 % interval."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        metrics = context.evaluate(examples)
+        whole = sum(any(depth == 1 for depth in e.sequences[0].arrays["depths"]) for e in examples)
+        if whole:
+            low, high = wilson(metrics["sign_accuracy"], whole)
+            metrics |= {"sign_accuracy_low": low, "sign_accuracy_high": high}
+        return metrics
+
+
+@torch.no_grad()
+def measured(values: Tensor, targets: Tensor, outcomes: Tensor, depths: Tensor) -> Terms:
+    """How good values (B, T) are, over step ends; targets, outcomes and depths (B, T) as in ``data.solutions``.
+
+    value_correct, value_incorrect: squared error in solutions of that outcome. value_first, value_middle, value_last:
+    squared error of the steps in each third of their solution, the last step of which always belongs to the last.
+    sign_accuracy: share of solutions whose last value has the sign of the outcome; a value of 0 counts one half.
+    """
+    # depths are k / K in float32: a third of the way is in the first third
+    third = (3 * depths - 1e-3).ceil()
+    places = {"correct": outcomes > 0, "incorrect": outcomes < 0}
+    places |= {name: third == i for i, name in enumerate(DEPTHS, start=1)}
+    terms = {f"value_{name}": losses.step_value(values, targets, where) for name, where in places.items()}
+    right = (1 + (values * outcomes).sign()) / 2
+    return terms | {"sign_accuracy": losses.reduce(right, depths == 1)}
