@@ -369,3 +369,24 @@ def test_sums_are_at_least_float32(dtype):
         losses.bradley_terry(new[0], old[0]),
     ):
         assert (term.total.dtype, term.count.dtype) == (expected, expected)
+
+
+def test_step_values_by_hand():
+    values, targets = torch.tensor([[0.5, 9.0, -1.0], [0.25, 0.0, 9.0]]), torch.tensor([[1.0, 0, -1.0], [0.0, 0.5, 0]])
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    term = losses.step_value(values, targets, mask)
+    assert (term.total, term.count) == (0.25 + 0 + 0.0625 + 0.25, 4)  # a target of 0 counts where the mask is True
+    nothing = losses.step_value(values, targets, torch.zeros_like(mask))
+    assert (nothing.total, nothing.count, nothing.mean) == (0, 0, 0)
+
+
+def test_the_gradient_of_step_values_is_twice_the_error():
+    values = torch.tensor([[0.5, 0.1, -1.0]], requires_grad=True)
+    targets = torch.tensor([[1.0, 7.0, -1.0]], requires_grad=True)
+    losses.step_value(values, targets, torch.tensor([[True, False, True]])).total.backward()
+    assert values.grad is not None and values.grad.tolist() == [[-1.0, 0.0, 0.0]] and targets.grad is None
+
+
+def test_step_values_must_align():
+    with pytest.raises(ValueError, match="targets must align with values"):
+        losses.step_value(torch.zeros(1, 3), torch.zeros(3), torch.ones(1, 3, dtype=torch.bool))

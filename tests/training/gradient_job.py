@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from burnish import PPO, SFT, Pretrain, Reinforce, RewardModel, Trainer
+from burnish import PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.batching import RowLoader
 from burnish.types import Example, Pair, Sequence, Text
 
@@ -61,6 +61,16 @@ def answers(seed: int) -> Example:
     a, b, prompt = sequence(300 + seed), sequence(400 + seed), sequence(500 + seed).tokens
     both = (Sequence(prompt + s.tokens, (False,) * (len(prompt) + 1) + s.trained[1:], s.source) for s in (a, b))
     return Example(tuple(both), (Pair(0, 1, margin=0.2, p_better=0.8),))
+
+
+def solved(seed: int) -> Example:
+    """A solution in steps, correct where the seed is odd: of another one no token is learned."""
+    r, base = random.Random(seed), sequence(600 + seed, "targets")
+    ends = [*(r.random() < 0.4 for _ in base.tokens[1:]), True]
+    outcomes = tuple((1.0 if seed % 2 else -1.0) * end for end in ends)
+    depths = tuple(sum(ends[: t + 1]) / sum(ends) * end for t, end in enumerate(ends))
+    trained = tuple(learned and seed % 2 == 1 for learned in base.trained)
+    return Example((replace(base, trained=trained).with_arrays(outcomes=outcomes, depths=depths),))
 
 
 def exact(model: Any, dtype: torch.dtype) -> Any:
@@ -113,6 +123,7 @@ def cases(dtype: torch.dtype) -> dict:
             policy(),
             scored,
         ),
+        "step_value": (StepValue(alpha=0.5), policy(), [solved(i) for i in range(9)]),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),
         "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
     }

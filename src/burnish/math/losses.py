@@ -199,18 +199,7 @@ def bradley_terry(
 def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
     """(r_c + r_r)^2: Bradley-Terry does not fix where scores lie; this, with a small weight, keeps them around 0.
 
-    Source: Eisenstein et al., "Helping or herding?", 2023.
-
-    Args:
-        chosen: (P,), scores of the better answers.
-        rejected: (P,), scores of the worse ones.
-        weights: (P,); None is 1.
-
-    Returns:
-        Term: weighted sum over pairs, and the sum of the weights.
-
-    Raises:
-        ValueError: if the shapes differ.
+    Source: Eisenstein et al., "Helping or herding?", 2023. Arguments, result and errors as in bradley_terry.
     """
     same_shape(chosen=chosen, rejected=rejected)
     return _over_pairs((precise(chosen) + precise(rejected)).square(), weights)
@@ -322,7 +311,7 @@ def truncated_importance(logprobs: Tensor, sampled: Tensor, mask: Tensor, cap: f
 
 
 def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
-    """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2.
+    """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2, and their number.
 
     Source: Chen et al., "AlphaMath almost zero", 2024.
 
@@ -330,9 +319,6 @@ def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
         values: (B, T), V in [-1, 1] of the text up to and including each token.
         targets: (B, T), Q in [-1, 1]; no gradient flows into it.
         mask: (B, T), True on the last token of each step.
-
-    Returns:
-        Term: the sum over step ends, and their number.
 
     Raises:
         ValueError: if the shapes differ.

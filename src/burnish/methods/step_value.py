@@ -16,7 +16,7 @@ from burnish.math import losses
 from burnish.math.intervals import wilson
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
-from burnish.types import Config, Context, Encoded, Example, MicroBatch, Row, Steps, Term, Terms
+from burnish.types import Config, Context, Encoded, Example, MicroBatch, Row, Steps, Terms
 
 DEPTHS = ("first", "middle", "last")
 

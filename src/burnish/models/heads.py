@@ -172,7 +172,9 @@ class Network(nn.Module):
         """Values (B, T); a head on the policy reads ``hidden`` (B, T, H), the policy's hidden states, where given."""
         if isinstance(self.critic, SharedCritic | StepValueHead):
             states = hidden_states(self.policy, batch) if hidden is None else hidden
-            return self.critic(states) if isinstance(self.critic, StepValueHead) else values_of(self.critic.score, states)
+            return (
+                self.critic(states) if isinstance(self.critic, StepValueHead) else values_of(self.critic.score, states)
+            )
         assert self.critic is not None
         return token_values(self.critic, batch)
 

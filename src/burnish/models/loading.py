@@ -184,9 +184,7 @@ def load_reward_model(
     return disable_dropout(model)
 
 
-def load_value_model(
-    reference: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
-) -> Network:
+def load_value_model(reference: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Network:
     """A policy with the head that values its reasoning steps, as ``methods.step_value`` saved them; no dropout.
 
     ``network.critic.delimiter`` is what ends a step.

@@ -131,6 +131,9 @@ METRICS: dict[str, Metric] = {
         "Win rate", "completions that score above those before training", "higher", True, True, start=0.5
     ),
     "accuracy": Metric("Accuracy", "pairs in which the preferred answer scores higher", "higher", True, True),
+    "sign_accuracy": Metric(
+        "Sign accuracy", "solutions whose last value has the sign of their outcome", "higher", True, True
+    ),
     "loss": Metric("Loss", "what training minimises", "lower", headline=True),
     "perplexity": Metric("Perplexity", "exp(loss of a token); 1 is best", "lower", False, True),
     "nll": Metric("Negative log-likelihood", "nats a token", "lower"),
@@ -143,7 +146,12 @@ METRICS: dict[str, Metric] = {
     "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score", headline=True),
     "rlhf_reward": Metric("Score less KL penalty", "score - coefficient * KL: what PPO maximises", "higher"),
     "entropy": Metric("Entropy", "nats a token; near 0 the policy repeats itself", headline=True),
-    "value": Metric("Value loss", "squared error of the critic", "lower", headline=True),
+    "value": Metric("Value loss", "squared error of the critic, or of the values of steps", "lower", headline=True),
+    "value_correct": Metric("Value error, correct", "squared, of the steps of correct solutions", "lower"),
+    "value_incorrect": Metric("Value error, incorrect", "squared, of the steps of incorrect solutions", "lower"),
+    "value_first": Metric("Value error, first third", "squared, of steps in the first third of a solution", "lower"),
+    "value_middle": Metric("Value error, middle third", "squared, of steps in the middle third", "lower"),
+    "value_last": Metric("Value error, last third", "squared, of steps in the last third, the end among them", "lower"),
     "explained_variance": Metric(
         "Explained variance", "of the returns, by the critic; 1 is perfect, 0 a constant", "higher", False, True
     ),
