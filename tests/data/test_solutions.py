@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from burnish import StepValue
 from burnish.data import chat, solutions
 from burnish.data.batching import collate
-from burnish.types import Example, Steps, UserError
+from burnish.types import Example, Messages, Steps, UserError
 
-QUESTION = ({"role": "user", "content": "3+8-2=?"},)
+QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
 RIGHT = Steps(QUESTION, ("3+8=11", "11-2=9"), (0.5, 1.0), "steps.jsonl:1")
 WRONG = Steps(QUESTION, ("3+8=11", "11-2=8"), (0.0, -1.0), "steps.jsonl:2")
 
@@ -88,7 +89,8 @@ def test_a_step_is_one_step(step, message, tiny_tokenizer):
 def test_one_target_a_whole_step_after_collating(tiny_tokenizer):
     examples = [Example((solutions.solution(tiny_tokenizer, row),)) for row in (RIGHT, WRONG)]
     newline = tiny_tokenizer.encode("\n", add_special_tokens=False)[0]
-    for layout in ({"side": "left"}, {"side": "right"}, {"packed": True}):
+    layouts: list[dict[str, Any]] = [{"side": "left"}, {"side": "right"}, {"packed": True}]
+    for layout in layouts:
         batch = collate(examples, 0, **layout)
         ends = batch.arrays["outcomes"] != 0
         assert batch.tokens[ends].tolist() == [newline] * 4

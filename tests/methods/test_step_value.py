@@ -14,9 +14,9 @@ from burnish.data import chat
 from burnish.data.batching import RowLoader, collate
 from burnish.methods.step_value import measured
 from burnish.models.heads import Network, StepValueHead
-from burnish.types import Conversation, Example, MicroBatch, Steps
+from burnish.types import Conversation, Example, Messages, MicroBatch, Steps
 
-QUESTION = ({"role": "user", "content": "3+8-2=?"},)
+QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
 RIGHT = Steps(QUESTION, ("3+8=11", "11-2=9"), (0.5, 1.0), "s:1")
 WRONG = Steps(QUESTION, ("3+8=12", "12-2=10", "so 10"), (-0.5, 0.0, -1.0), "s:2")
 ROWS = [RIGHT, WRONG, Steps(QUESTION, ("9",), (1.0,), "s:3"), Steps(QUESTION, ("10",), (-1.0,), "s:4")]

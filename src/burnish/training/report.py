@@ -36,6 +36,7 @@ METHODS = {
     "sft": "supervised fine-tuning",
     "reward": "reward model",
     "reinforce": "REINFORCE",
+    "step_value": "step-level value model",
     "ppo": "proximal policy optimization",
 }
 
