@@ -191,7 +191,7 @@ class Network(nn.Module):
         """Save the policy as transformers and peft do, and the critic beside it."""
         self.save_policy(folder, **kwargs)
         if isinstance(self.critic, PreTrainedModel | PeftModel):
-            self.critic.save_pretrained(Path(folder) / "critic")
+            self.critic.save_pretrained(str(Path(folder) / "critic"))
 
     def save_policy(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy, and what belongs to it: the base that its adapter was trained on, a head that it shares."""
