@@ -36,6 +36,10 @@ SMALLER = {
         "stages.ppo.generation.max_new_tokens=4",
     ],
     "reward-causal": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.reward.model={policy}"],
+    "step_value": [
+        "stages.prepare.with={{rows: 64, prompts: 16, held_out: 16}}",
+        "stages.values.trainer.num_train_epochs=1",
+    ],
     "tiny": [
         "stages.prepare.with={{rows: 64, pairs: 64, prompts: 128, held_out: 16}}",
         "stages.sft.trainer.num_train_epochs=1",
