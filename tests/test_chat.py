@@ -138,11 +138,12 @@ def test_a_terminal_escape_of_the_model_is_shown_not_sent(make_talk: Any, monkey
     assert "".join(make_talk().answer("hi")).startswith("a\\x1b[2Jb\n\tc")
 
 
-def test_in_a_terminal(tiny_folder: Path) -> None:
+def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
     """Ctrl-C while nothing is said and while an answer is made, a line, Ctrl-D."""
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "burnish", "chat", str(tiny_folder), "--max-new-tokens", "200"]
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True)
+    request.addfinalizer(process.kill)
     os.close(child)
     seen = b""
 

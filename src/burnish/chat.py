@@ -154,7 +154,6 @@ class Talk:
         room = self.sampling.longest if self.context is None else self.context - len(prompt)
         limit = min(room, self.sampling.longest)
         tokenizer, said = self.loaded.tokenizer, []
-        self.stopped = False
         seed = request_seed(self.seed, self.answers, 0, 0)
 
         def kept() -> Iterator[int]:
@@ -224,6 +223,7 @@ def _speak(talk: Talk, line: str) -> None:
     def stop(*_: Any) -> None:
         talk.stopped = True
 
+    talk.stopped = False
     before = signal.signal(signal.SIGINT, stop)
     try:
         for text in talk.answer(line):
