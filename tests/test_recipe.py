@@ -215,3 +215,8 @@ def test_shipped_recipes_are_described_by_their_first_line(tmp_path, monkeypatch
     (tmp_path / "quick.yaml").write_text("# All of it in a minute.\nname: quick\n")
     monkeypatch.setattr("burnish.recipe.loading.RECIPES", tmp_path)
     assert shipped() == {"quick": "All of it in a minute."}
+
+
+def test_a_field_of_the_trainer_that_does_nothing_is_refused(folder):
+    said = message("two.yaml", ["stages.tune.trainer.label_smoothing_factor=0.1"])
+    assert "trainer.label_smoothing_factor: this key is not for recipes: a method whose loss" in said

@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from burnish import SFT, UserError
-from burnish.data.chat import Length
+from burnish.data.chat import Length, set_template
+from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.types import Conversation, Example, Row, Sequence
 
 END, NEWLINE = 2, 101
@@ -48,6 +49,48 @@ def test_learned_tokens_are_the_content_and_one_end_a_turn(settings: dict, expec
     assert learned(example.sequences[0], tiny_tokenizer) == expected
     learned_tokens = len(expected.replace("<|im_end|>", "."))  # a character each
     assert SFT(**settings).counts([example] * 3) == {"nll": 3.0 * learned_tokens}
+
+
+SYSTEM = ({"role": "system", "content": "Be brief."},)
+PROMPTED = Conversation(
+    (*SYSTEM, *chat("a", "one", "b", "three").messages),  # type: ignore[arg-type]
+    completion_start=4,
+    source="chat:1",
+)
+PLAIN = "System: Be brief.\n\nQuestion: a\n\nAnswer: one<|im_end|>\n\nQuestion: b\n\nAnswer: three<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("learn", "learn_eos", "expected"),
+    [
+        (None, True, " three<|im_end|>"),
+        ("completion", True, " three<|im_end|>"),
+        ("completion", False, " three"),
+        ("last", True, " three<|im_end|>"),
+        ("all", True, " one<|im_end|> three<|im_end|>"),
+        ("all", False, " one three"),
+        # all but the first token, and the white space after an end
+        ("everything", True, PLAIN[1:].replace("<|im_end|>\n\n", "<|im_end|>")),
+        ("everything", False, PLAIN[1:].replace("<|im_end|>\n\n", "").replace("<|im_end|>", "")),
+    ],
+)
+def test_a_plain_template_with_a_system_prompt(learn: Any, learn_eos: bool, expected: str, tiny_tokenizer: Any) -> None:
+    set_template(tiny_tokenizer, "question_answer")
+    method = SFT(learn=learn, learn_eos=learn_eos)
+    (example,) = method.examples([PROMPTED], tiny_tokenizer, Length()).examples
+    assert tiny_tokenizer.decode(example.sequences[0].tokens) == PLAIN
+    assert learned(example.sequences[0], tiny_tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("learn", "expected"),
+    [("completion", "three<|im_end|>"), ("last", "three<|im_end|>"), ("all", "one<|im_end|>three<|im_end|>")],
+)
+def test_a_system_prompt_is_seen_and_not_learned(learn: Any, expected: str, tiny_tokenizer: Any) -> None:
+    (example,) = SFT(learn=learn).examples([PROMPTED], tiny_tokenizer, Length()).examples
+    text = tiny_tokenizer.decode(example.sequences[0].tokens)
+    assert text.startswith("<|bos|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na")
+    assert learned(example.sequences[0], tiny_tokenizer) == expected
 
 
 def test_the_last_turn_is_among_all_of_them(tiny_tokenizer: Any) -> None:
@@ -144,6 +187,28 @@ def test_answers_are_learned(make_trainer: Any, tiny_llama: Any) -> None:
     after = trainer.evaluate()
     assert after["eval_nll"] < 0.3 * before
     assert after["eval_perplexity"] == pytest.approx(math.exp(after["eval_nll"]))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_noise_on_embeddings_is_of_training_alone(lora: bool, make_trainer: Any, tiny_llama: Any) -> None:
+    """NEFTune (Jain et al. 2023) adds uniform noise within alpha / sqrt(tokens x width) to every embedding."""
+
+    def train(alpha: float | None) -> tuple[float, float, float, float]:
+        model: Any = tiny_llama()
+        if lora:
+            model = add_adapter(model, AdapterConfig.model_validate({"r": 4}), "CAUSAL_LM")
+        own = {"eval_dataset": rows(7)}
+        trainer = make_trainer(SFT(), model, rows(4), lr=0.0, own=own, neftune_noise_alpha=alpha, max_steps=2)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
+        return before, first, second, trainer.evaluate()["eval_loss"]
+
+    plain, noisy = train(None), train(50.0)
+    assert plain[0] == noisy[0] == plain[3] == noisy[3]
+    assert plain[1] == pytest.approx(plain[2], abs=1e-6)
+    assert abs(noisy[1] - plain[1]) > 1e-3
+    assert abs(noisy[2] - noisy[1]) > 1e-4  # drawn anew in every step
 
 
 def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:

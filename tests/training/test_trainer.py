@@ -15,6 +15,7 @@ from burnish.data.rows import load
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.rollout.generate import Sampling
 from burnish.training import checkpoint
+from burnish.training.arguments import warn_ignored
 from burnish.training.metrics import Recorder, is_timing, read_metrics
 from burnish.types import Conversation, Term, UserError
 
@@ -596,3 +597,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_gives_others(method, mak
         return weights(trainer)
 
     assert run(0) == run(0) != run(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("label_smoothing_factor", 0.1), ("per_device_eval_batch_size", 2), ("dataloader_num_workers", 2)],
+)
+def test_a_field_that_does_nothing_is_warned_about(field: str, value: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"{field}={value} is ignored"):
+        warn_ignored(TrainingArguments(str(tmp_path), **{field: value}))

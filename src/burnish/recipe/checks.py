@@ -29,10 +29,11 @@ from burnish.recipe.blocks import (
 )
 from burnish.recipe.places import Keys, Problem, find, mistakes, nearest, shown
 from burnish.rollout.generate import Sampling
+from burnish.training.arguments import IGNORED
 from burnish.types import Prompt, UserError
 
 # Keys of TrainingArguments that a recipe may not set, and what to write instead.
-OWNED = {
+OWNED = IGNORED | {
     "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
     "seed": "one seed rules a run: set seed: at the top of the recipe",
     "data_seed": "one seed rules a run: set seed: at the top of the recipe",
@@ -42,9 +43,6 @@ OWNED = {
     "ignore_data_skip": "the state of the data loader is saved and restored",
     "remove_unused_columns": "a method decides which columns it reads",
     "label_names": "a method decides what it learns",
-    "train_sampling_strategy": "rows come in a seeded order, and a token budget groups them by length",
-    "length_column_name": "rows come in a seeded order, and a token budget groups them by length",
-    "dataloader_drop_last": "the last step of an epoch keeps the rows that are left",
     "parallelism_config": "it can only be given from Python",
     "do_train": "a stage always trains",
     "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",

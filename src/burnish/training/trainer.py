@@ -33,6 +33,7 @@ from burnish.data.rows import Rows, load
 from burnish.models.forward import can_share
 from burnish.models.heads import Network
 from burnish.training import checkpoint
+from burnish.training.arguments import warn_ignored
 from burnish.training.metrics import Recorder
 from burnish.types import Context, Example, Method, MicroBatch, Row, Term, Terms, UserError
 
@@ -87,6 +88,7 @@ class Trainer(transformers.Trainer):
                 f"{args.n_gpu} GPUs in one process: start one process for each (torchrun --nproc-per-node {args.n_gpu} "
                 "...), or choose one GPU with CUDA_VISIBLE_DEVICES=0"
             )
+        warn_ignored(args)
         self.method = method
         self.length = length or Length()
         self.token_budget = token_budget
