@@ -79,7 +79,7 @@ def test_every_prompt_gets_its_samples_in_order(trainer_of: Any, tiny_tokenizer:
         sampling = Sampling(max_new_tokens=5, samples=samples)
         rewards = [NamedReward("tokens", 1.0, tokens_reward)]
         method = trainer.method
-        return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.context, method.generator)
+        return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.context, method.sampler.generator)
 
     four = sampled([4, 0, 2], 4, 7)
     assert [r.answer.source for r in four] == [f"prompts:{i}" for i in (4, 0, 2) for _ in range(4)]

@@ -1,0 +1,319 @@
+"""Prompts to optimizer steps: a batch is sampled, scored and given advantages, then passed over in mini-batches.
+
+A method that learns from its own completions has a ``Sampler``, and gives ``RolloutLoader`` two functions: what it
+measures of a rollout before the update, and how that becomes advantages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data import chat
+from burnish.data.batching import collate, permutation
+from burnish.math.kl import AdaptiveKL, Estimate, estimate
+from burnish.math.losses import truncated_importance
+from burnish.models.adapters import Reference
+from burnish.models.forward import Warp, hidden_states, token_logprobs
+from burnish.rewards.functions import NamedReward
+from burnish.rollout.collect import (
+    Rollout,
+    collect,
+    evaluation,
+    final_scores,
+    mean_gap,
+    samples,
+    summary,
+    with_arrays,
+)
+from burnish.rollout.generate import Local, Sampling
+from burnish.types import Config, Context, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, UserError
+
+
+class RolloutConfig(Config):
+    """Settings of every method that learns from its own completions.
+
+    A batch is ``per_device_train_batch_size`` prompts; each mini-batch is one optimizer step.
+    """
+
+    epochs: int = Field(1, ge=1, description="passes over a batch of rollouts")
+    mini_batches: int = Field(1, ge=1, description="optimizer steps a pass; must divide the rollouts of a batch")
+    target_kl: float | None = Field(None, gt=0, description="end the update when the policy moved 1.5 x this far")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference; 0 needs none")
+    kl_estimate: Estimate = Field("k1", description="estimate of a token's KL")
+    kl_target: float | None = Field(None, gt=0, description="adapt kl_coef to this KL, nats a completion")
+    kl_horizon: float = Field(10000, gt=0, description="rollouts over which the adaptive coefficient moves")
+    importance_cap: float | None = Field(
+        None, gt=0, description="weigh tokens by min(p / p of the sampler, this), where the two differ"
+    )
+    missing_eos: Literal["none", "subtract", "replace"] = Field("none", description="score of completions cut off")
+    missing_eos_penalty: float | None = Field(None, description="what is subtracted, or put in its place")
+    score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
+    score_scale: float = Field(1.0, gt=0, description="scores are multiplied by this, before clipping")
+    max_gap: float = Field(
+        0.05, gt=0, description="mean gap of log-probabilities between sampler and trainer that stops the run"
+    )
+    show_every: int = Field(5, ge=1, description="iterations between tables of samples")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.kl_target and not self.kl_coef:
+            raise ValueError("kl_target moves kl_coef by factors, so that 0 stays 0: set kl_coef above 0")
+        if self.missing_eos != "none" and self.missing_eos_penalty is None:
+            raise ValueError(f"missing_eos: {self.missing_eos} what? set missing_eos_penalty")
+        return self
+
+
+class Sampler:
+    """How a method's prompts are completed and scored: ``Sampler(brevity, Sampling(max_new_tokens=64))``."""
+
+    def __init__(
+        self, reward: Reward | list[NamedReward], sampling: Sampling | None = None, generator: Local | None = None
+    ) -> None:
+        self.rewards = reward if isinstance(reward, list) else [NamedReward("reward", 1.0, reward)]
+        self.sampling = sampling or Sampling()
+        self.generator = generator or Local()
+        self.start_scores: dict[str, float] = {}
+
+    def check_explores(self) -> None:
+        """Raise a UserError where every completion of a prompt would be the same."""
+        if self.sampling.temperature == 0:
+            raise UserError("generation.temperature: what is learned from is sampled: expected more than 0, got 0")
+
+    @property
+    def warp(self) -> Warp:
+        """The distribution that is sampled from."""
+        return Warp(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+        """Prompts, of which nothing is learned, with room for the completion."""
+
+        def encode(row: Any) -> Example:
+            tokens = chat.prompt(tokenizer, row)
+            return Example((Sequence(tokens, (False,) * len(tokens), row.source),))
+
+        if length.max_length is not None:
+            room = length.max_length - self.sampling.longest
+            if room < 1:
+                raise UserError(
+                    f"data.max_length: {length.max_length} leaves no room for a prompt beside a completion "
+                    f"of {self.sampling.longest} tokens"
+                )
+            length = length.model_copy(update={"max_length": room})
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, "prompts"))
+
+    def prompts(self, rows: list[Row], context: Context) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+        """The prompts that fit and their tokens, one to one."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        kept = {example.source for example in examples}
+        fitting = [row for row in rows if isinstance(row, Prompt) and row.source in kept]
+        assert len(fitting) == len(examples), "every prompt has a source of its own"
+        return fitting, [example.sequences[0].tokens for example in examples]
+
+    def logprobs(
+        self, policy: nn.Module, hidden: Tensor, batch: MicroBatch, reference: Reference | None
+    ) -> dict[str, Tensor]:
+        """Log-probabilities (B, T) of the learned tokens: ``logprobs`` as they are sampled.
+
+        With a reference also ``kl_logprobs`` and ``ref_logprobs``, the policy's and its own at the same temperature.
+        """
+
+        def of(model: nn.Module, hidden: Tensor, how: Warp) -> Tensor:
+            return token_logprobs(model, hidden, batch, batch.trained, how, "off")[0]
+
+        arrays = {"logprobs": of(policy, hidden, self.warp)}
+        if reference is not None:
+            # without top-k and top-p, which may leave out of the reference what the policy sampled
+            whole = Warp(self.sampling.temperature or 1.0)
+            arrays["kl_logprobs"] = arrays["logprobs"] if whole == self.warp else of(policy, hidden, whole)
+            with reference.use(policy) as model:
+                arrays["ref_logprobs"] = of(model, hidden_states(model, batch), whole)
+        return arrays
+
+    def evaluate(
+        self, rows: list[Row], context: Context, experience: Callable[[MicroBatch], Mapping[str, Tensor]]
+    ) -> dict[str, float]:
+        """Completions of held-out prompts: score, every reward, KL to the reference, lengths, win rate over the start.
+
+        The seeds are the same at every evaluation, so that only the policy differs.
+        """
+        prompts, tokens = self.prompts(rows, context)
+        if not prompts:
+            raise UserError("there is nothing to evaluate on: no prompt is short enough")
+        sampling = self.sampling.model_copy(update={"samples": 1})
+        indices = list(range(len(prompts)))
+        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
+        examples = context.annotate(experience, [Example((r.sequence,)) for r in rollouts])
+        metrics = evaluation(rollouts, examples, self.start_scores)
+        for r in rollouts:
+            self.start_scores.setdefault(r.answer.source, r.score)
+        context.samples(samples(rollouts, "eval"))
+        return metrics
+
+
+class Experience(NamedTuple):
+    """A batch of N rollouts before its update, in float64: ``Experience(rollouts, mask, {"logprobs": ...}, ...)``.
+
+    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, T);
+    ``scores``, as the settings scale and clip them, and ``groups``, equal for completions of one prompt, are (N,).
+    """
+
+    rollouts: list[Rollout]
+    mask: Tensor
+    arrays: dict[str, Tensor]
+    scores: Tensor
+    groups: Tensor
+    kl: Tensor
+    kl_coef: float
+
+
+class RolloutLoader:
+    """Optimizer steps of a method that learns from its own completions.
+
+    Args:
+        sampler: completes and scores prompts.
+        settings: of the method.
+        rows: prompts.
+        context: of the run.
+        experience: what is measured of rollouts before the update, (B, T) arrays: ``logprobs`` at least.
+        advantages: the (N, T) arrays that the loss reads, ``advantages`` among them, and metrics.
+        begin: told the number of the iteration before each of its steps.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        settings: RolloutConfig,
+        rows: list[Row],
+        context: Context,
+        *,
+        experience: Callable[[MicroBatch], Mapping[str, Tensor]],
+        advantages: Callable[[Experience], tuple[dict[str, Tensor], dict[str, float]]],
+        begin: Callable[[int], None] = lambda iteration: None,
+    ) -> None:
+        s = self.settings = settings
+        self.sampler, self.context = sampler, context
+        self.experience, self.advantages, self.begin = experience, advantages, begin
+        self.rows, self.prompts = sampler.prompts(rows, context)
+        self.batch = context.rows_per_step
+        samples_each = sampler.sampling.samples
+        if len(self.prompts) < self.batch:
+            raise UserError(
+                f"{len(self.prompts)} prompts are less than one batch of {self.batch}: "
+                "lower trainer.per_device_train_batch_size or add prompts"
+            )
+        for n in {self.batch, len(self.prompts) % self.batch or self.batch}:
+            if n * samples_each % s.mini_batches:
+                raise UserError(
+                    f"method.mini_batches: a batch of {n} prompts x {samples_each} samples does not divide "
+                    f"into {s.mini_batches} mini-batches"
+                )
+        self.kl = AdaptiveKL(s.kl_coef, s.kl_target or 1.0, s.kl_horizon)
+        if s.kl_target is not None:
+            self.kl.update(0.0, self.batch * samples_each)  # a horizon that is too short is told before sampling
+        self.epoch = self.position = self.iteration = self.update = 0
+        self.stopped = False
+        self.pending: list[Example] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.prompts) // self.batch) * self.settings.epochs * self.settings.mini_batches
+
+    def __iter__(self) -> Iterator[list[Example]]:
+        epoch = self.epoch
+        order = permutation(len(self.prompts), self.context.seed, epoch)
+        while self.epoch == epoch:
+            if not self.pending:
+                self._collect(order[self.position : self.position + self.batch])
+            self.begin(self.iteration)
+            examples = [] if self._moved_too_far() else self._mini_batch(self.update)
+            self._advance()
+            yield examples
+
+    def _collect(self, indices: list[int]) -> None:
+        """Sample a batch, score it, and work out what the update needs of it."""
+        began = time.perf_counter()
+        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
+        rollouts = collect(*what, self.context, self.sampler.generator)
+        seconds = time.perf_counter() - began
+        examples = self.context.annotate(self.experience, [Example((r.sequence,)) for r in rollouts])
+        found, metrics = self._estimate(rollouts, examples)
+        self.pending = with_arrays(examples, **found)
+        tokens = sum(len(r.answer.tokens) for r in rollouts)
+        self.context.log(
+            summary(rollouts) | metrics | {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
+        )
+        if self.iteration % self.settings.show_every == 0:
+            self.context.samples(samples(rollouts[:4], "train"))
+
+    def _estimate(self, rollouts: list[Rollout], examples: list[Example]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The arrays that the loss reads, (N, T) each, and metrics; the KL coefficient moves on."""
+        s, batch = self.settings, collate(examples, 0)
+        mask, arrays = batch.trained, {name: x.double() for name, x in batch.arrays.items()}
+        gap = mean_gap(arrays["logprobs"], arrays["sampled"], mask, s.max_gap)
+        ours, theirs = (arrays.get(name, arrays["logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
+        scores = final_scores(rollouts, s.score_scale, s.score_clip, s.missing_eos, s.missing_eos_penalty or 0.0)
+        groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
+        kl = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
+        found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef))
+        if s.importance_cap is not None:
+            weights = truncated_importance(arrays["logprobs"], arrays["sampled"], mask, s.importance_cap)
+            found["advantages"] = found["advantages"] * weights
+        metrics["gap"] = gap
+        if "ref_logprobs" in arrays:
+            mean_kl = torch.where(mask, estimate(ours, theirs, "k1"), 0.0).sum(1).mean().item()
+            penalised = scores.mean().item() - self.kl.coef * mean_kl
+            metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalised}
+        if s.kl_target is not None:
+            self.kl = self.kl.update(metrics["kl"], len(rollouts))
+        return found, metrics
+
+    def _mini_batch(self, update: int) -> list[Example]:
+        """The examples of one optimizer step; every pass has a fresh permutation of the batch."""
+        passed, part = divmod(update, self.settings.mini_batches)
+        order = permutation(len(self.pending), self.context.seed, self.iteration, passed, 1)
+        size = len(self.pending) // self.settings.mini_batches
+        return [self.pending[i] for i in order[part * size : (part + 1) * size]]
+
+    def _advance(self) -> None:
+        """Move on before the step is handed out, for a checkpoint that is taken right after it."""
+        self.update += 1
+        if self.update == self.settings.epochs * self.settings.mini_batches:
+            self.pending, self.update, self.stopped = [], 0, False
+            self.iteration += 1
+            self.position += self.batch
+            if self.position >= len(self.prompts):
+                self.epoch, self.position = self.epoch + 1, 0
+
+    def _moved_too_far(self) -> bool:
+        """Whether the rest of the update is left out, because the last step took the policy too far."""
+        limit = self.settings.target_kl
+        if limit is not None and self.update > 0 and not self.stopped:
+            self.stopped = self.context.last()["approxkl"] > 1.5 * limit
+        return self.stopped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the prompts and in the update, rollouts not yet used, the KL coefficient, the start's scores."""
+        return {name: getattr(self, name) for name in PLACE} | {
+            "kl_coef": self.kl.coef,
+            "start_scores": dict(self.sampler.start_scores),
+            "pending": [asdict(example.sequences[0]) for example in self.pending],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        for name in PLACE:
+            setattr(self, name, state[name])
+        self.kl = replace(self.kl, coef=state["kl_coef"])
+        self.sampler.start_scores.clear()
+        self.sampler.start_scores.update(state["start_scores"])
+        self.pending = [Example((Sequence(**sequence),)) for sequence in state["pending"]]
+
+
+PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped")
