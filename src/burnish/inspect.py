@@ -86,7 +86,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
         chat.set_template(tokenizer, template)
     found = method_class(stage.method.name)
     settings = dict(stage.method.settings)
-    if found.kinds == (Prompt,):
+    if Prompt in found.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
     method = found(**settings)
     splits = {}
@@ -96,7 +96,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
             splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
     if stage.data.stream:
         console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")
-    console.print(_counts(splits, samples=Prompt in found.kinds))
+    console.print(_counts(splits))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])
         _list(console, "changed", [f"{changed.source}: {changed.reason}" for changed in encoded.changed])
@@ -122,11 +122,9 @@ def percentile(values: list[int], share: float) -> int:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def _counts(splits: dict[str, tuple[rows.Rows, Encoded]], *, samples: bool) -> Table:
+def _counts(splits: dict[str, tuple[rows.Rows, Encoded]]) -> Table:
     table = Table("", *splits, box=None, pad_edge=False)
     columns = [_facts(read, encoded) for read, encoded in splits.values()]
-    if samples:
-        columns = [facts | {"learned": "the completions that it samples"} for facts in columns]
     for name in columns[0]:
         table.add_row(name, *(facts[name] for facts in columns))
     return table
@@ -140,6 +138,9 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
     pairs = sum(len(example.pairs) for example in encoded.examples)
     shared = sum((len(e.sequences) - 1) * shared_length(e) for e in encoded.examples)
     values = sum(len(_values(s)) for s in sequences)
+    what = [f"{learned:,} tokens ({learned / max(1, total):.1%})"] if learned or not pairs else []
+    if any(isinstance(row, Prompt) for row in read.rows):
+        what = ["the completions that it samples"]
     return {
         "rows": f"{len(read.rows):,}",
         "skipped": ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0",
@@ -148,9 +149,7 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
         "tokens": f"{total:,}"
         + (f", {shared:,} of them in prompts that run once for several answers" if shared else ""),
         "learned": ", ".join(
-            ([f"{learned:,} tokens ({learned / max(1, total):.1%})"] if learned or not pairs else [])
-            + ([f"{pairs:,} comparisons"] if pairs else [])
-            + ([f"{values:,} values of steps"] if values else [])
+            what + ([f"{pairs:,} comparisons"] if pairs else []) + ([f"{values:,} values of steps"] if values else [])
         ),
         "length percentiles 0 50 90 99 100": ", ".join(
             str(percentile(lengths, share)) for share in (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -293,7 +292,9 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     settings = method_class(stage.method.name).config(**stage.method.settings)
     networks = 2 if getattr(settings, "critic", None) == "separate" else 1
     frozen = sum(reward.model is not None for reward in stage.reward)
-    frozen += int(getattr(settings, "reference", False) and stage.adapter is None)
+    frozen += int(
+        bool(getattr(settings, "reference", False) or getattr(settings, "kl_coef", 0)) and stage.adapter is None
+    )
     longest = max(len(s.tokens) for e in examples for s in e.sequences)
     longest += stage.generation.longest if stage.reward else 0
     batch = stage.trainer.get("per_device_train_batch_size", 8) * max(len(e.sequences) for e in examples)

@@ -263,7 +263,7 @@ class _Training:
         """The method with its settings; one that samples gets its rewards and how it samples."""
         assert self.stage.method is not None
         settings = dict(self.stage.method.settings)
-        if self.method_class.kinds == (Prompt,):
+        if Prompt in self.method_class.kinds:
             settings |= {"reward": rewards, "sampling": self.stage.generation}
         return self.method_class(**settings)
 

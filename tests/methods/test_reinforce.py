@@ -158,7 +158,9 @@ def test_the_likelihood_of_good_and_bad_rows_is_logged(make_trainer: Any, tiny_l
 def test_the_kl_to_the_start_is_part_of_the_loss(kind: str, make_trainer: Any, tiny_llama: Any, tiny_tokenizer: Any):
     rows = [scored("ab", 1.0, "row 1"), scored("cde", -1.0, "row 2")]
     model = tiny_llama()
-    trainer = make_trainer(Reinforce(kl_coef=0.3, kl_estimate=kind), model, rows, lr=1e-2, num_train_epochs=2)
+    trainer = make_trainer(
+        Reinforce(kl_coef=0.3, kl_in="loss", kl_estimate=kind), model, rows, lr=1e-2, num_train_epochs=2
+    )
     trainer.train()
     first, second, _ = trainer.state.log_history
     assert first["kl_loss"] == 0.0 and second["kl_loss"] > 0
@@ -194,5 +196,5 @@ def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
         Reinforce(floor=-5.0, unlikelihood=True)
     with pytest.raises(ValidationError, match="floor"):
         Reinforce(floor=5.0)
-    with pytest.raises(UserError, match="at least 2 completions"):
+    with pytest.raises(UserError, match="leave a step of one"):
         make_trainer(Reinforce(baseline="rloo"), tiny_llama(), [scored("a", 1.0)]).train()

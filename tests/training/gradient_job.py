@@ -113,15 +113,21 @@ def cases(dtype: torch.dtype) -> dict:
     def ppo(**settings: Any) -> PPO:
         return PPO(reward, reference=False, kl_coef=0.0, entropy_coef=0.01, **settings)
 
+    k3: Any = {"kl_in": "loss", "kl_estimate": "k3"}
     return {
         "pretrain": (Pretrain(), policy(), whole),
         "sft": (SFT(), policy(), plain),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "reinforce": (Reinforce(), policy(), scored),
         "reinforce, all options": (
-            Reinforce(reduction="sequence_mean", unlikelihood=True, kl_coef=0.1, kl_estimate="k3"),
+            Reinforce(reduction="sequence_mean", unlikelihood=True, kl_coef=0.1, **k3),
             policy(),
             scored,
+        ),
+        "reinforce as grpo": (
+            Reinforce(reward, reduction="sequence_mean", clip_low=0.2, clip_high=0.3, kl_coef=0.1, **k3),
+            policy(),
+            [Example((sequence(i, "advantages", "logprobs", "ref_logprobs"),)) for i in range(9)],
         ),
         "step_value": (StepValue(alpha=0.5), policy(), [solved(i) for i in range(9)]),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),

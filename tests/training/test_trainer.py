@@ -420,11 +420,17 @@ def ppo(**settings: Any) -> PPO:
     return PPO(reward, Sampling(max_new_tokens=5), **(defaults | settings))
 
 
+def grpo() -> Reinforce:
+    settings: dict[str, Any] = {"epochs": 2, "clip_low": 0.2, "clip_high": 0.2, "importance_cap": 2.0}
+    kl: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimate": "k3"}
+    return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), baseline="group_std", **settings, **kl)
+
+
 CASES = {
     "sft with dropout": lambda llama: (SFT(), with_dropout(llama), ROWS),
     "sft with an adapter": lambda llama: (SFT(), lora(with_dropout(llama), 0.2), ROWS),
     "reinforce on scored rows": lambda llama: (
-        Reinforce(baseline="rloo", kl_coef=0.1, floor=-4.0),
+        Reinforce(baseline="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2", floor=-4.0),
         llama(),
         [
             {
@@ -437,6 +443,7 @@ CASES = {
             for i, row in enumerate(ROWS)
         ],
     ),
+    "reinforce on prompts, as grpo": lambda llama: (grpo(), llama(), PROMPTS),
     "ppo, separate critic": lambda llama: (ppo(critic_learning_rate=3e-2), llama(), PROMPTS),
     "ppo, shared critic, early stops": lambda llama: (ppo(critic="shared", target_kl=1e-3), llama(), PROMPTS),
     "ppo, adapters": lambda llama: (ppo(critic_warmup=1), lora(llama()), PROMPTS),
@@ -469,7 +476,7 @@ def test_a_run_that_goes_on_ends_with_the_bytes_of_one_that_never_stopped(case, 
             callbacks=[Record(recorder)],
             save_strategy=save,
             save_steps=1,
-            num_train_epochs=1 if isinstance(method, PPO) else 2,
+            num_train_epochs=1 if isinstance(method, PPO) else 2 if rows is not PROMPTS else 3,
             token_budget=120,
             max_grad_norm=1.0,
         )

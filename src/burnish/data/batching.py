@@ -192,7 +192,8 @@ class RowLoader:
     """Steps of ``rows_per_step`` examples in a fresh seeded order every epoch; the last one may be smaller.
 
     The order depends on the seed and the epoch only, not on the number of processes, and its state is three numbers.
-    ``finish`` turns the examples of a step into what is trained on, for numbers that depend on all of them.
+    ``finish`` turns the examples of a step into what is trained on, for numbers that depend on all of them; ``kept``
+    are numbers of a method that go with the state.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class RowLoader:
         rows_per_step: int,
         seed: int,
         finish: Callable[[list[Example]], list[Example]] | None = None,
+        kept: dict[str, float] | None = None,
     ) -> None:
         if not examples:
             raise UserError("there is nothing to train on: the training data has no rows")
@@ -208,6 +210,7 @@ class RowLoader:
         self.rows_per_step = rows_per_step
         self.seed = seed
         self.finish = finish
+        self.kept = {} if kept is None else kept
         self.epoch = 0
         self.step = 0
 
@@ -224,9 +227,12 @@ class RowLoader:
             yield self.finish(chosen) if self.finish else chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, step and the rows of a step, which a run keeps when its number of processes changes."""
-        return {"epoch": self.epoch, "step": self.step, "rows_per_step": self.rows_per_step}
+        """Epoch, step, the rows of a step, which a run keeps when its number of processes changes, and what is kept."""
+        place = {"epoch": self.epoch, "step": self.step, "rows_per_step": self.rows_per_step}
+        return place | {"kept": dict(self.kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self.epoch, self.step, self.rows_per_step = state["epoch"], state["step"], state["rows_per_step"]
+        self.kept.clear()
+        self.kept.update(state["kept"])

@@ -1,4 +1,8 @@
-"""REINFORCE: raise or lower the log-probability of what was written by how good it was (Williams 1992)."""
+"""REINFORCE: raise or lower the log-probability of what was written by how good it was (Williams 1992).
+
+Scored conversations are learned as they are; prompts are completed by the policy, and the completions scored. RLOO,
+GRPO and REINFORCE++ are settings of the second form.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
@@ -17,57 +21,103 @@ from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import estimate
 from burnish.models.adapters import Reference
-from burnish.models.forward import hidden_states, token_logprobs, unwrap
+from burnish.models.forward import PLAIN, Warp, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, disable_dropout
+from burnish.rewards.functions import NamedReward
 from burnish.rollout.collect import with_arrays
-from burnish.types import Config, Context, Conversation, Encoded, Example, MicroBatch, Row, Scored, Terms
+from burnish.rollout.generate import Local, Sampling
+from burnish.rollout.steps import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.types import (
+    Context,
+    Conversation,
+    Encoded,
+    Example,
+    MicroBatch,
+    Prompt,
+    Reward,
+    Row,
+    Scored,
+    StepLoader,
+    Terms,
+    UserError,
+)
 
 
-class ReinforceConfig(Config):
-    """Settings of REINFORCE."""
+class ReinforceConfig(RolloutConfig):
+    """Settings of REINFORCE; those of rollouts and updates belong to prompts only."""
 
-    learn_eos: bool = Field(True, description="learn the token that ends a turn too, not its content alone")
-    baseline: adv.Baseline = Field("none", description="what rewards are compared with")
+    learn_eos: bool = Field(True, description="scored rows: learn the token that ends a turn, not its content alone")
+    baseline: adv.Baseline = Field(
+        "none", description="what rewards are compared with: the step (mean), or the other completions of a prompt"
+    )
     reduction: losses.Reduction = Field("sequence_sum", description="how the losses of tokens become one number")
-    floor: float | None = Field(None, lt=0, description="tokens of bad rows are not pushed below this log-probability")
+    clip_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped to [1 - this, 1 + clip_high]")
+    clip_high: float | None = Field(None, ge=0)
+    kl_in: Literal["reward", "loss"] = Field("reward", description="where the KL to the reference counts")
+    reference: bool = Field(False, description="keep the starting policy to measure the KL, even where kl_coef is 0")
+    floor: float | None = Field(None, lt=0, description="nothing is pushed down below this log-probability of a token")
     unlikelihood: bool = Field(False, description="-log(1 - p) in the place of log p where the reward is negative")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the starting policy")
-    kl_estimate: Literal["k2", "k3"] = Field("k2", description="estimate of a token's KL")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        clipped = self.clip_low is not None
+        if clipped != (self.clip_high is not None):
+            raise ValueError("clip_low and clip_high belong together: set both, as to 0.2, or none")
+        if self.epochs > 1 and not clipped:
+            raise ValueError(
+                f"epochs {self.epochs}: the policy moves away from what it sampled: set clip_low, clip_high"
+            )
         if self.floor is not None and self.unlikelihood:
             raise ValueError("floor and unlikelihood both bound what negative rewards do: choose one")
+        if clipped and (self.floor is not None or self.unlikelihood):
+            raise ValueError("floor and unlikelihood belong to the loss without clip_low and clip_high")
+        if self.kl_in == "loss" and self.kl_coef and self.kl_estimate == "k1":
+            raise ValueError("kl_estimate k1 has no gradient as a loss: set k2 (reverse KL) or k3 (forward KL)")
+        if self.kl_in == "loss" and self.kl_target:
+            raise ValueError("kl_target moves the coefficient in the reward: set kl_in: reward")
         return self
 
 
+# Of scored rows nothing is sampled, so that these would be ignored.
+OF_PROMPTS = {*RolloutConfig.model_fields, "clip_low", "clip_high"} - {"kl_coef", "kl_estimate"}
+
+
 class Reinforce:
-    """L = -sum_t r l_t of the assistant's tokens of a row, a mean over rows."""
+    """L = -sum_t A_t l_t of what the assistant wrote, a mean over rows; A is the reward less a baseline."""
 
     name = "reinforce"
-    kinds = (Scored,)
+    kinds = (Scored, Prompt)
     task = "CAUSAL_LM"
     config = ReinforceConfig
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(
+        self,
+        reward: Reward | list[NamedReward] | None = None,
+        sampling: Sampling | None = None,
+        generator: Local | None = None,
+        **settings: Any,
+    ) -> None:
         self.settings = ReinforceConfig(**settings)
+        self.sampler = Sampler(reward or [], sampling, generator)
         self.reference: Reference | None = None
         self.warned = False
 
     @property
     def weights(self) -> dict[str, float]:
-        """The policy's loss, and the KL to the reference where it is asked for."""
-        kl_coef = self.settings.kl_coef
-        return {"policy": 1.0} | ({"kl_loss": kl_coef} if kl_coef else {})
+        """The policy's loss, and the KL to the reference where it is part of the loss."""
+        s = self.settings
+        return {"policy": 1.0} | ({"kl_loss": s.kl_coef} if s.kl_coef and s.kl_in == "loss" else {})
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
         """The model without dropout, and the reference kept aside where there is one."""
         disable_dropout(model)
-        self.reference = Reference(model) if self.settings.kl_coef else None
+        self.reference = Reference(model) if self.settings.kl_coef or self.settings.reference else None
         return Network(model)
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
-        """One sequence a conversation, with its reward at every token."""
+        """Prompts with room for the completion; or scored conversations, with the reward at every token."""
+        if _are_prompts(rows):
+            return self.sampler.examples(rows, tokenizer, length)
 
         def encode(row: Any) -> Example:
             conversation = Conversation(row.messages, None, row.source)
@@ -76,26 +126,61 @@ class Reinforce:
 
         return chat.encode(rows, encode, length)
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
-        """Rows in a seeded order, less the baseline of their step."""
+    def loader(self, rows: list[Row], context: Context) -> StepLoader:
+        """Batches of prompts, sampled, scored, and cut into mini-batches; or scored rows in a seeded order."""
+        if not _are_prompts(rows):
+            return self._scored(rows, context)
+        s, samples = self.settings, self.sampler.sampling.samples
+        self._check_reward()
+        self.sampler.check_explores()
+        if s.baseline in ("rloo", "group_mean", "group_std") and samples < 2:
+            raise UserError(
+                f"generation.samples: baseline {s.baseline} compares completions of a prompt: got {samples}"
+            )
+        if "learn_eos" in s.model_fields_set:
+            raise UserError("method.learn_eos belongs to scored rows: of a completion every token is learned")
+        experience = self._experience(context)
+        return RolloutLoader(self.sampler, s, rows, context, experience=experience, advantages=self.advantages)
+
+    def _check_reward(self) -> None:
+        if not self.sampler.rewards:
+            raise UserError(
+                "prompts need a reward that scores their completions: set reward:, or give rows with text and reward"
+            )
+
+    # --- scored rows ----------------------------------------------------------------------------------------------
+
+    def _scored(self, rows: list[Row], context: Context) -> RowLoader:
+        s = self.settings
+        if ignored := sorted(OF_PROMPTS & s.model_fields_set):
+            raise UserError(f"method.{ignored[0]} belongs to prompts; of scored rows nothing is sampled: take it away")
+        if s.kl_coef and s.kl_in == "reward":
+            raise UserError("method.kl_in: of scored rows the KL can only be in the loss: set kl_in: loss")
+        if s.reduction == "fixed_length":
+            raise UserError("method.reduction: fixed_length divides by max_new_tokens, which scored rows do not have")
         _check_rewards([row for row in rows if isinstance(row, Scored)])
         examples = self._compared(self.examples(rows, context.tokenizer, context.length).examples, context)
+        if s.baseline != "none" and (len(examples) % context.rows_per_step or context.rows_per_step) == 1:
+            raise UserError(
+                f"{len(examples)} rows in steps of {context.rows_per_step} leave a step of one, which baseline "
+                f"{s.baseline} has nothing to compare with: change trainer.per_device_train_batch_size"
+            )
         punished = any(example.sequences[0].arrays["advantages"][0] < 0 for example in examples)
 
         def finish(step: list[Example]) -> list[Example]:
             if punished and not self.warned:
                 self._watch(context)
-            return step if self.settings.baseline == "none" else self._less_baseline(step)
+            return step if s.baseline == "none" else self._less_baseline(step)
 
-        return RowLoader(examples, context.rows_per_step, context.seed, finish)
+        return RowLoader(examples, context.rows_per_step, context.seed, finish, self.sampler.start_scores)
 
     def _compared(self, examples: list[Example], context: Context) -> list[Example]:
         """Examples with the reference's log-probabilities, which never change."""
         reference = self.reference
-        if reference is None:
+        if reference is None or "kl_loss" not in self.weights:
             return examples
 
-        def logprobs(batch: MicroBatch) -> dict[str, torch.Tensor]:
+        def logprobs(batch: MicroBatch) -> dict[str, Tensor]:
             with reference.use(context.network.policy) as model:
                 hidden = hidden_states(model, batch)
                 return {"ref_logprobs": token_logprobs(model, hidden, batch, batch.trained, entropies="off")[0]}
@@ -124,6 +209,26 @@ class Reinforce:
                 stacklevel=2,
             )
 
+    # --- completions of prompts -----------------------------------------------------------------------------------
+
+    def _experience(self, context: Context) -> Any:
+        """The function that takes log-probabilities of rollouts before the update."""
+        policy = context.network.policy
+        return lambda batch: self.sampler.logprobs(policy, hidden_states(policy, batch), batch, self.reference)
+
+    def advantages(self, found: Experience) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Scores less the KL, where it counts in the reward, less the baseline."""
+        s, arrays = self.settings, found.arrays
+        rewards = adv.kl_rewards(found.scores, found.kl, found.mask, found.kl_coef if s.kl_in == "reward" else 0.0)
+        advantages = adv.less_baseline(rewards, found.mask, found.groups, s.baseline)
+        learned = {"logprobs": arrays["logprobs"], "advantages": advantages}
+        if "kl_loss" in self.weights:
+            learned["ref_logprobs"] = arrays["ref_logprobs"]
+        silent = (advantages == 0).all(1).double().mean().item()
+        return learned, {"no_signal": silent}
+
+    # --- the update -----------------------------------------------------------------------------------------------
+
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
         learned = [sum(s.trained) for e in examples for s in e.sequences]
@@ -131,24 +236,64 @@ class Reinforce:
         return {"policy": count, "kl_loss": count}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
-        """The policy's term and the KL; as metrics the mean log-probability of what is pushed up and of what down."""
+        """The policy's term and the KL; as metrics the log-probability of what is pushed up and of what is pushed down.
+
+        Of completions also entropy, approxkl, clip fraction and ratio.
+        """
         s, mask, arrays = self.settings, batch.trained, batch.arrays
+        sampled = "logprobs" in arrays
+        how = self.sampler.warp if sampled else PLAIN
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, mask, entropies="off")
-        weights = losses.reduction_weights(mask, s.reduction, None, batch.segments, logprobs.dtype)
-        advantages = arrays["advantages"]
-        terms = {"policy": losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood)}
-        if "ref_logprobs" in arrays:
-            terms["kl_loss"] = losses.reduce(estimate(logprobs, arrays["ref_logprobs"], s.kl_estimate), mask, weights)
-        return terms | {
-            "logprob_rewarded": losses.reduce(logprobs.detach(), mask & (advantages > 0)),
-            "logprob_punished": losses.reduce(logprobs.detach(), mask & (advantages < 0)),
+        logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, how, "measured" if sampled else "off")
+        fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
+        weights = losses.reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
+        advantages, now = arrays["advantages"], logprobs.detach()
+        terms = {
+            "logprob_rewarded": losses.reduce(now, mask & (advantages > 0)),
+            "logprob_punished": losses.reduce(now, mask & (advantages < 0)),
         }
+        if s.clip_low is None or s.clip_high is None:
+            terms["policy"] = losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood)
+        else:
+            clips = (s.clip_low, s.clip_high)
+            old = arrays["logprobs"]
+            terms["policy"] = losses.clipped_policy(logprobs, old, advantages, mask, *clips, weights=weights)
+            terms["clipfrac"] = losses.clipfrac(now, old, advantages, mask, *clips)
+        if "kl_loss" in self.weights:
+            whole = Warp(how.temperature)
+            ours = logprobs if how == whole else token_logprobs(network.policy, hidden, batch, mask, whole, "off")[0]
+            terms["kl_loss"] = losses.reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate), mask, weights)
+        if sampled:
+            terms["entropy"] = losses.reduce(entropy, mask)
+            terms["approxkl"] = losses.approxkl(now, arrays["logprobs"], mask)
+            terms["ratio"] = losses.ratio(now, arrays["logprobs"], mask)
+        return terms
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
-        """The loss on held-out rows, with no baseline."""
+        """Completions of held-out prompts, scored (``Sampler.evaluate``); or the loss on scored rows, with no baseline.
+
+        Prompts may evaluate what is trained on scored rows.
+        """
+        if _are_prompts(rows):
+            self._check_reward()
+            return self.sampler.evaluate(rows, context, self._experience(context))
         examples = self.examples(rows, context.tokenizer, context.length).examples
         return context.evaluate(self._compared(examples, context))
+
+
+def _are_prompts(rows: list[Row]) -> bool:
+    """Whether rows are prompts; else they are scored.
+
+    Raises:
+        UserError: they are mixed.
+    """
+    other = next((row for row in rows if type(row) is not type(rows[0])), None)
+    if other is not None:
+        raise UserError(
+            f"{rows[0].source} is a {type(rows[0]).__name__} row and {other.source} a {type(other).__name__} row: "
+            "expected prompts alone, or scored rows alone"
+        )
+    return bool(rows) and isinstance(rows[0], Prompt)
 
 
 def _check_rewards(rows: list[Scored]) -> None:

@@ -216,8 +216,9 @@ def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     """A method that samples completions needs something that scores them; any other would ignore it."""
-    samples = Prompt in getattr(method_class(method), "kinds", ())
-    if samples and not rewards:
+    kinds = getattr(method_class(method), "kinds", ())
+    samples = Prompt in kinds
+    if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
     return f"method {method!r} uses no reward; take this key away" if rewards and not samples else None
 

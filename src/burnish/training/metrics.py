@@ -163,6 +163,7 @@ METRICS: dict[str, Metric] = {
     "score_std": Metric("Spread of scores", "standard deviation over completions"),
     "squares": Metric("Squared score", "mean over answers"),
     "centering": Metric("Centering loss", "squared sum of a pair's scores"),
+    "no_signal": Metric("Without a signal", "completions whose advantage is 0", "lower", True),
     "ties": Metric("Ties", "comparisons in which both scores are equal", None, True),
     "policy": Metric("Policy loss", "clipped surrogate, a token"),
     "approxkl": Metric("KL of the update", "nats a token, from the policy that sampled"),

@@ -1,0 +1,288 @@
+"""REINFORCE on prompts: what is sampled, compared, clipped and penalised; RLOO, GRPO and REINFORCE++ as settings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from burnish import Reinforce, UserError
+from burnish.rollout.generate import Local, Sampling
+from burnish.types import Answer, Completion, Example, Prompt, Scored, Sequence
+
+FOUR = Sampling(max_new_tokens=6, samples=4)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "reinforce": {},
+    "rloo": {"baseline": "rloo", "kl_coef": 0.05},
+    "grpo": {
+        "baseline": "group_std",
+        "reduction": "sequence_mean",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl_coef": 0.04,
+        "kl_in": "loss",
+        "kl_estimate": "k3",
+    },
+    "reinforce++": {
+        "baseline": "batch_whitened",
+        "reduction": "token_mean",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl_coef": 0.01,
+    },
+}
+
+
+def by_tokens(answers: list[Answer]) -> list[float]:
+    """A score that follows from the tokens alone."""
+    return [sum(a.tokens) % 9 / 4 - 1 for a in answers]
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(({"role": "user", "content": f"{i} + {'1' * (i % 3)}"},), {}, f"prompts:{i}") for i in range(n)]
+
+
+@pytest.fixture
+def run(make_trainer: Any, tiny_llama: Any) -> Any:
+    """Trains and keeps the rollouts of every iteration and the examples of every step."""
+
+    def go(
+        model: Any = None,
+        sampling: Sampling = FOUR,
+        rows: int = 4,
+        generator: Any = None,
+        batch: int = 2,
+        **settings: Any,
+    ) -> tuple[Any, list[list[Example]], list[list[Example]]]:
+        if model is None:
+            model = tiny_llama()
+        model.generation_config.eos_token_id = [2, *range(15, 25)]  # so that some completions stop
+        trainer = make_trainer(
+            Reinforce(by_tokens, sampling, generator, **settings), model, prompts(rows), batch=batch, lr=1e-2
+        )
+        loader, step = trainer.get_train_dataloader(), trainer.training_step
+        batches: list[list[Example]] = []
+        steps: list[list[Example]] = []
+        gather = loader._collect
+
+        def collecting(indices: list[int]) -> None:
+            gather(indices)
+            batches.append(loader.pending)
+
+        def stepping(model: Any, inputs: Any, *rest: Any) -> Any:
+            steps.append(inputs[0])
+            return step(model, inputs, *rest)
+
+        loader._collect, trainer.training_step = collecting, stepping
+        trainer.train()
+        return trainer, batches, steps
+
+    return go
+
+
+def completion(example: Example) -> list[int]:
+    (sequence,) = example.sequences
+    return [token for token, on in zip(sequence.tokens, sequence.trained, strict=True) if on]
+
+
+def advantage(example: Example) -> list[float]:
+    (sequence,) = example.sequences
+    return [x for x, on in zip(sequence.arrays["advantages"], sequence.trained, strict=True) if on]
+
+
+def score(example: Example) -> float:
+    return sum(completion(example)) % 9 / 4 - 1
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
+    """Log-probabilities of the learned tokens by transformers alone."""
+    tokens = torch.tensor([sequence.tokens])
+    found = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    return found[torch.tensor(sequence.trained[1:])]
+
+
+# --- the four -----------------------------------------------------------------------------------------------------
+
+
+def test_ten_lines_of_plain_torch_give_the_same_gradient(make_trainer: Any, tiny_llama: Any, run: Any) -> None:
+    start = tiny_llama()
+    trainer, batches, _ = run(rows=2, baseline="rloo")
+    loss = torch.zeros(())
+    for i, example in enumerate(batches[0]):
+        others = [score(e) for j, e in enumerate(batches[0]) if j != i and j // 4 == i // 4]
+        (sequence,) = example.sequences
+        tokens = torch.tensor([sequence.tokens])
+        logprobs = start(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        loss = loss - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.trained[1:])).sum() / 8
+    loss.backward()
+    line = trainer.state.log_history[0]
+    assert line["loss"] == pytest.approx(loss.item(), abs=1e-3)
+    norm = torch.cat([p.grad.flatten() for p in start.parameters()]).norm().item()
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_compares_as_its_paper_says(name: str, run: Any, tiny_llama: Any) -> None:
+    trainer, batches, steps = run(**SETTINGS[name])
+    assert len(batches) == len(steps) == 2 and all(len(batch) == 8 for batch in batches)
+    for number, batch in enumerate(batches):
+        scores = torch.tensor([score(e) for e in batch], dtype=torch.float64).view(2, 4)
+        if name == "grpo":
+            std = scores.std(1, correction=0, keepdim=True)
+            expected = ((scores - scores.mean(1, keepdim=True)) / std.where(std > 0, 1)).flatten()
+            assert [advantage(e)[0] for e in batch] == pytest.approx(expected.tolist(), abs=1e-5)
+        elif name == "reinforce":
+            assert [advantage(e)[0] for e in batch] == pytest.approx(scores.flatten().tolist())
+        elif name == "rloo" and number == 0:  # where the KL is still 0
+            expected = (4 / 3) * (scores - scores.mean(1, keepdim=True))
+            assert [advantage(e)[0] for e in batch] == pytest.approx(expected.flatten().tolist(), abs=1e-6)
+        elif name == "reinforce++":
+            pooled = torch.tensor([x for e in batch for x in advantage(e)], dtype=torch.float64)
+            assert pooled.mean().item() == pytest.approx(0, abs=1e-6)
+            assert pooled.var().item() == pytest.approx(1, abs=1e-5)
+        if name in ("reinforce", "rloo", "grpo"):
+            assert all(len(set(advantage(e))) == 1 for e in batch)  # one for the whole completion
+    first = trainer.state.log_history[0]
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["approxkl"] < 1e-5
+    assert first["gap"] < 1e-5 and 0 < first["entropy"] <= math.log(105)
+    assert ("kl" in first) == (name != "reinforce")
+    assert first.get("kl", 0.0) == first.get("kl_loss", 0.0) == first.get("clipfrac", 0.0) == 0.0
+
+
+def test_rloo_takes_the_kl_from_the_whole_completion(run: Any, tiny_llama: Any) -> None:
+    reference = tiny_llama()
+    trainer, batches, _ = run(baseline="rloo", kl_coef=0.5)
+    batch = batches[1]
+    ratios = []
+    for example in batch:
+        (sequence,) = example.sequences
+        now = math.fsum(x for x, on in zip(sequence.arrays["logprobs"], sequence.trained, strict=True) if on)
+        ratios.append(now - plain_logprobs(reference, sequence).sum().item())
+    rewards = torch.tensor([score(e) - 0.5 * d for e, d in zip(batch, ratios, strict=True)]).view(2, 4)
+    expected = (4 / 3) * (rewards - rewards.mean(1, keepdim=True)).flatten()
+    assert max(map(abs, ratios)) > 0.01
+    assert [advantage(e)[0] for e in batch] == pytest.approx(expected.tolist(), abs=1e-4)
+    kls = [line["kl"] for line in trainer.state.log_history if "kl" in line]
+    assert kls[1] == pytest.approx(sum(ratios) / 8, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_the_kl_in_the_loss_is_that_of_the_tokens(kind: str, run: Any, tiny_llama: Any) -> None:
+    reference, model = tiny_llama(), tiny_llama()
+    settings = SETTINGS["grpo"] | {"kl_estimate": kind}
+    trainer, batches, _ = run(model, **settings)
+    line = trainer.state.log_history[1]
+    each = []
+    for example in batches[1]:
+        (sequence,) = example.sequences
+        now = torch.tensor([x for x, on in zip(sequence.arrays["logprobs"], sequence.trained, strict=True) if on])
+        d = now - plain_logprobs(reference, sequence)
+        each.append((d.square() / 2 if kind == "k2" else torch.exp(-d) - 1 + d).mean().item())
+    assert line["kl_loss"] == pytest.approx(sum(each) / 8, abs=1e-5) and line["kl_loss"] > 1e-4
+    assert line["loss"] == pytest.approx(line["policy"] + 0.04 * line["kl_loss"], abs=1e-4)
+
+
+def test_one_update_needs_no_clip(run: Any) -> None:
+    plain, clipped = (run(baseline="rloo", **clip)[0] for clip in ({}, {"clip_low": 0.2, "clip_high": 0.2}))
+    for a, b in zip(plain.network.parameters(), clipped.network.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_several_updates_are_clipped(run: Any) -> None:
+    trainer, _, steps = run(baseline="group_std", clip_low=0.01, clip_high=0.01, epochs=3, mini_batches=2)
+    assert [len(step) for step in steps] == [4] * 12
+    lines = [line for line in trainer.state.log_history if "clipfrac" in line]
+    assert lines[0]["clipfrac"] == 0.0 and max(line["clipfrac"] for line in lines) > 0.1
+    stopped, _, taken = run(baseline="group_std", clip_low=0.2, clip_high=0.2, epochs=3, target_kl=1e-7)
+    # the second step's own pass tells that the first went too far
+    assert [bool(step) for step in taken] == [True, True, False] * 2
+    assert stopped.state.global_step == 6
+
+
+def test_groups_of_equal_scores_are_told(run: Any) -> None:
+    trainer, batches, _ = run(sampling=Sampling(max_new_tokens=1, top_k=1, samples=4), baseline="group_std")
+    assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
+    assert [line["no_signal"] for line in trainer.state.log_history if "no_signal" in line] == [1.0, 1.0]
+
+
+def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
+    class Liar(Local):
+        """Says that each token was less likely than it was, by a factor that grows along the completion."""
+
+        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
+            return [
+                c._replace(logprobs=tuple(x - 0.1 * i for i, x in enumerate(c.logprobs)))
+                for c in super().__call__(*args, **named)
+            ]
+
+    _, (honest, *_), _ = run(rows=2, max_gap=1.0)
+    _, (found, *_), _ = run(rows=2, generator=Liar(), max_gap=1.0, importance_cap=1.25)
+    for a, b in zip(honest, found, strict=True):
+        expected = [x * min(math.exp(0.1 * i), 1.25) for i, x in enumerate(advantage(a))]
+        assert advantage(b) == pytest.approx(expected, rel=1e-4)
+
+
+# --- both forms ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_evaluate_what_is_learned_from_scored_rows(make_trainer: Any, tiny_llama: Any) -> None:
+    rows = [Scored((*p.messages, {"role": "assistant", "content": "1"}), 1.0, p.source) for p in prompts(8)]
+
+    def ones(answers: list[Answer]) -> list[float]:
+        return [float(a.text.startswith("1")) for a in answers]
+
+    method = Reinforce(ones, Sampling(max_new_tokens=2))
+    trainer = make_trainer(method, tiny_llama(), rows, lr=1e-2, num_train_epochs=5, own={"eval_dataset": prompts(20)})
+    before = trainer.evaluate()["eval_score"]
+    trainer.train()
+    after = trainer.evaluate()
+    assert before < 0.3 and after["eval_score"] > 0.9 and after["eval_win_rate"] > 0.8
+
+
+def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> None:
+    def digits(answers: list[Answer]) -> list[float]:
+        return [float(any(c.isdigit() for c in a.text)) for a in answers]
+
+    method = Reinforce(digits, Sampling(max_new_tokens=3, samples=8), baseline="group_std")
+    trainer = make_trainer(method, tiny_llama(), prompts(16), batch=8, lr=1e-2, num_train_epochs=8)
+    trainer.train()
+    scores = [line["score"] for line in trainer.state.log_history if "score" in line]
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_low": 0.2}, "belong together"),
+        ({"epochs": 2}, "epochs 2: the policy moves away"),
+        ({"kl_in": "loss", "kl_coef": 0.1}, "k1 has no gradient as a loss"),
+        ({"kl_in": "loss", "kl_coef": 0.1, "kl_estimate": "k2", "kl_target": 1.0}, "kl_target"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "floor": -5.0}, "without clip_low"),
+        ({"missing_eos": "subtract"}, "set missing_eos_penalty"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(settings: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Reinforce(by_tokens, **settings)
+
+
+def test_settings_that_do_not_fit_the_rows_are_told(make_trainer: Any, tiny_llama: Any) -> None:
+    scored = [Scored((*p.messages, {"role": "assistant", "content": "1"}), 1.0, p.source) for p in prompts(5)]
+
+    def told(rows: list[Any], message: str, reward: Any = by_tokens, sampling: Any = None, **settings: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            make_trainer(Reinforce(reward, sampling, **settings), tiny_llama(), rows).train()
+
+    told(prompts(4), "prompts need a reward", None)
+    told([*prompts(4), *scored], "prompts:0 is a Prompt row and prompts:0 a Scored row")
+    told(prompts(4), "baseline rloo compares completions of a prompt: got 1", baseline="rloo")
+    told(prompts(4), "temperature", sampling=Sampling(temperature=0.0))
+    told(prompts(4), "learn_eos belongs to scored rows", learn_eos=False)
+    told(scored, r"method.mini_batches belongs to prompts", mini_batches=2)
+    told(scored, "set kl_in: loss", kl_coef=0.1)
+    told(scored, "fixed_length divides by", reduction="fixed_length")
+    told(scored, "5 rows in steps of 4 leave a step of one", baseline="mean")
