@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from burnish import PPO, SFT, RewardModel
+from burnish import DPO, PPO, SFT, RewardModel
 from burnish.math.kl import AdaptiveKL
 from burnish.rollout.generate import Sampling
 from burnish.types import Answer, Conversation, Messages, Preference, Prompt
@@ -66,7 +66,28 @@ def test_shuffled_preferences_teach_nothing(shuffled: bool, make_trainer: Any, t
         assert found["eval_accuracy_low"] > 0.9
 
 
-@pytest.mark.parametrize("name", ["sft", "reward", "ppo", "ppo shared"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_shuffled_preferences_teach_a_policy_nothing(shuffled: bool, make_trainer: Any, tiny_llama: Any) -> None:
+    trainer = make_trainer(
+        DPO(),
+        tiny_llama(initializer_range=0.05),
+        pairs(256, 1, shuffled=shuffled),
+        batch=32,
+        lr=3e-3,
+        num_train_epochs=2,
+        own={"eval_dataset": pairs(1000, 2, shuffled=shuffled), "token_budget": 8192},
+    )
+    trainer.train()
+    found = trainer.evaluate()
+    if shuffled:
+        assert 0.45 <= found["eval_accuracy"] <= 0.55
+        assert found["eval_accuracy_low"] < 0.5 < found["eval_accuracy_high"]
+        assert found["eval_preference"] > 0.99 * math.log(2)
+    else:
+        assert found["eval_accuracy_low"] > 0.9 and found["eval_margin"] > 0
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "ppo shared"])
 def test_a_learning_rate_of_zero_changes_no_byte(name: str, make_trainer: Any, tiny_llama: Any, weights: Any) -> None:
     def brevity(answers: list[Answer]) -> list[float]:
         return [-float(len(a.tokens)) for a in answers]
@@ -74,6 +95,7 @@ def test_a_learning_rate_of_zero_changes_no_byte(name: str, make_trainer: Any, t
     method, model, rows = {
         "sft": lambda: (SFT(), tiny_llama(), conversations()),
         "reward": lambda: (RewardModel(), classifier(tiny_llama()), pairs(8, 0, shuffled=False)),
+        "dpo": lambda: (DPO(), tiny_llama(), pairs(8, 0, shuffled=False)),
         "ppo": lambda: (PPO(brevity, Sampling(max_new_tokens=4)), tiny_llama(), prompts(8)),
         "ppo shared": lambda: (PPO(brevity, Sampling(max_new_tokens=4), critic="shared"), tiny_llama(), prompts(8)),
     }[name]()

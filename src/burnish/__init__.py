@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from burnish.methods.dpo import DPO
     from burnish.methods.ppo import PPO
     from burnish.methods.pretrain import Pretrain
     from burnish.methods.reinforce import Reinforce
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "DPO",
     "PPO",
     "SFT",
     "Pretrain",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DPO": "burnish.methods.dpo",
     "PPO": "burnish.methods.ppo",
     "Pretrain": "burnish.methods.pretrain",
     "Reinforce": "burnish.methods.reinforce",

@@ -19,6 +19,7 @@ SMALLER = {
         "stages.ppo.trainer.per_device_train_batch_size=2",
         "stages.ppo.generation.max_new_tokens=4",
     ],
+    "dpo": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.dpo.model={policy}"],
     "pretrain": [
         "stages.prepare.with={{held_out: 76, docstrings: 1}}",
         "stages.pretrain.trainer.max_steps=2",

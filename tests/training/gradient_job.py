@@ -22,8 +22,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from burnish import PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
+from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.batching import RowLoader
+from burnish.methods.dpo import DPOLoader, mismatched
 from burnish.types import Example, Pair, Sequence, Text
 
 CONFIG = LlamaConfig(
@@ -82,6 +83,17 @@ def exact(model: Any, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
+def numbered(example: Example, seed: int, name: str) -> Example:
+    """The example with an array: random log-probabilities, or 1 and 0 in turn."""
+    r = random.Random(seed)
+    values = [seed % 2 if name == "desirable" else r.gauss(-4, 0.5) for s in example.sequences for _ in s.tokens]
+    each = iter(values)
+    return replace(
+        example,
+        sequences=tuple(s.with_arrays(**{name: tuple(next(each) for _ in s.tokens)}) for s in example.sequences),
+    )
+
+
 def cases(dtype: torch.dtype) -> dict:
     """Method, model and the examples of one step, for each method and each kind of critic."""
     torch.manual_seed(0)
@@ -94,6 +106,9 @@ def cases(dtype: torch.dtype) -> dict:
         tuple(sequence(100 + i) for i in range(3)), (Pair(0, 1, 1 / 3), Pair(0, 2, 1 / 3), Pair(1, 2, 1 / 3))
     )
     pairs += [answers(i) for i in range(4)]
+    referred = [numbered(e, i, "ref_logprobs") for i, e in enumerate([*pairs, ranked])]
+    judged = [numbered(e, i, "desirable") for i, e in enumerate(plain)]
+    judged = [numbered(e, i, "ref_logprobs") for i, e in enumerate(mismatched(judged))]
     rollouts = [Example((sequence(i, "logprobs", "advantages", "values", "returns"),)) for i in range(9)]
 
     scored = [Example((sequence(i, "advantages", "ref_logprobs"),)) for i in range(9)]
@@ -130,6 +145,10 @@ def cases(dtype: torch.dtype) -> dict:
             [Example((sequence(i, "advantages", "logprobs", "ref_logprobs"),)) for i in range(9)],
         ),
         "step_value": (StepValue(alpha=0.5), policy(), [solved(i) for i in range(9)]),
+        "dpo": (DPO(nll_weight=0.1), policy(), referred),
+        "dpo ipo": (DPO(loss="ipo", average=True), policy(), referred),
+        "dpo orpo": (DPO(loss="orpo"), policy(), referred),
+        "dpo kto": (DPO(loss="kto", desirable_weight=1.5), policy(), judged),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),
         "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
     }
@@ -146,7 +165,12 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
             def on_pre_optimizer_step(self, args, state, control, model: Any = None, into=grads, **_):
                 into.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
 
-        method.loader = lambda rows, context, examples=examples: RowLoader(examples, len(examples), 0)
+        def loader(rows, context, method=method, examples=examples) -> Any:
+            if isinstance(method, DPO):
+                return DPOLoader(method, examples, replace(context, rows_per_step=len(examples)))
+            return RowLoader(examples, len(examples), 0)
+
+        method.loader = loader
         arguments = TrainingArguments(
             folder,
             use_cpu=True,

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from transformers import TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 
-from burnish import PPO, SFT, Reinforce, RewardModel, Trainer
+from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer
 from burnish.data.rows import load
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.rollout.generate import Sampling
@@ -426,6 +426,11 @@ def grpo() -> Reinforce:
     return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), baseline="group_std", **settings, **kl)
 
 
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no" + str(i)} for i, row in enumerate(ROWS)
+]
+
+
 CASES = {
     "sft with dropout": lambda llama: (SFT(), with_dropout(llama), ROWS),
     "sft with an adapter": lambda llama: (SFT(), lora(with_dropout(llama), 0.2), ROWS),
@@ -444,6 +449,8 @@ CASES = {
         ],
     ),
     "reinforce on prompts, as grpo": lambda llama: (grpo(), llama(), PROMPTS),
+    "dpo with an adapter": lambda llama: (DPO(nll_weight=0.1), lora(llama()), PAIRS),
+    "kto": lambda llama: (DPO(loss="kto"), llama(), PAIRS),
     "ppo, separate critic": lambda llama: (ppo(critic_learning_rate=3e-2), llama(), PROMPTS),
     "ppo, shared critic, early stops": lambda llama: (ppo(critic="shared", target_kl=1e-3), llama(), PROMPTS),
     "ppo, adapters": lambda llama: (ppo(critic_warmup=1), lora(llama()), PROMPTS),

@@ -36,6 +36,7 @@ __all__ = [
     "answer",
     "cache_key",
     "comparison",
+    "completion",
     "conversation",
     "encode",
     "prompt",
@@ -105,21 +106,27 @@ def answer(
 
 
 def comparison(
-    tokenizer: PreTrainedTokenizerBase, row: Preference | Ranking, *, ties: Literal["drop", "half"] = "drop"
+    tokenizer: PreTrainedTokenizerBase,
+    row: Preference | Ranking,
+    *,
+    ties: Literal["drop", "half"] = "drop",
+    learned: bool = False,
 ) -> Example:
     """The answers of a row, with the pairs that are compared; ``encode`` cuts the prompt where they are too long.
 
+    Nothing of the answers is learned, or, where ``learned``, all that the assistant says in them (``completion``).
     A ranking of K answers makes all its K (K - 1) / 2 pairs, each weighted 1 / (K (K - 1) / 2); answers of equal score
     make none (``ties="drop"``) or one with p = 0.5 (``"half"``).
 
     Raises:
         UserError: no pair is left, or the template refuses the messages.
     """
+    answers = (row.chosen, row.rejected) if isinstance(row, Preference) else row.completions
+    encode_one = completion if learned else answer
+    sequences = tuple(encode_one(tokenizer, row.prompt, messages, source=row.source) for messages in answers)
     if isinstance(row, Preference):
-        sequences = tuple(answer(tokenizer, row.prompt, side, source=row.source) for side in (row.chosen, row.rejected))
         p_chosen = 1.0 if row.p_chosen is None else row.p_chosen
         return Example(sequences, (Pair(0, 1, margin=row.margin or 0.0, p_better=p_chosen),))
-    sequences = tuple(answer(tokenizer, row.prompt, completion, source=row.source) for completion in row.completions)
     every = list(combinations(range(len(sequences)), 2))
     pairs = []
     for i, j in every:
@@ -130,6 +137,17 @@ def comparison(
     if not pairs:
         raise UserError(f"{row.source}: all answers have the same score: there is nothing to prefer")
     return Example(sequences, tuple(pairs))
+
+
+def completion(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion: Messages, source: str = "completion"
+) -> Sequence:
+    """A prompt with one answer to it, of which all that the assistant says is learned, with the end of its turns.
+
+    Raises:
+        UserError: as ``conversation``.
+    """
+    return conversation(tokenizer, Conversation(prompt + completion, len(prompt), source), "completion")
 
 
 def conversation(

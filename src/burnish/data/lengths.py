@@ -24,6 +24,7 @@ from burnish.types import (
     Config,
     Encoded,
     Example,
+    Labelled,
     Messages,
     Pair,
     Preference,
@@ -47,9 +48,10 @@ _cached: ContextVar[bool] = ContextVar("cached", default=True)
 class Length(Config):
     """The longest sequence, and what happens to longer ones; each change is counted with its row.
 
-    What a row is cut to never gets an end token that it did not have. Of preferences, rankings and prompts only the
-    prompt is cut, and only by ``truncate_left``: its oldest turns first, then the beginning of its last one; never a
-    system message or an answer. Of a solution in steps only whole steps are left out, by ``truncate_right``.
+    What a row is cut to never gets an end token that it did not have. Of preferences, rankings, labelled answers and
+    prompts only the prompt is cut, and only by ``truncate_left``: its oldest turns first, then the beginning of its
+    last one; never a system message or an answer. Of a solution in steps only whole steps are left out, by
+    ``truncate_right``.
     """
 
     max_length: int | None = Field(default=None, ge=2, description="tokens of the longest sequence; none: any length")
@@ -160,7 +162,7 @@ def _fitted(
     if limit is None or longest <= limit:
         return [example], ""
     what = f"{longest} tokens, max_length {limit}"
-    prompted = isinstance(row, Preference | Ranking | Prompt)
+    prompted = isinstance(row, Preference | Ranking | Labelled | Prompt)
     if how == "error":
         ways = "drop or truncate_left" if prompted else "drop, truncate_left, truncate_right or split"
         ways = "drop or truncate_right" if isinstance(row, Steps) else ways
@@ -226,8 +228,8 @@ def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, s
 
 
 def _cut_prompt(
-    row: Preference | Ranking | Prompt, fits: Callable[[Any], bool], what: str
-) -> tuple[Preference | Ranking | Prompt, str]:
+    row: Preference | Ranking | Labelled | Prompt, fits: Callable[[Any], bool], what: str
+) -> tuple[Preference | Ranking | Labelled | Prompt, str]:
     """The row with as much of its prompt as fits, and what was left out."""
 
     def with_prompt(messages: Messages) -> Any:

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from burnish.math.kl import LOG_RATIO_LIMIT
+from burnish.math.preference import kto as kto
+from burnish.math.preference import kto_baseline as kto_baseline
+from burnish.math.preference import preference as preference
 from burnish.math.tensors import learned, precise, same_shape
 from burnish.types import Term, UserError
 

@@ -1,0 +1,209 @@
+"""Direct preference optimisation and its relatives, on log-probabilities of whole answers.
+
+w is the better answer of a pair and l the worse one; lr = log p(answer) - log p_ref(answer), summed over its tokens, or
+averaged where lengths are given; h = lr_w - lr_l; b is beta and e the label smoothing.
+
+| kind | loss of a pair | source |
+| --- | --- | --- |
+| sigmoid | -log sig(b h); with e: -(1 - e) log sig(b h) - e log sig(-b h) | DPO, Rafailov et al. 2023; cDPO |
+| robust | ((1 - e) L(h) - e L(-h)) / (1 - 2 e), L that of sigmoid | rDPO, Chowdhury et al. 2024 |
+| ipo | (h - 1 / (2 b))^2 | Azar et al. 2023 |
+| hinge | max(0, 1 - b h) | Zhao et al. 2023; Liu et al. 2023 |
+| sppo | (lr_w - 1 / (2 b))^2 + (lr_l + 1 / (2 b))^2 | Wu et al. 2024 |
+| apo_zero | 1 - sig(b lr_w) + sig(b lr_l) | D'Oosterlinck et al. 2024 |
+| apo_down | sig(b lr_w) + 1 - sig(b h) | D'Oosterlinck et al. 2024 |
+| nca_pair | -log sig(b lr_w) - 1/2 log sig(-b lr_w) - 1/2 log sig(-b lr_l) | Chen et al. 2024 |
+| simpo | -log sig(b h - gamma), h from averages, no reference | Meng et al. 2024 |
+| orpo | -log sig(logit(exp l_w) - logit(exp l_l)), l averages, no reference | Hong et al. 2024 |
+
+ORPO adds its loss, times a weight, to the negative log-likelihood of the better answer (``losses.nll``). A margin m
+puts b h - m in the place of b h (Amini et al. 2024). A soft label p is the expectation p L(h) + (1 - p) L(-h).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from burnish.math.tensors import precise, same_shape
+from burnish.types import Term, UserError
+
+Kind = Literal["sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo"]
+WITHOUT_REFERENCE = ("simpo", "orpo")
+WITH_SMOOTHING = ("sigmoid", "robust", "simpo")
+WITH_MARGIN = ("sigmoid", "robust", "hinge", "simpo")
+WITH_SOFT_LABELS = ("sigmoid", "ipo", "hinge", "simpo")
+# exp of it is the float32 below 1: a probability of 1 would have infinite odds
+LARGEST_LOGPROB = -1e-7
+
+
+def preference(
+    kind: Kind,
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor | None = None,
+    ref_rejected: Tensor | None = None,
+    beta: float = 0.1,
+    *,
+    lengths: tuple[Tensor, Tensor] | None = None,
+    gamma: float = 0.0,
+    label_smoothing: float = 0.0,
+    margin: Tensor | None = None,
+    p_chosen: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Term:
+    """Loss of pairs of answers, by the formulas at the head of this module.
+
+    Args:
+        kind: one of them.
+        chosen: (P,), log-probability of the better answer, summed over its tokens.
+        rejected: (P,), of the worse one.
+        ref_chosen: (P,), under the reference; None is 0, for log-ratios in the place of log-probabilities.
+        ref_rejected: (P,), likewise.
+        beta: above 0; orpo does not read it.
+        lengths: numbers of tokens of the better and of the worse answers, (P,) each, to average by; simpo and orpo
+            need them.
+        gamma: the margin of simpo, the same for all pairs.
+        label_smoothing: e in [0, 1/2), the share of labels that are taken to be wrong: sigmoid, robust and simpo.
+        margin: (P,), at least 0: sigmoid, robust, hinge and simpo; None is 0.
+        p_chosen: (P,), in [0, 1]: sigmoid, ipo, hinge and simpo; None is 1.
+        weights: (P,), at least 0; None is 1.
+
+    Returns:
+        Term: weighted sum over pairs, and the sum of the weights.
+
+    Raises:
+        ValueError: the shapes differ.
+        UserError: the kind is unknown, lacks lengths, or would ignore what is given.
+    """
+    _check(kind, lengths, ref_chosen=ref_chosen, ref_rejected=ref_rejected, gamma=gamma or None,
+           label_smoothing=label_smoothing or None, margin=margin, p_chosen=p_chosen)  # fmt: skip
+    better, worse = _log_ratio(chosen, ref_chosen), _log_ratio(rejected, ref_rejected)
+    margin = torch.zeros_like(better) if margin is None else margin
+    share = torch.ones_like(better) if p_chosen is None else p_chosen
+    weights = torch.ones_like(better) if weights is None else weights
+    same_shape(chosen=better, rejected=worse, margin=margin, p_chosen=share, weights=weights)
+    if lengths is not None:
+        same_shape(chosen=better, lengths=lengths[0], rejected_lengths=lengths[1])
+        better, worse = better / lengths[0].clamp(min=1), worse / lengths[1].clamp(min=1)
+    if kind in ("sppo", "apo_zero", "apo_down", "nca_pair", "orpo"):
+        losses = _two_sided(kind, better, worse, beta)
+    else:
+        share = share * (1 - label_smoothing) + (1 - share) * label_smoothing
+        if kind == "robust":  # the label is right with 1 - e; this weighs L(h) and L(-h) so that the mean is L(h)
+            share = share / (1 - 2 * label_smoothing)
+        losses = _of_difference(kind, better - worse, beta, gamma + margin, share)
+    return Term((weights * losses).sum(), weights.sum())
+
+
+def kto(
+    logratios: Tensor,
+    desirable: Tensor,
+    baseline: Tensor,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    weights: Tensor | None = None,
+) -> Term:
+    """Loss of single answers: w_d (1 - sig(b (lr - z0))) of good ones, w_u (1 - sig(b (z0 - lr))) of bad ones.
+
+    Source: Ethayarajh et al., "KTO: Model alignment as prospect theoretic optimization", 2024.
+
+    Args:
+        logratios: (N,), lr, log-probability of an answer less that under the reference, summed over its tokens.
+        desirable: (N,) bool, whether the answer was found good.
+        baseline: (N,) or (), z0 of ``kto_baseline``; no gradient flows into it.
+        beta: above 0.
+        desirable_weight: w_d, at least 0.
+        undesirable_weight: w_u, at least 0.
+        weights: (N,), at least 0; None is 1.
+
+    Returns:
+        Term: weighted sum over answers, and the sum of ``weights``.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    x = precise(logratios)
+    weights = torch.ones_like(x) if weights is None else weights
+    same_shape(logratios=x, desirable=desirable, weights=weights)
+    x = beta * (x - baseline.detach())
+    losses = torch.where(desirable, desirable_weight * torch.sigmoid(-x), undesirable_weight * torch.sigmoid(x))
+    return Term((weights * losses).sum(), weights.sum())
+
+
+def kto_baseline(logratios: Tensor) -> Tensor:
+    """z0 = max(0, mean of lr) over answers to other prompts than their own: an estimate of the KL to the reference.
+
+    Args:
+        logratios: (M,), of each prompt with an answer to another one.
+
+    Returns:
+        (), detached.
+    """
+    return precise(logratios).detach().mean().clamp(min=0)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, exact near 0 and far from it (Maechler 2012)."""
+    near = x > -math.log(2)
+    # the branch that is not taken must be finite too, or its gradient would be NaN
+    close = torch.log(-torch.expm1(torch.where(near, x, -0.1)))
+    return torch.where(near, close, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+def _check(kind: str, lengths: object, **given: object) -> None:
+    """Whether the kind reads all that is given."""
+    if kind not in get_args(Kind):
+        raise UserError(f"unknown preference loss {kind!r}: expected one of {', '.join(get_args(Kind))}")
+    readers = {
+        "ref_chosen": [k for k in get_args(Kind) if k not in WITHOUT_REFERENCE],
+        "gamma": ["simpo"],
+        "label_smoothing": WITH_SMOOTHING,
+        "margin": WITH_MARGIN,
+        "p_chosen": WITH_SOFT_LABELS,
+    }
+    readers["ref_rejected"] = readers["ref_chosen"]
+    for name, value in given.items():
+        if value is not None and kind not in readers[name]:
+            raise UserError(f"{kind} does not read {name}, which {', '.join(readers[name])} do")
+    if kind in WITHOUT_REFERENCE and lengths is None:
+        raise UserError(f"{kind} averages log-probabilities over tokens: give lengths")
+
+
+def _log_ratio(logprobs: Tensor, reference: Tensor | None) -> Tensor:
+    logprobs = precise(logprobs)
+    if reference is None:
+        return logprobs
+    same_shape(logprobs=logprobs, reference=reference)
+    return logprobs - reference.detach()
+
+
+def _two_sided(kind: str, better: Tensor, worse: Tensor, beta: float) -> Tensor:
+    """Losses (P,) that depend on both sides, not on their difference alone."""
+    if kind == "sppo":
+        return (better - 1 / (2 * beta)).square() + (worse + 1 / (2 * beta)).square()
+    if kind == "apo_zero":
+        return torch.sigmoid(-beta * better) + torch.sigmoid(beta * worse)
+    if kind == "apo_down":
+        return torch.sigmoid(beta * better) + torch.sigmoid(-beta * (better - worse))
+    if kind == "nca_pair":
+        one_sided = F.logsigmoid(-beta * better) + F.logsigmoid(-beta * worse)
+        return -F.logsigmoid(beta * better) - one_sided / 2
+    better, worse = better.clamp(max=LARGEST_LOGPROB), worse.clamp(max=LARGEST_LOGPROB)
+    return -F.logsigmoid(better - worse - (log1mexp(better) - log1mexp(worse)))
+
+
+def _of_difference(kind: str, h: Tensor, beta: float, margin: Tensor, share: Tensor) -> Tensor:
+    """Losses (P,) of h with soft labels: share L(h) + (1 - share) L(-h)."""
+    if kind == "ipo":
+        target = 1 / (2 * beta)
+        return (h - target).square() + (1 - share) * 4 * target * h
+    x = beta * h - margin
+    if kind == "hinge":
+        return share * F.relu(1 - x) + (1 - share) * F.relu(1 + x)
+    return -F.logsigmoid(x) + (1 - share) * x

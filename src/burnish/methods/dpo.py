@@ -1,0 +1,387 @@
+"""Direct preference optimisation (Rafailov et al. 2023) and its relatives, KTO and ORPO among them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data import chat
+from burnish.data.batching import RowLoader
+from burnish.math import losses
+from burnish.math.intervals import wilson
+from burnish.math.preference import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
+from burnish.models.forward import hidden_states, token_logprobs
+from burnish.models.heads import Network, disable_dropout
+from burnish.models.precomputed import ARRAY as REFERENCE
+from burnish.models.precomputed import ReferenceLogprobs
+from burnish.types import (
+    Config,
+    Context,
+    Encoded,
+    Example,
+    Labelled,
+    MicroBatch,
+    Preference,
+    Ranking,
+    Row,
+    Sequence,
+    Term,
+    Terms,
+    UserError,
+)
+
+STEPS_OF_ALARM = 20
+SMOOTHING_OF_ALARM = 0.9
+
+
+class DPOConfig(Config):
+    """Settings of the DPO family; a setting that the loss does not read is an error."""
+
+    loss: Kind | Literal["kto"] = Field("sigmoid", description="sigmoid is DPO; kto learns from single answers")
+    beta: float = Field(0.1, gt=0, description="how strongly the policy is held to the reference (simpo: about 2)")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of labels that are taken to be wrong")
+    average: bool = Field(False, description="average log-probabilities over tokens (simpo and orpo always do)")
+    gamma: float = Field(0.5, ge=0, description="simpo: the margin that is asked of every pair")
+    orpo_weight: float = Field(0.1, ge=0, description="orpo: lambda, the weight of the odds ratio beside the nll")
+    nll_weight: float = Field(0.0, ge=0, description="weight of the chosen answers' nll a token (RPO)")
+    desirable_weight: float = Field(1.0, ge=0, description="kto: weight of good answers")
+    undesirable_weight: float = Field(1.0, ge=0, description="kto: weight of bad answers")
+    reference: Literal["precomputed", "live"] = Field(
+        "precomputed", description="precomputed: once, kept on disk; live: a forward pass at every step"
+    )
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        """Refuse what would be ignored."""
+        unread = {
+            "beta": self.loss == "orpo",
+            "label_smoothing": self.loss not in WITH_SMOOTHING,
+            "average": self.loss in WITHOUT_REFERENCE,
+            "gamma": self.loss != "simpo",
+            "orpo_weight": self.loss != "orpo",
+            "nll_weight": self.loss in ("orpo", "kto"),
+            "desirable_weight": self.loss != "kto",
+            "undesirable_weight": self.loss != "kto",
+            "reference": self.loss in WITHOUT_REFERENCE,
+        }
+        for name in self.model_fields_set:
+            if unread.get(name):
+                raise ValueError(f"{name} is not read by loss {self.loss}: take it away")
+        return self
+
+    @property
+    def averaged(self) -> bool:
+        """Whether log-probabilities are averaged over tokens."""
+        return self.average or self.loss in WITHOUT_REFERENCE
+
+
+class DPO:
+    """A loss of log p(answer) - log p_ref(answer), a mean over pairs (``burnish.math.preference``) or answers (KTO).
+
+    KTO's z0 is one number an optimizer step: before its gradient, the policy scores each of its prompts with an answer
+    to another prompt, without gradient. Each prompt's other answer is the same in every epoch, so that its reference
+    can be precomputed.
+    """
+
+    name = "dpo"
+    kinds = (Preference, Ranking, Labelled)
+    task = "CAUSAL_LM"
+    config = DPOConfig
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = DPOConfig(**settings)
+        self.reference: ReferenceLogprobs | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The loss of pairs or of answers, and the chosen answers' nll where it is asked for."""
+        s = self.settings
+        if s.loss == "kto":
+            return {"kto": 1.0}
+        if s.loss == "orpo":
+            return {"nll": 1.0} | ({"preference": s.orpo_weight} if s.orpo_weight else {})
+        return {"preference": 1.0} | ({"nll": s.nll_weight} if s.nll_weight else {})
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """The policy without dropout, and the reference kept aside."""
+        disable_dropout(model)
+        self.reference = None if self.settings.loss in WITHOUT_REFERENCE else ReferenceLogprobs(model)
+        return Network(model)
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+        """The compared answers of a row together, with their pairs; for KTO the labelled answers of a row."""
+        loss = self.settings.loss
+
+        def encode(row: Any) -> Example:
+            _check_row(row, loss)
+            example = _judged(tokenizer, row) if loss == "kto" else chat.comparison(tokenizer, row, learned=True)
+            if len({_prompt(sequence) for sequence in example.sequences}) > 1:
+                raise UserError(
+                    f"{row.source}: the answers change the ids of the prompt before them: use a template that ends the "
+                    "prompt with a token of its own, or let the answers begin with the space that the prompt ends with"
+                )
+            return example
+
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name, loss))
+
+    def loader(self, rows: list[Row], context: Context) -> DPOLoader:
+        """Rows in a seeded order."""
+        return DPOLoader(self, self.referenced(rows, context), context)
+
+    def referenced(self, rows: list[Row], context: Context) -> list[Example]:
+        """Examples, for KTO with answers to other prompts behind their own, and with the reference if precomputed."""
+        examples = self.examples(rows, context.tokenizer, context.length).examples
+        if self.settings.loss == "kto":
+            examples = mismatched(examples)
+        if self.reference is None or self.settings.reference == "live" or not examples:
+            return examples
+        return self.reference.kept(context, examples)
+
+    def ready(self, examples: list[Example], context: Context) -> list[Example]:
+        """What the loss takes: the examples of ``referenced`` with the live reference, and for KTO with z0."""
+        if self.reference is not None and self.settings.reference == "live":
+            examples = self.reference.live(context, examples)
+        if self.settings.loss != "kto":
+            return examples
+
+        def score(batch: MicroBatch) -> dict[str, Tensor]:
+            return {"logprobs": learned_logprobs(context.network.policy, batch)}
+
+        strangers = [Example(e.sequences[len(e.sequences) // 2 :]) for e in examples]
+        ratios = [self._ratio(s) for e in context.annotate(score, strangers) for s in e.sequences]
+        baseline = losses.kto_baseline(torch.tensor(ratios, dtype=torch.float64)).item()
+
+        def own(example: Example) -> Example:
+            mine = example.sequences[: len(example.sequences) // 2]
+            return replace(example, sequences=tuple(_constant(s, baseline=baseline) for s in mine))
+
+        return [own(example) for example in examples]
+
+    def _ratio(self, sequence: Sequence) -> float:
+        """Log-probability of a scored answer less that under the reference."""
+        scored = zip(sequence.trained, sequence.arrays["logprobs"], sequence.arrays[REFERENCE], strict=True)
+        total = math.fsum(logprob - reference for learned, logprob, reference in scored if learned)
+        return total / sum(sequence.trained) if self.settings.averaged else total
+
+    def counts(self, examples: list[Example]) -> dict[str, float]:
+        """Answers for KTO, else the summed weights of the pairs and of their chosen answers' tokens."""
+        if self.settings.loss == "kto":
+            return {"kto": float(sum(any(s.trained) for e in examples for s in e.sequences))}
+        pairs = [(pair.weight, e.sequences[pair.better]) for e in examples for pair in e.pairs]
+        return {
+            "preference": sum(weight for weight, _ in pairs),
+            "nll": float(sum(weight * sum(better.trained) for weight, better in pairs)),
+        }
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """The loss and, as metrics, rewards and log-probabilities of both sides and the accuracy of the rewards.
+
+        The reward of an answer is beta times its log-ratio, or for simpo and orpo what they compare.
+        """
+        s = self.settings
+        logprobs = learned_logprobs(network.policy, batch)
+        reference = batch.arrays.get(REFERENCE, torch.zeros_like(logprobs))
+        # differences of tokens before their sum, which is large where answers are long and would round them away
+        change = torch.where(batch.trained, logprobs - reference, 0.0)
+        ratios, totals, lengths = (per_sequence(x, batch) for x in (change, logprobs, batch.trained.to(change.dtype)))
+        if s.loss == "kto":
+            return self._judged_terms(batch, ratios, totals, lengths)
+        better, worse = batch.pairs.unbind(1)
+        weights = batch.pair_weights.to(ratios.dtype)
+        preference = losses.preference(
+            s.loss,
+            ratios[better],
+            ratios[worse],
+            beta=s.beta,
+            lengths=(lengths[better], lengths[worse]) if s.averaged else None,
+            gamma=s.gamma if s.loss == "simpo" else 0.0,
+            label_smoothing=s.label_smoothing,
+            margin=batch.margins.to(ratios.dtype) if s.loss in WITH_MARGIN else None,
+            p_chosen=batch.p_better.to(ratios.dtype) if s.loss in WITH_SOFT_LABELS else None,
+            weights=weights,
+        )
+        rewards = self._rewards(ratios, lengths)
+        measured = {
+            "margin": rewards[better] - rewards[worse],
+            "chosen": rewards[better],
+            "rejected": rewards[worse],
+            "logprob_chosen": totals[better],
+            "logprob_rejected": totals[worse],
+        }
+        return {
+            "preference": preference,
+            "nll": Term(-(weights * totals[better]).sum(), (weights * lengths[better]).sum()),
+            "accuracy": losses.pair_accuracy(rewards[better], rewards[worse], weights),
+        } | {name: Term((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
+
+    def _rewards(self, ratios: Tensor, lengths: Tensor) -> Tensor:
+        s = self.settings
+        ratios = ratios / lengths.clamp(min=1) if s.averaged else ratios
+        return (ratios if s.loss == "orpo" else s.beta * ratios).detach()
+
+    def _judged_terms(self, batch: MicroBatch, ratios: Tensor, totals: Tensor, lengths: Tensor) -> Terms:
+        """Terms of KTO; the chosen are the good answers, and accuracy is the share that lies on its side of z0."""
+        s = self.settings
+        desirable, baseline = (batch.arrays[name].flatten()[batch.ends] for name in ("desirable", "baseline"))
+        good, weights = desirable > 0.5, (lengths > 0).to(ratios.dtype)
+        rewards = self._rewards(ratios, lengths)
+        x = ratios / lengths.clamp(min=1) if s.averaged else ratios
+        right = torch.where(good, rewards - s.beta * baseline, s.beta * baseline - rewards).sign()
+        sides = {"chosen": weights * good, "rejected": weights * ~good}
+        measured = {"": rewards, "logprob_": totals.detach()}
+        return {
+            "kto": losses.kto(x, good, baseline, s.beta, s.desirable_weight, s.undesirable_weight, weights),
+            "accuracy": Term((weights * (1 + right) / 2).sum(), weights.sum()),
+            "baseline": Term((weights * baseline).sum(), weights.sum()),
+        } | {
+            name + side: Term((weight * value).sum(), weight.sum())
+            for name, value in measured.items()
+            for side, weight in sides.items()
+        }
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Loss, rewards, and the accuracy of the rewards with its 95 % interval (Wilson)."""
+        examples = self.ready(self.referenced(rows, context), context)
+        metrics = context.evaluate(examples)
+        counts = self.counts(examples)
+        low, high = wilson(metrics["accuracy"], counts["kto"] if self.settings.loss == "kto" else counts["preference"])
+        margin = metrics["chosen"] - metrics["rejected"]
+        return metrics | {"margin": margin, "accuracy_low": low, "accuracy_high": high}
+
+
+class DPOLoader:
+    """Steps of rows in a seeded order, made ready for the loss; watches whether the chosen answers lose probability."""
+
+    def __init__(self, method: DPO, examples: list[Example], context: Context) -> None:
+        self.method, self.context = method, context
+        self.rows = RowLoader(examples, context.rows_per_step, context.seed)
+        self.smoothed: float | None = None
+        self.falling = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[list[Example]]:
+        for examples in self.rows:
+            self._watch(self.context.last())
+            yield self.method.ready(examples, self.context)
+
+    def _watch(self, last: Mapping[str, float]) -> None:
+        """Count the steps in a row over which the smoothed reward of the chosen answers has fallen."""
+        if "chosen" not in last:
+            return
+        before = last["chosen"] if self.smoothed is None else self.smoothed
+        self.smoothed = SMOOTHING_OF_ALARM * before + (1 - SMOOTHING_OF_ALARM) * last["chosen"]
+        self.falling = self.falling + 1 if self.smoothed < before else 0
+        self.context.log({"chosen_falling": float(self.falling)})
+        if self.falling == STEPS_OF_ALARM:
+            warnings.warn(
+                f"the log-probability of the chosen answers has fallen for {self.falling} steps: only their distance "
+                "from the rejected ones grows; if the answers get worse, lower the learning rate, raise beta, or set "
+                "nll_weight",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the rows, and what the watch remembers."""
+        return self.rows.state_dict() | {"smoothed": self.smoothed, "falling": self.falling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.rows.load_state_dict(state)
+        self.smoothed, self.falling = state["smoothed"], state["falling"]
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _check_row(row: Preference | Ranking | Labelled, loss: str) -> None:
+    """Whether the loss reads rows of this kind, and all that the row says."""
+    if isinstance(row, Labelled) and loss != "kto":
+        raise UserError(
+            f"{row.source}: one labelled answer, but loss {loss} compares answers: set loss: kto, or give rows with "
+            "prompt, chosen and rejected"
+        )
+    if isinstance(row, Ranking) and loss == "kto":
+        raise UserError(
+            f"{row.source}: a ranking, but kto reads answers that are good or bad: give rows with prompt, completion "
+            "and label, or with prompt, chosen and rejected"
+        )
+    if isinstance(row, Preference):
+        if row.margin and loss not in WITH_MARGIN:
+            raise UserError(f"{row.source}: loss {loss} does not read margin: {', '.join(WITH_MARGIN)} do")
+        if row.p_chosen not in (None, 1.0) and loss not in WITH_SOFT_LABELS:
+            raise UserError(f"{row.source}: loss {loss} does not read p_chosen: {', '.join(WITH_SOFT_LABELS)} do")
+
+
+def _judged(tokenizer: PreTrainedTokenizerBase, row: Preference | Labelled) -> Example:
+    """The answers of a row, each marked as good or bad."""
+    judged = [(row.completion, row.label)] if isinstance(row, Labelled) else [(row.chosen, True), (row.rejected, False)]
+    return Example(
+        tuple(
+            _constant(chat.completion(tokenizer, row.prompt, answer, row.source), desirable=float(good))
+            for answer, good in judged
+        )
+    )
+
+
+def _constant(sequence: Sequence, **numbers: float) -> Sequence:
+    """The sequence with one number at every token."""
+    return sequence.with_arrays(**{name: (x,) * len(sequence.tokens) for name, x in numbers.items()})
+
+
+def _prompt(sequence: Sequence) -> tuple[int, ...]:
+    return sequence.tokens[: sequence.trained.index(True)]
+
+
+def mismatched(examples: list[Example]) -> list[Example]:
+    """Each example with, behind its sequences, its prompt as often again, with answers of the next other prompt.
+
+    They are no longer than the longest example is.
+    """
+    if len(examples) < 2:
+        raise UserError("kto needs at least two rows: it compares a prompt's answers with those to another prompt")
+    prompts = [_prompt(example.sequences[0]) for example in examples]
+    longest = max(len(s.tokens) for e in examples for s in e.sequences)
+    n = len(examples)
+    other = [(i + 1) % n for i in range(n)]
+    for i in reversed(range(2 * n)):  # around twice, for the last row's next one lies at the beginning
+        following = (i + 1) % n
+        if prompts[following] == prompts[i % n] and prompts[other[following]] != prompts[i % n]:
+            other[i % n] = other[following]
+
+    def behind(i: int) -> Example:
+        strangers = []
+        for k, sequence in enumerate(examples[i].sequences):
+            answers = examples[other[i]].sequences
+            answer = answers[k % len(answers)]
+            start = len(_prompt(answer))
+            tokens = (prompts[i] + answer.tokens[start:])[:longest]
+            trained = ((False,) * len(prompts[i]) + answer.trained[start:])[:longest]
+            strangers.append(_constant(Sequence(tokens, trained, sequence.source), desirable=0.0))
+        return replace(examples[i], sequences=(*examples[i].sequences, *strangers))
+
+    return [behind(i) for i in range(n)]
+
+
+# --- tokens --------------------------------------------------------------------------------------------------------
+
+
+def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
+    return token_logprobs(model, hidden_states(model, batch), batch, batch.trained, entropies="off")[0]
+
+
+def per_sequence(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Sums (N,) of values (B, T), which are 0 outside of sequences, in an order that is always the same."""
+    last = values.new_full((1,), values.numel() - 1, dtype=torch.long)
+    ends = torch.cat([batch.ends.new_full((1,), -1), batch.ends[:-1], last])
+    return torch.segment_reduce(values.flatten(), "sum", lengths=ends.diff(), axis=0)
