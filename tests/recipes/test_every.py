@@ -51,6 +51,11 @@ SMALLER = {
         "stages.prepare.with={{rows: 64, prompts: 16, held_out: 16}}",
         "stages.values.trainer.num_train_epochs=1",
     ],
+    "sft": [
+        "stages.prepare.with={{rows: 64, pairs: 1, prompts: 1, held_out: 16}}",
+        "stages.sft.trainer.num_train_epochs=1",
+        "stages.sft.trainer.warmup_steps=0",
+    ],
     "tiny": [
         "stages.prepare.with={{rows: 64, pairs: 64, prompts: 128, held_out: 16}}",
         "stages.sft.trainer.num_train_epochs=1",
