@@ -2,6 +2,12 @@
 
 import io
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -169,3 +175,33 @@ def test_inspect_shows_mixtures_and_the_beginning_of_a_stream(home):
         (line,) = [line for line in shown.getvalue().splitlines() if line.startswith("rows ")]
         assert line.split() == ["rows", said]
     assert "a stream: the first 5 rows" in shown.getvalue()
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_killed_ends_with_the_same_bytes(home):
+    """A mixture with a bad row, killed three times and started again."""
+    with Path("a.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1", "completion": ""}\n')
+    given = ["data.stream=true", "data.shuffle_buffer=5", "data.on_bad_row=skip", "trainer.max_steps=40"]
+    command = [sys.executable, "-m", "burnish", "run", "mixed.yaml", "trainer.save_steps=2", *given]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    metrics = Path("run/sft/metrics.jsonl")
+
+    def results() -> tuple[bytes, Any]:
+        stage = json.loads(Path("run/manifest.json").read_text())["stages"][0]
+        return Path("run/sft/model/model.safetensors").read_bytes(), stage["rows"]
+
+    subprocess.run([*command, "out=run"], check=True, env=environment, capture_output=True, timeout=300)
+    expected = results()
+    shutil.rmtree("run")
+    for lines in (5, 17, 30):
+        process = subprocess.Popen(
+            [*command, "out=run"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run([*command, "out=run"], check=True, env=environment, capture_output=True, timeout=300)
+    assert results() == expected
+    assert expected[1]["train"]["skipped in all"] > 1

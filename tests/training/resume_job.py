@@ -1,6 +1,7 @@
 """Trains by SFT with dropout, in as many processes as there are; run by test_processes.py.
 
-``python -m torch.distributed.run --nproc-per-node 2 resume_job.py OUT [CHECKPOINT]`` saves the weights in OUT/end.pt.
+``python -m torch.distributed.run --nproc-per-node 2 resume_job.py KIND OUT [CHECKPOINT]`` saves the weights in
+OUT/end.pt. KIND is rows, or stream: pre-training on text that is read while the run goes on.
 """
 
 import os
@@ -12,8 +13,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
-from burnish import SFT, Trainer
-from burnish.data.chat import set_template
+from burnish import SFT, Pretrain, Trainer
+from burnish.data.chat import Length, set_template
+from burnish.data.rows import read
+from burnish.data.streaming import RowStream, Source
+from burnish.types import Text
 
 ROWS = [{"prompt": f"{i} + 1", "completion": "x" * (1 + i % 5) + str(i * 7)} for i in range(12)]
 
@@ -29,7 +33,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def main(out: str, start: str | None) -> None:
+def stream() -> RowStream:
+    """Texts of 1 to 13 characters, seven of them shuffled at a time."""
+    texts = [{"text": "y" * (1 + 5 * i % 13)} for i in range(12)]
+    return RowStream([Source("texts", lambda: read(texts, (Text,)))], shuffle_buffer=7)
+
+
+def main(kind: str, out: str, start: str | None) -> None:
     """Train to the end."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -52,11 +62,13 @@ def main(out: str, start: str | None) -> None:
             save_steps=1,
             per_device_train_batch_size=3,
             num_train_epochs=2,
+            max_steps=-1 if kind == "rows" else 8,
             learning_rate=1e-2,
             ddp_backend="gloo" if "RANK" in os.environ else None,
         ),
-        method=SFT(),
-        train_dataset=ROWS,
+        method=SFT() if kind == "rows" else Pretrain(),
+        train_dataset=ROWS if kind == "rows" else stream(),
+        length=Length(max_length=None if kind == "rows" else 6),
         processing_class=tokenizer(),
         token_budget=60,
     )
@@ -67,4 +79,4 @@ def main(out: str, start: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    main(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)

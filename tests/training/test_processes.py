@@ -13,24 +13,28 @@ from burnish.training import checkpoint
 JOB = Path(__file__).with_name("resume_job.py")
 
 
-def run(*arguments: object, processes: int = 2) -> dict[str, torch.Tensor]:
+def run(kind: str, *arguments: object, processes: int = 2) -> dict[str, torch.Tensor]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run([*command, JOB, *map(str, arguments)], env=environment, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [*command, JOB, kind, *map(str, arguments)], env=environment, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr.decode()
     return torch.load(Path(str(arguments[0])) / "end.pt")
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_with_the_same_bytes(tmp_path):
-    straight = run(tmp_path / "straight")
+@pytest.mark.parametrize("kind", ["rows", "stream"])
+def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
+    straight = run(kind, tmp_path / "straight")
     folder = tmp_path / "straight" / "checkpoint-2"
     names = {path.name for path in folder.iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= names
     assert checkpoint.is_complete(folder)
     assert not [path for path in (tmp_path / "straight").iterdir() if path.name.startswith(".")]
-    again = run(tmp_path / "again", folder)
+    again = run(kind, tmp_path / "again", folder)
     assert all(torch.equal(value, again[name]) for name, value in straight.items())
     # one process goes on in the same order with as many rows a step
-    run(tmp_path / "alone", folder, processes=1)
-    assert sorted(path.name for path in (tmp_path / "alone").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    run(kind, tmp_path / "alone", folder, processes=1)
+    made = {path.name for path in (tmp_path / "alone").glob("checkpoint-*")}
+    assert made == {f"checkpoint-{step}" for step in range(3, 5 if kind == "rows" else 9)}
