@@ -28,11 +28,12 @@ from burnish.recipe.loading import differences
 from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
+from burnish.rewards.steps import StepReward
 from burnish.training import checkpoint, report
 from burnish.training.display import Display, RunCallback
 from burnish.training.metrics import Recorder, read_metrics
 from burnish.training.trainer import Trainer
-from burnish.types import Config, Prompt, UserError
+from burnish.types import Config, Prompt, Reward, UserError
 
 # what a stage's trainer does unless the recipe says otherwise
 DEFAULTS: dict[str, Any] = {
@@ -343,8 +344,12 @@ class _Training:
         tokenizer = loading.load_tokenizer(reference)
         if source.template is not None:
             chat.set_template(tokenizer, source.template)
-        model = loading.load_reward_model(reference, labels=None).to(self.device)
-        scorer = ModelReward(model, tokenizer, label=source.label, normalise=source.normalise)
+        if source.steps is not None:
+            network = loading.load_value_model(reference).to(self.device)
+            scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
+        else:
+            model = loading.load_reward_model(reference, labels=None).to(self.device)
+            scorer = ModelReward(model, tokenizer, label=source.label, normalise=source.normalise)
         name = source.model.stage if isinstance(source.model, StageModel) else "model"
         return NamedReward(source.name or name, source.weight, scorer)
 

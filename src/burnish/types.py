@@ -292,9 +292,12 @@ class Answer:
 
 
 class Reward(Protocol):
-    """Scores answers: one finite number each, in the same order. A plain function is a reward."""
+    """Scores answers, in their order: a finite number each, or for each a list of one number a token of it.
 
-    def __call__(self, answers: list[Answer], /) -> list[float]:
+    A plain function is a reward.
+    """
+
+    def __call__(self, answers: list[Answer], /) -> list[float] | list[list[float]]:
         """Score answers."""
         ...
 

@@ -26,21 +26,21 @@ def number(answers) -> list[float]:
 
 def test_rewards_are_summed_by_weight_and_each_is_kept():
     rewards = [NamedReward("length", 0.5, length), NamedReward("number", -2.0, number)]
-    totals, by_name = score(answers("a", "bbbb", ""), rewards)
+    totals, by_name, _ = score(answers("a", "bbbb", ""), rewards)
     assert totals == [0.5, 0.0, -4.0]
     assert by_name == {"length": [1.0, 4.0, 0.0], "number": [0.0, 1.0, 2.0]}
 
 
 def test_a_weight_of_zero_measures_only():
-    totals, by_name = score(answers("a", "bb"), [NamedReward("length", 0.0, length), NamedReward("n", 1.0, number)])
+    totals, by_name, _ = score(answers("a", "bb"), [NamedReward("length", 0.0, length), NamedReward("n", 1.0, number)])
     assert totals == [0.0, 1.0]
     assert by_name["length"] == [1.0, 2.0]
 
 
 def test_scores_may_be_tensors_and_no_answers_need_no_reward():
-    totals, _ = score(answers("a", "b"), [NamedReward("tensor", 1.0, lambda _: torch.tensor([1.5, 2.5]))])  # type: ignore
+    totals, _, _ = score(answers("a", "b"), [NamedReward("tensor", 1.0, lambda _: torch.tensor([1.5, 2.5]))])  # type: ignore
     assert totals == [1.5, 2.5]
-    assert score([], [NamedReward("none", 1.0, length)]) == ([], {"none": []})
+    assert score([], [NamedReward("none", 1.0, length)]) == ([], {"none": []}, None)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,22 @@ def solution(
     return Sequence(tuple(tokens), trained, row.source, arrays)
 
 
+def step_ends(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], delimiter: str = "\n") -> list[int]:
+    r"""Where the steps of a completion end: the index of each token that completes a delimiter, found on the ids.
+
+    ``"3+4=7\n7-2=5"`` as characters gives ``[5]``. The delimiter may be a part of its token (``".\n"``), or several
+    tokens long. What a model left unfinished has no end, and blank lines are no steps.
+    """
+    ends, start = [], 0
+    for t in range(len(tokens)):
+        text = str(tokenizer.decode(list(tokens[start : t + 1]), skip_special_tokens=True))
+        if delimiter in text:
+            if text.replace(delimiter, "").strip():
+                ends.append(t)
+            start = t + 1
+    return ends
+
+
 def _end(tokenizer: PreTrainedTokenizerBase, row: Steps) -> int:
     """The token that the template ends an assistant's turn with: the last one that is learned of such a turn."""
     turn = Conversation((*row.question, {"role": "assistant", "content": row.steps[-1]}), None, row.source)

@@ -17,14 +17,18 @@ Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whi
 EPSILON = 1e-8
 
 
-def kl_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def kl_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, steps: Tensor | None = None) -> Tensor:
     """Reward of every token: r_t = -kl_coef * kl_t, plus the sequence's score at its last learned token.
+
+    Where a part of the score lies on tokens, ``steps``, it stays there, and the last token has the rest: the rewards of
+    a row sum up to its score less the KL in any case.
 
     Args:
         scores: (B,), one of each sequence.
         kl: (B, T), estimates of the KL of each token to the reference.
         mask: (B, T), True at the tokens that the policy wrote.
         kl_coef: weight of the KL, at least 0.
+        steps: (B, T), the part of the score that lies on each token; None is 0.
 
     Returns:
         (B, T), 0 where the mask is False. A row with no learned token has nowhere to put its score.
@@ -32,11 +36,11 @@ def kl_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tens
     Raises:
         ValueError: if the shapes do not align.
     """
-    (kl,) = learned(mask, kl=kl)
+    kl, steps = learned(mask, kl=kl, steps=torch.zeros_like(kl) if steps is None else steps)
     same_shape(rows=mask[:, 0], scores=scores)
     learned_from_here = mask.flip(1).cumsum(1).flip(1)
     last = mask & (learned_from_here == 1)
-    return -kl_coef * kl + torch.where(last, scores.unsqueeze(1), 0)
+    return steps - kl_coef * kl + torch.where(last, (scores - steps.sum(1)).unsqueeze(1), 0)
 
 
 @torch.no_grad()

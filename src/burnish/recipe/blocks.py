@@ -162,6 +162,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
     template: str | None = None
     normalise: bool = False
     """Give (score - mean) / std, by the held-out scores that were stored when the model was trained."""
+    steps: Literal["differences", "raw"] | None = None
+    """The model values steps, and each step is rewarded at its end: by what it adds to the value, or by its value."""
     weight: float = 1.0
     """0 measures without rewarding."""
     name: str | None = None
@@ -170,8 +172,11 @@ class RewardSource(Config, use_attribute_docstrings=True):
     def _one_kind(self) -> RewardSource:
         if (self.model is None) == (self.function is None):
             raise ValueError("a reward has either model: or function:")
-        if self.function is not None and (self.label is not None or self.template is not None or self.normalise):
-            raise ValueError("label, template and normalise belong to a reward with model:, not to one with function:")
+        of_model = self.label is not None or self.template is not None or self.normalise or self.steps is not None
+        if self.function is not None and of_model:
+            raise ValueError("label, template, normalise and steps belong to a reward with model:, not with function:")
+        if self.steps is not None and (self.label is not None or self.normalise):
+            raise ValueError("label and normalise belong to a model with one score, not to one with steps:")
         return self
 
 

@@ -43,27 +43,50 @@ def load(reference: str) -> Callable[..., Any]:
     raise UserError(f"{reference}: {place} has no {name}{_nearest(name, functions)}")
 
 
-def score(answers: list[Answer], rewards: list[NamedReward]) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum of all rewards for each answer, and each reward's own scores by its name.
+class Scores(NamedTuple):
+    """What answers were given: ``Scores([1.5, 1.0], {"model": [1, 1], "steps": [0.5, 0]}, [(0.0, 0.5), (0.0,)])``.
 
-    total_i = sum_r weight_r * score_r(answer_i), in the order of ``answers``.
+    ``totals`` are weighted sums of all rewards; ``by_name`` each reward's own scores, those of tokens summed up.
+    ``tokens`` is the part of a total that lies on tokens, weighted; None where no reward speaks of tokens.
+    """
+
+    totals: list[float]
+    by_name: dict[str, list[float]]
+    tokens: list[tuple[float, ...]] | None
+
+
+def score(answers: list[Answer], rewards: list[NamedReward]) -> Scores:
+    """The weighted sum of all rewards for each answer, each reward's own scores, and what lies on tokens.
+
+    total_i = sum_r weight_r * score_r(answer_i), in the order of ``answers``; the score of a reward that gives a number
+    for each token is their sum.
 
     Raises:
-        UserError: two rewards share a name; or one gives another number of scores than answers, or one that is not a
-            finite number: the message names the reward and the row.
+        UserError: two rewards share a name; or one gives another number of scores than answers or tokens, or one that
+            is not a finite number: the message names the reward and the row.
     """
     names = [reward.name for reward in rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two rewards are named {', '.join(twice)}: give each its own name:")
-    by_name = {reward.name: _checked(reward, answers) for reward in rewards}
-    totals = [
-        math.fsum(reward.weight * by_name[reward.name][i] for reward in rewards if reward.weight)
-        for i in range(len(answers))
+    given = [_checked(reward, answers) for reward in rewards]
+    by_name = {
+        reward.name: [math.fsum(value) if isinstance(value, tuple) else value for value in values]
+        for reward, values in zip(rewards, given, strict=True)
+    }
+    weighed = [reward for reward in rewards if reward.weight]
+    totals = [math.fsum(reward.weight * by_name[reward.name][i] for reward in weighed) for i in range(len(answers))]
+    parts = [
+        [tuple(reward.weight * number for number in value) for value in values if isinstance(value, tuple)]
+        for reward, values in zip(rewards, given, strict=True)
+        if reward.weight
     ]
-    return totals, by_name
+    of_tokens = [part for part in parts if part]
+    tokens = [tuple(map(math.fsum, zip(*one, strict=True))) for one in zip(*of_tokens, strict=True)]
+    return Scores(totals, by_name, tokens if of_tokens else None)
 
 
-def _checked(reward: NamedReward, answers: list[Answer]) -> list[float]:
+def _checked(reward: NamedReward, answers: list[Answer]) -> list[float | tuple[float, ...]]:
+    """A number for each answer, or for each of them as many as it has tokens."""
     returned: Any = reward.function(answers) if answers else []
     if not hasattr(returned, "__len__") or isinstance(returned, str | dict | set):
         raise UserError(
@@ -75,19 +98,33 @@ def _checked(reward: NamedReward, answers: list[Answer]) -> list[float]:
             f"reward {reward.name} returned {len(returned)} scores for {len(answers)} answers, of which the first is "
             f"{answers[0].source}: expected one for each answer"
         )
-    scores = []
+    scores: list[float | tuple[float, ...]] = []
     for value, answer in zip(returned, answers, strict=True):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserError(
-                f"reward {reward.name} gave {value!r} for {answer.source}, answer {_short(answer.text)!r}: "
-                "expected a finite number"
-            )
-        scores.append(number)
+        if isinstance(value, list | tuple):
+            if len(value) != len(answer.tokens):
+                raise UserError(
+                    f"reward {reward.name} gave {len(value)} numbers for the {len(answer.tokens)} tokens of "
+                    f"{answer.source}: expected one for each"
+                )
+            scores.append(tuple(_finite(number, reward, answer) for number in value))
+        else:
+            scores.append(_finite(value, reward, answer))
+    if len({isinstance(value, tuple) for value in scores}) > 1:
+        raise UserError(f"reward {reward.name} gave numbers of tokens for some answers only: expected them for all")
     return scores
+
+
+def _finite(value: Any, reward: NamedReward, answer: Answer) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(
+            f"reward {reward.name} gave {value!r} for {answer.source}, answer {_short(answer.text)!r}: "
+            "expected a finite number"
+        )
+    return number
 
 
 def _short(text: str) -> str:

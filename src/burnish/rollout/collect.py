@@ -21,7 +21,8 @@ class Rollout:
     """A prompt with one scored completion.
 
     ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3", {"sampled": (0.0, 0.0, -0.1,
-    -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; ``sampled`` are the sampler's log-probabilities.
+    -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; ``sampled`` are the sampler's log-probabilities, and
+    ``step_rewards``, where a reward speaks of tokens, the part of the score that lies on each.
     """
 
     sequence: Sequence
@@ -68,14 +69,17 @@ def collect(
         )
         for (i, _), completion in zip(mine, completions, strict=True)
     ]
-    totals, by_name = score(answers, rewards)
+    totals, by_name, of_tokens = score(answers, rewards)
     done = [
         Rollout(
             sequence=Sequence(
                 tokens=(*prompts[i], *completion.tokens),
                 trained=(False,) * len(prompts[i]) + (True,) * len(completion.tokens),
                 source=answer.source,
-                arrays={"sampled": (0.0,) * len(prompts[i]) + tuple(completion.logprobs)},
+                arrays={
+                    "sampled": (0.0,) * len(prompts[i]) + tuple(completion.logprobs),
+                    **({} if of_tokens is None else {"step_rewards": (0.0,) * len(prompts[i]) + of_tokens[k]}),
+                },
             ),
             answer=answer,
             score=totals[k],
