@@ -31,9 +31,12 @@ class _Keep(TrainerCallback):
         self.gradient: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.gradient = {
-            name.removeprefix("policy."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
+        self.gradient = gradient_of(model)
+
+
+def gradient_of(model: Any) -> dict[str, Tensor]:
+    """The gradient of each parameter by its name in the policy."""
+    return {name.removeprefix("policy."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="session")
@@ -53,25 +56,27 @@ def first_step() -> Callable[[Any], Step]:
 
 @pytest.fixture
 def ours(make_trainer: Any, first_step: Any) -> Callable[..., Step]:
-    """``ours(method, model, rows, **own)``: the step of all rows."""
+    """``ours(method, model, rows, **own)``: the step of all rows; with ``reference=`` what the policy started from."""
 
-    def run(method: Any, model: Any, rows: list[Any], **own: Any) -> Step:
-        return first_step(
-            make_trainer(method, copy.deepcopy(model), rows, batch=len(rows), own=own, max_steps=1, max_grad_norm=0)
-        )
+    def run(method: Any, model: Any, rows: list[Any], reference: Any = None, **own: Any) -> Step:
+        start = copy.deepcopy(reference or model)
+        trainer = make_trainer(method, start, rows, batch=len(rows), own=own, max_steps=1, max_grad_norm=0)
+        trainer.network.policy.load_state_dict(model.state_dict())
+        return first_step(trainer)
 
     return run
 
 
 @pytest.fixture
-def trl_step(tmp_path: Path, tiny_tokenizer: Any, first_step: Any) -> Callable[..., Step]:
-    """``trl_step("SFT", model, rows, tokenizer, config={...}, **trainer)``: the step of all rows in TRL's trainer.
+def trl_trainer(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``trl_trainer("SFT", model, rows, tokenizer, config={...}, **others)``: TRL's trainer of one step of all rows.
 
     A dotted name is one of ``trl.experimental``.
     """
     pytest.importorskip("trl", reason="TRL is not installed here: `make peers` makes an environment that has it")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
-    def run(name: str, model: Any, rows: list[Any], tokenizer: Any = None, config: Any = None, **others: Any) -> Step:
+    def make(name: str, model: Any, rows: list[Any], tokenizer: Any = None, config: Any = None, **others: Any) -> Any:
         module, _, short = name.rpartition(".")
         home = importlib.import_module(f"trl.experimental.{module}" if module else "trl")
         settings = {
@@ -86,19 +91,47 @@ def trl_step(tmp_path: Path, tiny_tokenizer: Any, first_step: Any) -> Callable[.
             "save_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
-            "max_length": None,
         }
-        return first_step(
-            getattr(home, f"{short}Trainer")(
-                model=copy.deepcopy(model),
-                args=getattr(home, f"{short}Config")(**(settings | (config or {}))),
-                train_dataset=Dataset.from_list(rows),
-                processing_class=copy.deepcopy(tokenizer or tiny_tokenizer),
-                **others,
-            )
+        length = {} if short in ("GRPO", "RLOO") else {"max_length": None}
+        return getattr(home, f"{short}Trainer")(
+            model=copy.deepcopy(model),
+            args=getattr(home, f"{short}Config")(**(settings | length | (config or {}))),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=copy.deepcopy(tokenizer or tiny_tokenizer),
+            **others,
         )
 
+    return make
+
+
+@pytest.fixture
+def trl_step(trl_trainer: Any, first_step: Any) -> Callable[..., Step]:
+    """The step of a ``trl_trainer``."""
+    return lambda *args, **others: first_step(trl_trainer(*args, **others))
+
+
+@pytest.fixture(scope="session")
+def backward() -> Callable[[Tensor, Any], Step]:
+    """Takes the gradient of a loss."""
+
+    def run(loss: Tensor, model: Any) -> Step:
+        loss.backward()
+        return Step(loss.item(), gradient_of(model))
+
     return run
+
+
+@pytest.fixture(scope="session")
+def plus() -> Callable[[Step, Any, Tensor], Step]:
+    """``plus(step, model, term)``: the step with a term of the model's parameters added to its loss."""
+
+    def add(step: Step, model: Any, term: Tensor) -> Step:
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(term, parameters)
+        added = {name: step.gradient[name] + gradient for name, gradient in zip(names, gradients, strict=True)}
+        return Step(step.loss + term.item(), added)
+
+    return add
 
 
 @pytest.fixture
