@@ -126,3 +126,20 @@ def test_a_reference_is_the_policy_as_it_was(kind, tiny_llama):
         if kind != "fresh adapter":
             assert not any(p.requires_grad for p in frozen.parameters())
     assert torch.equal(logits(policy), after) and not torch.allclose(after, start, atol=1e-3)
+
+
+def test_a_base_in_half_precision_stays_so_and_has_no_gradient(tiny_llama):
+    model = add_adapter(tiny_llama(dtype=torch.bfloat16), lora(r=4), "CAUSAL_LM").train()
+    head(model)(hidden_states(model, BATCH)).sum().backward()
+    base = {n: p for n, p in model.named_parameters() if "lora_" not in n}
+    assert all(p.dtype == torch.bfloat16 and p.grad is None and not p.requires_grad for p in base.values())
+    adapter = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in adapter.values())
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_a_merged_adapter_leaves_no_trace(config, tiny_llama):
+    model = moved(add_adapter(tiny_llama(), config, "CAUSAL_LM"), 0.1).eval()
+    with disabled(model):
+        torch.testing.assert_close(logits(model), logits(tiny_llama()), atol=0, rtol=0)
+    assert set(model.merge_and_unload().state_dict()) == set(tiny_llama().state_dict())

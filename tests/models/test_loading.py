@@ -1,6 +1,7 @@
 """What is loaded is whole and what was asked for; whatever is not is told in one message."""
 
 import copy
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,32 @@ def test_a_gguf_file_is_converted_once_for_its_bytes(tmp_path, monkeypatch, tiny
     assert resolve(str(file)) != first and len(calls) == 4
 
 
+def test_two_processes_that_convert_one_file_do_not_collide(tmp_path, monkeypatch, tiny_llama, tiny_tokenizer):
+    def read(made, before=lambda: None):
+        def from_pretrained(folder, gguf_file, **options):
+            before()
+            return made
+
+        return from_pretrained
+
+    def first():
+        """Another process, that began later and is done sooner."""
+        monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", read(tiny_tokenizer))
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", lambda: 1)
+            done.append(convert_gguf(file))
+
+    done: list[Path] = []
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", read(tiny_llama()))
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", read(tiny_tokenizer, first))
+    assert convert_gguf(file) == done[0]
+    assert [p.name for p in done[0].parent.iterdir()] == [done[0].name]  # nothing is left of the one that came second
+    assert (done[0] / "model.safetensors").is_file() and (done[0] / "tokenizer.json").is_file()
+
+
 def test_a_broken_gguf_file_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "m.gguf").write_bytes(b"nonsense" * 10)
@@ -163,6 +190,9 @@ def test_a_tokenizer_without_one_pads_by_an_unused_token_or_by_its_end(tiny_toke
     assert load_tokenizer(str(tmp_path)).pad_token == "<|pad|>"
     text = (tmp_path / "tokenizer.json").read_text().replace("<|pad|>", "<|else|>")
     (tmp_path / "tokenizer.json").write_text(text)
+    assert load_tokenizer(str(tmp_path)).pad_token == "<|unk|>"
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": None}))
     assert load_tokenizer(str(tmp_path)).pad_token == "<|im_end|>"
 
 

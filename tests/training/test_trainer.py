@@ -108,8 +108,8 @@ def with_dropout(tiny_llama) -> Any:
     return tiny_llama(attention_dropout=0.2)
 
 
-def lora(model: Any, dropout: float = 0.0) -> Any:
-    settings: dict[str, Any] = {"r": 4, "dropout": dropout}
+def lora(model: Any, dropout: float = 0.0, **more: Any) -> Any:
+    settings: dict[str, Any] = {"r": 4, "dropout": dropout} | more
     torch.manual_seed(3)
     return add_adapter(model, AdapterConfig(**settings), "CAUSAL_LM")
 
@@ -231,8 +231,9 @@ def test_a_learning_rate_of_zero_changes_no_byte(make, tiny_llama):
     assert before == {f"policy.{n}": v.numpy().tobytes() for n, v in tiny_llama().state_dict().items()}
 
 
-def test_training_an_adapter_leaves_the_bytes_of_its_base(make, tiny_llama):
-    trainer = make(model=lora(tiny_llama()))
+@pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=str)
+def test_training_an_adapter_leaves_the_bytes_of_its_base(kind, make, tiny_llama):
+    trainer = make(model=lora(tiny_llama(), **kind))
     before = weights(trainer)
     trainer.train()
     changed = {name for name, value in weights(trainer).items() if value != before[name]}

@@ -13,7 +13,7 @@ from burnish.data import chat
 from burnish.data.batching import RowLoader
 from burnish.math import losses
 from burnish.math.intervals import wilson
-from burnish.models.forward import scores
+from burnish.models.forward import scores, unwrap
 from burnish.models.heads import Network, disable_dropout
 from burnish.types import Config, Context, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
 
@@ -43,7 +43,8 @@ class RewardModel:
         return {"preference": 1.0} | ({"centering": centering} if centering else {})
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
-        """The classifier, without dropout."""
+        """The classifier, without dropout; plain transformers finds the end of a row by the pad token in its config."""
+        unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return Network(disable_dropout(model))
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:

@@ -119,7 +119,7 @@ def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTra
     """The tokenizer of a model, with a pad token: its own, else one of its unused special tokens, else EOS.
 
     An adapter that has no tokenizer beside it has that of its base. No mask, pooling or stop is ever derived from the
-    pad id, so padding by EOS is harmless here.
+    pad id, so padding by EOS is harmless here; plain transformers scores a row at its last token that is no padding.
     """
     folder = resolve(reference)
     if is_adapter(folder) and not (Path(folder) / "tokenizer_config.json").is_file():
@@ -131,7 +131,8 @@ def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTra
             for t in ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|endoftext|>", "<|finetune_right_pad_id|>")
             if t in tokenizer.get_vocab() and t != tokenizer.eos_token
         ]
-        tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
+        unknown = tokenizer.unk_token if tokenizer.unk_token != tokenizer.eos_token else None
+        tokenizer.pad_token = spare[0] if spare else unknown or tokenizer.eos_token
     return tokenizer
 
 
