@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import string
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +155,34 @@ def weights() -> Callable[[Any], bytes]:
         )
 
     return of
+
+
+@pytest.fixture(scope="session")
+def artifacts() -> Callable[..., dict[str, dict[str, list[float]]]]:
+    """Logits of the folders of stages (model, adapter, base, checkpoint-N), by transformers and peft in a new process.
+
+    ``artifacts(run / "sft")["sft"]["model"]``. Loading by Burnish has to give the same.
+    """
+
+    def logits(*stages: Path) -> dict[str, dict[str, list[float]]]:
+        from burnish.models import loading
+
+        kinds = ("config.json", "adapter_config.json")
+        folders = [
+            p for stage in stages for p in sorted(stage.iterdir()) if any((p / name).is_file() for name in kinds)
+        ]
+        command = [sys.executable, str(Path(__file__).parent / "artifacts_job.py"), *map(str, folders)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in stages}
+        for path, numbers in zip(folders, json.loads(done.stdout.splitlines()[-1]).values(), strict=True):
+            load = loading.load_reward_model if len(numbers) == 1 else loading.load_policy
+            model: Any = load(str(path)).eval()
+            with torch.no_grad():
+                own = model(input_ids=torch.tensor([[1, 5, 9, 14, 6]])).logits.flatten().tolist()
+            assert own == pytest.approx(numbers, abs=1e-6), path
+            found[path.parent.name][path.name] = numbers
+        return found
+
+    return logits

@@ -324,6 +324,7 @@ def test_an_adapter_of_a_policy_is_merged_before_the_new_head(llama, tmp_path):
     folder = saved(policy, tmp_path / "adapter")
     model: Any = load_reward_model(folder)
     assert type(model) is hf.LlamaForSequenceClassification
+    assert all(p.requires_grad for p in model.parameters())
     merged = policy.merge_and_unload().model(BATCH.tokens).last_hidden_state
     torch.testing.assert_close(model.model(BATCH.tokens).last_hidden_state, merged, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="no weights for score"):

@@ -38,6 +38,13 @@ def test_ppo_is_right_more_often_than_what_it_started_from(tiny):
     assert results["reward"]["after"]["eval_accuracy"] > 0.9
 
 
+def test_every_folder_of_the_run_loads_without_burnish(tiny, artifacts):
+    folder, _ = tiny
+    for found in artifacts(*(folder / name for name in ("sft", "reward", "ppo"))).values():
+        last = max((name for name in found if "-" in name), key=lambda name: int(name.partition("-")[2]))
+        assert found[last] == pytest.approx(found["model"], abs=1e-6)
+
+
 def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
     folder, _ = tiny
     stage = yaml.safe_load((loading.RECIPES / "tiny.yaml").read_text())["stages"][-1]

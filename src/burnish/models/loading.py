@@ -246,7 +246,7 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
     with without_warning():
         model: Any = PeftModel.from_pretrained(whole, folder, config=config, is_trainable=True)
     model.trained_on = known
-    return model.merge_and_unload() if merged else model
+    return model.merge_and_unload().requires_grad_(True) if merged else model
 
 
 def _whole(
