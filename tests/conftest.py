@@ -168,9 +168,8 @@ def artifacts() -> Callable[..., dict[str, dict[str, list[float]]]]:
         from burnish.models import loading
 
         kinds = ("config.json", "adapter_config.json")
-        folders = [
-            p for stage in stages for p in sorted(stage.iterdir()) if any((p / name).is_file() for name in kinds)
-        ]
+        folders = [path for stage in stages for path in sorted(stage.iterdir())]
+        folders = [path for path in folders if any((path / name).is_file() for name in kinds)]
         command = [sys.executable, str(Path(__file__).parent / "artifacts_job.py"), *map(str, folders)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -28,7 +28,7 @@ FAMILIES = {
     "bert": lambda: hf.BertModel(hf.BertConfig(**SIZES)),
     "deberta": lambda: hf.DebertaV2Model(hf.DebertaV2Config(**SIZES, **DEBERTA)),
 }
-QUESTION = ({"role": "user", "content": "How?"},)
+QUESTION: Any = ({"role": "user", "content": "How?"},)
 PAIRS = [{"prompt": f"{i}?", "chosen": "abcdef"[: i % 5 + 1], "rejected": "xyzuvw"[: i % 3 + 1]} for i in range(8)]
 TEXTS = ["yes", "no, not at all", "7"]
 
