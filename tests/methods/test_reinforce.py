@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from pydantic import ValidationError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
@@ -198,3 +201,30 @@ def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
         Reinforce(floor=5.0)
     with pytest.raises(UserError, match="leave a step of one"):
         make_trainer(Reinforce(baseline="rloo"), tiny_llama(), [scored("a", 1.0)]).train()
+
+
+# --- its page -----------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reinforce.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_settings_on_its_page_are_valid() -> None:
+    found = [yaml.safe_load(block)["method"] for block in blocks("yaml")]
+    assert [method.pop("name") for method in found] == ["reinforce"] * 4
+    assert [Reinforce(**method).settings.baseline for method in found] == [
+        "mean", "rloo", "group_std", "batch_whitened"
+    ]  # fmt: skip
+
+
+def test_the_code_on_its_page_runs(tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_llama().save_pretrained("my-model")
+    tiny_tokenizer.save_pretrained("my-model")
+    (code,) = blocks("python")
+    found: dict[str, Any] = {}
+    exec(code.replace("learning_rate=1e-5", "learning_rate=1e-5, use_cpu=True, report_to='none'"), found)
+    assert found["trainer"].state.global_step == 3

@@ -20,6 +20,11 @@ SMALLER = {
         "stages.ppo.generation.max_new_tokens=4",
     ],
     "dpo": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.dpo.model={policy}"],
+    "grpo": [
+        "stages.prepare.with={{rows: 64, prompts: 32, held_out: 16}}",
+        "stages.sft.trainer.num_train_epochs=1",
+        "stages.sft.trainer.warmup_steps=0",
+    ],
     "pretrain": [
         "stages.prepare.with={{held_out: 76, docstrings: 1}}",
         "stages.pretrain.trainer.max_steps=2",
@@ -35,6 +40,11 @@ SMALLER = {
         "stages.ppo.reward=[{{model: {{stage: reward}}}}]",
         "stages.ppo.trainer.per_device_train_batch_size=8",
         "stages.ppo.generation.max_new_tokens=4",
+    ],
+    "reinforce": [
+        "stages.prepare.with={{rows: 64, scored: 64, held_out: 16}}",
+        "stages.sft.trainer.num_train_epochs=1",
+        "stages.sft.trainer.warmup_steps=0",
     ],
     "reward-causal": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.reward.model={policy}"],
     "step_value": [

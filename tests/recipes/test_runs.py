@@ -1,4 +1,4 @@
-"""The recipe ``tiny`` in full: PPO takes the model beyond its data, and a reward that says nothing does not."""
+"""Recipes of sums in full: rewards take the model beyond its data, and one that says nothing does not."""
 
 import json
 import os
@@ -63,3 +63,12 @@ def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
     result = run(recipe, tmp_path / "run")["ppo"]
     before, after = result["before"], result["after"]
     assert before["eval_reward_exact_low"] <= after["eval_reward_exact"] <= before["eval_reward_exact_high"]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+def test_rewards_without_a_critic_make_it_right_more_often(name, tmp_path):
+    results = run(name, tmp_path / "run")[name]
+    before, after = results["before"], results["after"]
+    assert 0.5 < before["eval_score"] < 0.68
+    assert after["eval_score"] >= before["eval_score"] + 0.15
+    assert after["eval_score_low"] > before["eval_score_high"]

@@ -118,6 +118,16 @@ def test_the_template_marks_the_answer_and_its_end(made: Path) -> None:
     assert tokenizer.decode(encoded["input_ids"], skip_special_tokens=True) == "12+30=42"
 
 
+def test_a_conversation_is_rewarded_by_whether_it_is_right(tmp_path: Path) -> None:
+    tiny.prepare(tmp_path, 0, **SIZES, scored=1000)
+    rows = read(tmp_path / "data" / "scored.jsonl")
+    for row in rows:
+        question, answer = (turn["content"] for turn in row["text"])
+        assert row["reward"] == (1 if int(answer) == add(question) else -1)
+    # 1000 draws: the standard deviation of the share is 0.015
+    assert sum(row["reward"] < 0 for row in rows) / 1000 == pytest.approx(0.4, abs=0.05)
+
+
 def test_exact_is_one_for_the_sum_alone() -> None:
     def answer(text: str) -> Answer:
         return Answer(({"role": "user", "content": "12+30"},), text, (), "stop", {"answer": "42"}, "prompts.jsonl:1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from burnish.recipes import write_rows
 from burnish.types import Answer, UserError
@@ -45,6 +45,7 @@ def prepare(
     prompts: int = 4096,
     held_out: int = 512,
     corrupted: float = 0.4,
+    scored: int = 0,
 ) -> None:
     """Write ``data/*.jsonl`` and a random ``model`` into a folder; the same seed writes the same bytes.
 
@@ -58,6 +59,7 @@ def prepare(
         prompts: questions to be answered in PPO.
         held_out: questions that no training file has; of the 8,100 there are.
         corrupted: share of wrong answers among the answers to fine-tune on, in [0, 1].
+        scored: conversations with a reward, 1 for a right answer and -1 for a wrong one; 0 writes no such file.
 
     Raises:
         UserError: nothing would be left to train on.
@@ -76,6 +78,9 @@ def prepare(
     write_rows(folder / "data" / "pairs-eval.jsonl", (pair(rng, question) for question in unseen))
     write_rows(folder / "data" / "prompts.jsonl", (asked(rng.choice(seen)) for _ in range(prompts)))
     write_rows(folder / "data" / "prompts-eval.jsonl", map(asked, unseen))
+    if scored:
+        conversations = (rated(rng, rng.choice(seen), corrupted) for _ in range(scored))
+        write_rows(folder / "data" / "scored.jsonl", conversations)
     make_tokenizer().save_pretrained(folder / "model")
     make_model(seed).save_pretrained(folder / "model")
 
@@ -99,6 +104,13 @@ def answered(rng: random.Random, question: Question, corrupted: float) -> dict[s
 def pair(rng: random.Random, question: Question) -> dict[str, str]:
     """A preference for the right answer."""
     return {"prompt": spell(question), "chosen": str(sum(question)), "rejected": str(wrong(rng, sum(question)))}
+
+
+def rated(rng: random.Random, question: Question, corrupted: float) -> dict[str, Any]:
+    """A conversation with its reward, its answer wrong with probability ``corrupted``."""
+    row = answered(rng, question, corrupted)
+    turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+    return {"text": turns, "reward": 1 if row["completion"] == str(sum(question)) else -1}
 
 
 def asked(question: Question) -> dict[str, str]:
