@@ -42,6 +42,7 @@ class StepValue:
     kinds = (Steps,)
     task = "CAUSAL_LM"
     config = StepValueConfig
+    streams = True
 
     def __init__(self, **settings: Any) -> None:
         self.settings = StepValueConfig(**settings)
