@@ -32,7 +32,7 @@ def merge(
 ) -> Path:
     """Write a whole model: an adapter's base with the adapter folded in, its tokenizer and its value head.
 
-    W + scale B A (DoRA: rescaled by column) is computed in float32 or wider from the base's own files, and stored in
+    W + scale B A (DoRA: rescaled by row) is computed in float32 or wider from the base's own files, and stored in
     the dtype of those. What was stored is read again and has to give the logits that the adapter gave.
 
     Args:
