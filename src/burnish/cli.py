@@ -220,6 +220,34 @@ def chat(
     talk_in_terminal(Talk(inference.load(model, template, dtype), how, seed, system))
 
 
+@app.command(name="eval")
+def evaluate(
+    model: ModelArgument,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A YAML file, settings, or both: data.eval=chat.jsonl"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write JSON here, with every sample.")] = None,
+) -> None:
+    """Measure a model on rows: perplexity, pair accuracy, rewards, KL, pass@k, win rate, with 95 % intervals."""
+    from burnish import evaluate as measuring
+    from burnish.recipe.evaluation import load_evaluation
+    from burnish.training.checkpoint import write_text
+
+    result = measuring.evaluate(model, load_evaluation(recipe or []))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, json.dumps(result, indent=1, ensure_ascii=False))
+    if as_json:
+        typer.echo(json.dumps({key: value for key, value in result.items() if key != "samples"}, indent=1))
+        return
+    for kind in ("skipped", "changed"):
+        _say(*(f"{kind}: {line}" for line in result[kind]))
+    _say(f"{result['rows']} rows; 95 % intervals over rows in brackets")
+    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine can do, and what would make it faster."""

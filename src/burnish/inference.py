@@ -17,7 +17,7 @@ from rich.progress import Progress
 from burnish.data import chat, rows
 from burnish.data.batching import collate, micro_batches
 from burnish.models import loading
-from burnish.models.forward import evaluating, hidden_states, token_logprobs, unwrap
+from burnish.models.forward import PLAIN, Warp, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.recipe.places import OVERRIDE, Document, complain, mistakes
 from burnish.rollout.beams import Beams, search
 from burnish.rollout.collect import eos_ids
@@ -191,7 +191,7 @@ def completed(prompt: tuple[int, ...], completion: tuple[int, ...], source: str)
     return Sequence((*prompt, *completion), (False,) * len(prompt) + (True,) * len(completion), source)
 
 
-def logprobs(model: Any, sequences: list[Sequence], budget: int = TOKEN_BUDGET) -> list[list[float]]:
+def logprobs(model: Any, sequences: list[Sequence], how: Warp = PLAIN, budget: int = TOKEN_BUDGET) -> list[list[float]]:
     """Log-probabilities of each sequence's trained tokens, given those before them."""
     found: list[list[float]] = [[] for _ in sequences]
     examples = [Example((sequence,)) for sequence in sequences]
@@ -199,7 +199,7 @@ def logprobs(model: Any, sequences: list[Sequence], budget: int = TOKEN_BUDGET) 
     with evaluating(model):
         for group in micro_batches(examples, budget):
             batch = collate([examples[i] for i in group], 0).to(device)
-            values, _ = token_logprobs(model, hidden_states(model, batch), batch, batch.trained, entropies="off")
+            values, _ = token_logprobs(model, hidden_states(model, batch), batch, batch.trained, how, "off")
             for i, row, mask in zip(group, values, batch.trained, strict=True):
                 found[i] = row[mask].tolist()
     return found

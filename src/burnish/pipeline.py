@@ -24,6 +24,7 @@ from burnish.data.streaming import RowStream, StreamLoader
 from burnish.models import loading, quantise
 from burnish.models.adapters import add_adapter
 from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class, sources
+from burnish.recipe.evaluation import Evaluation
 from burnish.recipe.loading import differences
 from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
@@ -171,6 +172,26 @@ def model_reference(source: str | Config, folder: Path) -> str:
             raise UserError(f"the package {source.package!r} is not installed, and no hub: names its model elsewhere")
         return str(place) if place is not None else str(source.hub)
     return str(source)
+
+
+def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:
+    """What scores completions, loaded, under its name and weight; ``folder`` is the run's, where stages are."""
+    if source.function is not None:
+        name = source.name or source.function.rpartition(":")[2]
+        return NamedReward(name, source.weight, functions.load(recipe.locate(source.function)))
+    assert source.model is not None
+    reference = model_reference(source.model, folder)
+    tokenizer = loading.load_tokenizer(reference)
+    if source.template is not None:
+        chat.set_template(tokenizer, source.template)
+    if source.steps is not None:
+        network = loading.load_value_model(reference).to(device)
+        scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
+    else:
+        model = loading.load_reward_model(reference, labels=None).to(device)
+        scorer = ModelReward(model, tokenizer, label=source.label, normalise=source.normalise)
+    name = source.model.stage if isinstance(source.model, StageModel) else "model"
+    return NamedReward(source.name or name, source.weight, scorer)
 
 
 # --- a stage that runs a function ----------------------------------------------------------------------------------
@@ -321,7 +342,9 @@ class _Training:
         trainer = Trainer(
             model=model,
             args=self.arguments(),
-            method=self.method([self._reward(source) for source in self.stage.reward]),
+            method=self.method(
+                [named_reward(s, self.recipe, self.recipe.folder, self.device) for s in self.stage.reward]
+            ),
             train_dataset=splits["train"],
             eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
             processing_class=tokenizer,
@@ -334,24 +357,6 @@ class _Training:
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
-
-    def _reward(self, source: RewardSource) -> NamedReward:
-        if source.function is not None:
-            name = source.name or source.function.rpartition(":")[2]
-            return NamedReward(name, source.weight, functions.load(self.recipe.locate(source.function)))
-        assert source.model is not None
-        reference = model_reference(source.model, self.recipe.folder)
-        tokenizer = loading.load_tokenizer(reference)
-        if source.template is not None:
-            chat.set_template(tokenizer, source.template)
-        if source.steps is not None:
-            network = loading.load_value_model(reference).to(self.device)
-            scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
-        else:
-            model = loading.load_reward_model(reference, labels=None).to(self.device)
-            scorer = ModelReward(model, tokenizer, label=source.label, normalise=source.normalise)
-        name = source.model.stage if isinstance(source.model, StageModel) else "model"
-        return NamedReward(source.name or name, source.weight, scorer)
 
     def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:
         """Write the model folder, an adapter merged into its base and beside it, so that anything can load it.

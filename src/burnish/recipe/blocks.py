@@ -240,8 +240,7 @@ class Recipe(Config, use_attribute_docstrings=True):
 
     def locate(self, reference: str) -> str:
         """``file.py:name`` with the file found from the recipe's folder; ``package.module:name`` as it is."""
-        file, _, name = reference.rpartition(":")
-        return f"{self._home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
+        return locate(self._home, reference)
 
     def resolved(self) -> dict[str, Any]:
         """The recipe with every default filled in, as plain values."""
@@ -252,6 +251,12 @@ class Recipe(Config, use_attribute_docstrings=True):
                 values["method"] |= method.config(**stage.method.settings).model_dump(mode="json")
                 values["data"]["on_long"] = values["data"]["on_long"] or getattr(method, "on_long", "error")
         return plain
+
+
+def locate(home: Path, reference: str) -> str:
+    """``file.py:name`` with the file found from a folder; ``package.module:name`` as it is."""
+    file, _, name = reference.rpartition(":")
+    return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
 
 
 def method_class(name: str) -> Any:

@@ -229,7 +229,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         for path, source in _sources(stage):
             text = None
             if isinstance(source, str):
-                text = _data_problem(source) if path[0] == "data" else _model_problem(source)
+                text = data_problem(source) if path[0] == "data" else model_problem(source)
             elif isinstance(source, PackageModel) and source.hub is None and not is_module(source.package):
                 text = f"package {source.package!r} is not installed, and no hub: names its model elsewhere"
             if text:
@@ -237,7 +237,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         functions = [(("run",), stage.run)]
         functions += [(("reward", i, "function"), reward.function) for i, reward in enumerate(stage.reward)]
         for path, reference in functions:
-            if reference and (text := _function_problem(recipe.locate(reference))):
+            if reference and (text := function_problem(recipe.locate(reference))):
                 yield Problem(("stages", index, *path), text)
 
 
@@ -255,7 +255,8 @@ def _missing(source: str, what: str) -> str:
     return f"no such {what}: {source}{nearest(str(path), beside)}{home}; paths start at {Path.cwd()}"
 
 
-def _data_problem(source: str) -> str | None:
+def data_problem(source: str) -> str | None:
+    """What is wrong with the name of a file, folder or data set of rows, None where nothing is."""
     name, _, _ = source.partition(":")  # a folder or a hub id may end in :split
     path = Path(source if Path(source).exists() else name)
     if not path.exists():
@@ -266,7 +267,8 @@ def _data_problem(source: str) -> str | None:
     return None
 
 
-def _model_problem(source: str) -> str | None:
+def model_problem(source: str) -> str | None:
+    """What is wrong with the name of a model, None where nothing is."""
     path = Path(source).expanduser()
     if not path.exists():
         return None if _is_hub_id(source) else _missing(source, "model")
@@ -281,7 +283,8 @@ def _model_problem(source: str) -> str | None:
     return f"{source}: no model in this folder: it has no config.json{near}"
 
 
-def _function_problem(reference: str) -> str | None:
+def function_problem(reference: str) -> str | None:
+    """What is wrong with ``file.py:name`` or ``package.module:name``, None where nothing is."""
     file, colon, name = reference.rpartition(":")
     if not colon:
         return f"expected file.py:name or package.module:name, got {reference!r}"

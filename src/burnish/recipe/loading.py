@@ -27,21 +27,31 @@ def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises UserError with one message that lists every mistake with its file, line and key. Nothing is loaded.
     """
+    written, file = document(reference)
+    for text in overrides:
+        written = override(written, text)
+    written = _with_stages(written, file.stem)
+    complain(written, list(shape_problems(written.value)))
+    recipe = Recipe.model_validate(written.value)
+    recipe._home = file.parent.resolve()
+    complain(written, [*reference_problems(recipe), *file_problems(recipe)])
+    return recipe
+
+
+def document(reference: str | Path) -> tuple[Document, Path]:
+    """The keys of a recipe file or a shipped recipe, with their places; and the file.
+
+    Raises:
+        UserError: there is no such file, or it is not YAML with keys.
+    """
     file = _file(reference)
     try:
-        document = read(file.read_text("utf-8"), str(reference))
+        found = read(file.read_text("utf-8"), str(reference))
     except UnicodeDecodeError as error:
         raise UserError(f"{reference}: not a text file in UTF-8 (byte {error.start})") from error
-    if not isinstance(document.value, dict):
-        raise UserError(f"{reference}: expected keys such as name: and stages:, got {shown(document.value)}")
-    for text in overrides:
-        document = override(document, text)
-    document = _with_stages(document, file.stem)
-    complain(document, list(shape_problems(document.value)))
-    recipe = Recipe.model_validate(document.value)
-    recipe._home = file.parent.resolve()
-    complain(document, [*reference_problems(recipe), *file_problems(recipe)])
-    return recipe
+    if not isinstance(found.value, dict):
+        raise UserError(f"{reference}: expected keys such as name: and stages:, got {shown(found.value)}")
+    return found, file
 
 
 def _file(reference: str | Path) -> Path:
