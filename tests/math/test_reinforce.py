@@ -1,6 +1,7 @@
 """REINFORCE: the loss by hand and by identity, baselines by hand and by another formula."""
 
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -193,3 +194,24 @@ def test_importance_is_truncated() -> None:
     mask = torch.tensor([[True, True, True, False]])
     found = losses.truncated_importance(ours, theirs, mask, 2.0)
     assert torch.allclose(found, torch.tensor([[1.0, 2.0, 0.5, 1.0]], dtype=F64))
+
+
+# --- running moments ----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=6))
+def test_moments_are_those_of_all_numbers_at_once(batches: list[list[float]]) -> None:
+    moments, seen = advantages.Moments(), []
+    for batch in batches:
+        moments, seen = moments.update(torch.tensor(batch, dtype=F64)), seen + batch
+    assert moments.count == len(seen)
+    assert moments.mean == pytest.approx(statistics.fmean(seen), abs=1e-9)
+    if len(seen) > 1:
+        assert moments.squares / (len(seen) - 1) == pytest.approx(statistics.variance(seen), rel=1e-9, abs=1e-6)
+    else:
+        assert moments.normalise(torch.tensor(seen, dtype=F64)).tolist() == [0.0]
+
+
+def test_normalised_by_hand() -> None:
+    moments = advantages.Moments().update(torch.tensor([1.0])).update(torch.tensor([2.0, 3.0]))
+    assert moments.normalise(torch.tensor([3.0, 0.0], dtype=F64)).tolist() == pytest.approx([1.0, -2.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -207,6 +208,34 @@ def test_groups_of_equal_scores_are_told(run: Any) -> None:
     trainer, batches, _ = run(sampling=Sampling(max_new_tokens=1, top_k=1, samples=4), baseline="group_std")
     assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
     assert [line["no_signal"] for line in trainer.state.log_history if "no_signal" in line] == [1.0, 1.0]
+
+
+def test_scores_are_normalised_by_all_so_far(run: Any) -> None:
+    _, batches, _ = run(score_normalise=True, score_scale=0.5)
+    seen: list[float] = []
+    for batch in batches:
+        seen += [score(e) for e in batch]
+        mean, std = statistics.fmean(seen), statistics.stdev(seen)
+        assert [advantage(e)[0] for e in batch] == pytest.approx(
+            [0.5 * (score(e) - mean) / std for e in batch], abs=1e-5
+        )
+
+
+def test_a_greedy_evaluation_takes_the_likeliest_tokens(run: Any, make_trainer: Any, tiny_llama: Any) -> None:
+    model = tiny_llama()
+    method = Reinforce(by_tokens, Sampling(max_new_tokens=4, samples=3), evaluation="greedy", reference=True)
+    shown: list[dict[str, Any]] = []
+    own = {"eval_dataset": prompts(3), "show_samples": shown.extend}
+    trainer = make_trainer(method, model, prompts(4), own=own)
+    found = trainer.evaluate()
+    assert found["eval_kl"] == 0.0
+    for row, sample in zip(prompts(3), shown, strict=True):
+        tokens = trainer.tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True)["input_ids"]
+        start = len(tokens)
+        for _ in range(4):
+            tokens = [*tokens, model(torch.tensor([tokens])).logits[0, -1].argmax().item()]
+        text = trainer.tokenizer.decode(tokens[start:], skip_special_tokens=True)
+        assert text.startswith(sample["completion"])
 
 
 def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:

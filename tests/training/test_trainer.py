@@ -422,7 +422,13 @@ def ppo(**settings: Any) -> PPO:
 
 
 def grpo() -> Reinforce:
-    settings: dict[str, Any] = {"epochs": 2, "clip_low": 0.2, "clip_high": 0.2, "importance_cap": 2.0}
+    settings: dict[str, Any] = {
+        "epochs": 2,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "importance_cap": 2.0,
+        "score_normalise": True,
+    }
     kl: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimate": "k3"}
     return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), baseline="group_std", **settings, **kl)
 

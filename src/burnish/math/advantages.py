@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -138,6 +140,33 @@ def group(rewards: Tensor, groups: Tensor, kind: Grouping = "rloo") -> Tensor:
             raise UserError("a leave-one-out baseline needs at least 2 completions of every prompt, got 1")
         return centred * (sizes / (sizes - 1))[index]
     raise UserError(f"unknown group baseline {kind!r}: expected rloo, mean or std")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of all numbers seen so far: ``Moments(count=2, mean=1.5, squares=0.5)`` has seen 1 and 2.
+
+    It never changes: ``update`` returns the next one. ``squares`` is the sum of squared distances from the mean.
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm", 1979.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def update(self, x: Tensor) -> Moments:
+        """The moments after also seeing ``x`` (N,)."""
+        x = x.double()
+        count, n = self.count + len(x), len(x)
+        apart = x.mean().item() - self.mean
+        squares = self.squares + (x - x.mean()).square().sum().item() + apart**2 * self.count * n / count
+        return Moments(count, self.mean + apart * n / count, squares)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """(x - mean) / sqrt(variance + 1e-8), with the unbiased variance; only centred before there is one."""
+        if self.count < 2:
+            return x - self.mean
+        return (x - self.mean) / math.sqrt(self.squares / (self.count - 1) + EPSILON)
 
 
 def less_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline) -> Tensor:

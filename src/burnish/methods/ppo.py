@@ -187,4 +187,6 @@ class PPO:
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
-        return self.sampler.evaluate(rows, context, lambda batch: self.experience(context.network, batch))
+        return self.sampler.evaluate(
+            rows, context, lambda batch: self.experience(context.network, batch), self.settings.evaluation
+        )

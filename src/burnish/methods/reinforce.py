@@ -79,7 +79,7 @@ class ReinforceConfig(RolloutConfig):
 
 
 # Of scored rows nothing is sampled, so that these would be ignored.
-OF_PROMPTS = {*RolloutConfig.model_fields, "clip_low", "clip_high"} - {"kl_coef", "kl_estimate"}
+OF_PROMPTS = {*RolloutConfig.model_fields, "clip_low", "clip_high"} - {"kl_coef", "kl_estimate", "evaluation"}
 
 
 class Reinforce:
@@ -276,7 +276,7 @@ class Reinforce:
         """
         if _are_prompts(rows):
             self._check_reward()
-            return self.sampler.evaluate(rows, context, self._experience(context))
+            return self.sampler.evaluate(rows, context, self._experience(context), self.settings.evaluation)
         examples = self.examples(rows, context.tokenizer, context.length).examples
         return context.evaluate(self._compared(examples, context))
 

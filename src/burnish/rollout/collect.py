@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from burnish.math.advantages import Moments
 from burnish.rewards.functions import NamedReward, score
 from burnish.rollout.generate import Local, Request, Sampling, request_seed
 from burnish.types import Answer, Context, Example, Prompt, Sequence
@@ -164,9 +165,11 @@ def final_scores(
     clip: float | None = None,
     missing_eos: Literal["none", "subtract", "replace"] = "none",
     penalty: float = 1.0,
+    moments: Moments | None = None,
 ) -> Tensor:
-    """Scores (N,) as an update uses them: scaled, clipped to +- clip, and with a rule for those that did not stop."""
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64) * scale
+    """Scores (N,) as an update uses them: normalised, scaled, clipped to +- clip, with a rule for what did not stop."""
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)
+    scores = (scores if moments is None else moments.normalise(scores)) * scale
     if clip is not None:
         scores = scores.clamp(-clip, clip)
     cut = torch.tensor([r.answer.finish != "stop" for r in rollouts])

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
 from burnish.data.batching import collate, permutation
+from burnish.math.advantages import Moments
 from burnish.math.kl import AdaptiveKL, Estimate, estimate
 from burnish.math.losses import truncated_importance
 from burnish.models.adapters import Reference
@@ -57,6 +58,10 @@ class RolloutConfig(Config):
     missing_eos_penalty: float | None = Field(None, description="what is subtracted, or put in its place")
     score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
     score_scale: float = Field(1.0, gt=0, description="scores are multiplied by this, before clipping")
+    score_normalise: bool = Field(
+        False, description="scores in units of the deviation of all scores so far, first of all"
+    )
+    evaluation: Literal["sampled", "greedy"] = Field("sampled", description="how held-out prompts are completed")
     max_gap: float = Field(
         0.05, gt=0, description="mean gap of log-probabilities between sampler and trainer that stops the run"
     )
@@ -138,7 +143,11 @@ class Sampler:
         return arrays
 
     def evaluate(
-        self, rows: list[Row], context: Context, experience: Callable[[MicroBatch], Mapping[str, Tensor]]
+        self,
+        rows: list[Row],
+        context: Context,
+        experience: Callable[[MicroBatch], Mapping[str, Tensor]],
+        how: Literal["sampled", "greedy"] = "sampled",
     ) -> dict[str, float]:
         """Completions of held-out prompts: score, every reward, KL to the reference, lengths, win rate over the start.
 
@@ -147,7 +156,8 @@ class Sampler:
         prompts, tokens = self.prompts(rows, context)
         if not prompts:
             raise UserError("there is nothing to evaluate on: no prompt is short enough")
-        sampling = self.sampling.model_copy(update={"samples": 1})
+        greedy = {"temperature": 0.0} if how == "greedy" else {}
+        sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
         rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
         examples = context.annotate(experience, [Example((r.sequence,)) for r in rollouts])
@@ -220,6 +230,7 @@ class RolloutLoader:
             self.kl.update(0.0, self.batch * samples_each)  # a horizon that is too short is told before sampling
         self.epoch = self.position = self.iteration = self.update = 0
         self.stopped = False
+        self.moments = Moments()
         self.pending: list[Example] = []
 
     def __len__(self) -> int:
@@ -258,7 +269,11 @@ class RolloutLoader:
         mask, arrays = batch.trained, {name: x.double() for name, x in batch.arrays.items()}
         gap = mean_gap(arrays["logprobs"], arrays["sampled"], mask, s.max_gap)
         ours, theirs = (arrays.get(name, arrays["logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
-        scores = final_scores(rollouts, s.score_scale, s.score_clip, s.missing_eos, s.missing_eos_penalty or 0.0)
+        if s.score_normalise:
+            self.moments = self.moments.update(torch.tensor([r.score for r in rollouts]))
+        moments = self.moments if s.score_normalise else None
+        rule = (s.missing_eos, s.missing_eos_penalty or 0.0)
+        scores = final_scores(rollouts, s.score_scale, s.score_clip, *rule, moments)
         groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
         kl = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
         found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef))
@@ -302,6 +317,7 @@ class RolloutLoader:
         """Place in the prompts and in the update, rollouts not yet used, the KL coefficient, the start's scores."""
         return {name: getattr(self, name) for name in PLACE} | {
             "kl_coef": self.kl.coef,
+            "moments": asdict(self.moments),
             "start_scores": dict(self.sampler.start_scores),
             "pending": [asdict(example.sequences[0]) for example in self.pending],
         }
@@ -311,6 +327,7 @@ class RolloutLoader:
         for name in PLACE:
             setattr(self, name, state[name])
         self.kl = replace(self.kl, coef=state["kl_coef"])
+        self.moments = Moments(**state["moments"])
         self.sampler.start_scores.clear()
         self.sampler.start_scores.update(state["start_scores"])
         self.pending = [Example((Sequence(**sequence),)) for sequence in state["pending"]]
