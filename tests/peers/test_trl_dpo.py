@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +92,15 @@ def test_losses(mine: Any, theirs: Any, ours: Any, trl_step: Any, same: Any, mod
     found = ours(DPO(beta=0.4, **mine), policy, rows, reference, processing_class=tokenizer)
     name = theirs["loss_type"]
     same(f"DPO, {name if isinstance(name, str) else ' + '.join(name)}", found, expected)
+
+
+def test_an_adapter_that_is_off_is_the_reference(
+    ours: Any, trl_step: Any, same: Any, tiny_llama: Any, tokenizer: Any
+) -> None:
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    rows = pairs(ANSWERS)
+    expected = trl_step("DPO", model, rows, tokenizer, {"beta": 0.4})
+    same("DPO, sigmoid, adapter", ours(DPO(beta=0.4), model, rows, processing_class=tokenizer), expected)
 
 
 def test_simpo(ours: Any, trl_step: Any, same: Any, models: Any, tokenizer: Any) -> None:

@@ -94,3 +94,29 @@ def test_long_rows_are_cut_and_left_out_by_trl_without_a_word(
     for length in (Length(max_length=30), Length(max_length=30, on_long="truncate_right")):
         with pytest.raises(UserError, match="row"):
             ours(SFT(), model, [*CONVERSATIONS, long], length=length)
+
+
+def test_packing(ours: Any, trl_step: Any, same: Any, tiny_llama: Any) -> None:
+    model = tiny_llama(max_position_embeddings=512)
+    config = {"assistant_only_loss": True, "packing": True, "max_length": 512}
+    theirs = trl_step("SFT", model, CONVERSATIONS, config=config | {"packing_strategy": "bfd"})
+    same("SFT, packed", ours(SFT(), model, CONVERSATIONS, packed=True), theirs)
+
+
+def test_rows_see_each_other_in_wrapped_packing(ours: Any, trl_step: Any, tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    """TRL's loss is that of all rows as one text."""
+    model = tiny_llama(max_position_embeddings=512)
+    config = {"assistant_only_loss": True, "packing": True, "max_length": 512, "shuffle_dataset": False}
+    theirs = trl_step("SFT", model, CONVERSATIONS, config=config | {"packing_strategy": "wrapped"})
+    ids, labels = [], []
+    for row in CONVERSATIONS:
+        encoded = tiny_tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids += encoded["input_ids"]
+        masks = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        labels += [id if learned else -100 for id, learned in masks]
+    with torch.no_grad():
+        whole = model(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
+    assert theirs.loss == pytest.approx(whole, rel=1e-5)
+    assert abs(whole - ours(SFT(), model, CONVERSATIONS, packed=True).loss) > 1e-3
