@@ -320,11 +320,8 @@ def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
 
     Args:
         values: (B, T), V in [-1, 1] of the text up to and including each token.
-        targets: (B, T), Q in [-1, 1]; no gradient flows into it.
+        targets: (B, T), Q in [-1, 1]; no gradient flows into it. ValueError: if the shapes differ.
         mask: (B, T), True on the last token of each step.
-
-    Raises:
-        ValueError: if the shapes differ.
     """
     same_shape(values=values, targets=targets)
     return reduce((precise(values) - targets.detach()).square(), mask)
