@@ -1,7 +1,7 @@
 """Trains by SFT with dropout, in as many processes as there are; run by test_processes.py.
 
 ``python -m torch.distributed.run --nproc-per-node 2 resume_job.py KIND OUT [CHECKPOINT]`` saves the weights in
-OUT/end.pt. KIND is rows, or stream: pre-training on text that is read while the run goes on.
+OUT/end.pt. KIND is rows, stream (pre-training on text that is read while the run goes on) or kto.
 """
 
 import os
@@ -13,13 +13,14 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
-from burnish import SFT, Pretrain, Trainer
+from burnish import DPO, SFT, Pretrain, Trainer
 from burnish.data.chat import Length, set_template
 from burnish.data.rows import read
 from burnish.data.streaming import RowStream, Source
 from burnish.types import Text
 
 ROWS = [{"prompt": f"{i} + 1", "completion": "x" * (1 + i % 5) + str(i * 7)} for i in range(12)]
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": f"no{i}"} for i, row in enumerate(ROWS)]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -66,9 +67,9 @@ def main(kind: str, out: str, start: str | None) -> None:
             learning_rate=1e-2,
             ddp_backend="gloo" if "RANK" in os.environ else None,
         ),
-        method=SFT() if kind == "rows" else Pretrain(),
-        train_dataset=ROWS if kind == "rows" else stream(),
-        length=Length(max_length=None if kind == "rows" else 6),
+        method={"rows": SFT(), "stream": Pretrain(), "kto": DPO(loss="kto")}[kind],
+        train_dataset={"rows": ROWS, "stream": stream(), "kto": PAIRS}[kind],
+        length=Length(max_length=6 if kind == "stream" else None),
         processing_class=tokenizer(),
         token_budget=60,
     )

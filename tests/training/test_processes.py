@@ -24,7 +24,7 @@ def run(kind: str, *arguments: object, processes: int = 2) -> dict[str, torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rows", "stream"])
+@pytest.mark.parametrize("kind", ["rows", "stream", "kto"])
 def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
     straight = run(kind, tmp_path / "straight")
     folder = tmp_path / "straight" / "checkpoint-2"

@@ -86,7 +86,8 @@ def prepare(
 
     A snippet is on one side only: in the training files or in those whose name ends in ``-eval``. So is a request of
     ``prompts-eval.jsonl``, by its wording and by its kind of film. ``pairs-shuffled.jsonl`` holds the training pairs
-    with the labels flipped by a coin, from which nothing can be learned: a control for the reward model.
+    with the labels flipped by a coin, from which nothing can be learned, and ``pairs-eval-shuffled.jsonl`` those of
+    evaluation: a control.
 
     Args:
         folder: where to write.
@@ -119,10 +120,12 @@ def prepare(
     preferred = compared(rng, requests, seen, pairs, gap, soft)
     write_rows(data / "pairs.jsonl", preferred)
     write_rows(data / "pairs-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in preferred])
-    write_rows(data / "pairs-eval.jsonl", compared(rng, requests, unseen, pairs_held_out, gap, soft))
+    held = compared(rng, requests, unseen, pairs_held_out, gap, soft)
+    write_rows(data / "pairs-eval.jsonl", held)
     write_rows(data / "prompts.jsonl", [{"prompt": rng.choice(requests)} for _ in range(prompts)])
     others = itertools.product(UNSEEN_WORDINGS, UNSEEN_FILMS)
     write_rows(data / "prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
+    write_rows(data / "pairs-eval-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in held])
 
 
 def vader(answers: list[Answer]) -> list[float]:
