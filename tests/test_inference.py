@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +166,19 @@ def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[st
     result = generate(tiny_folder, "1+1", *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_commands_of_the_page_run(here: Path, tiny_folder: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "inference.md").read_text("utf-8")
+    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    Path("compare.yaml").write_text(re.sub(r"runs/tiny/\w+", str(tiny_folder), recipe))
+    Path("rewards.py").write_text("def brief(answers):\n    return [-float(len(a.tokens)) for a in answers]\n")
+    Path("chat.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    Path("pairs.jsonl").write_text('{"prompt": "1+1", "chosen": "2", "rejected": "3"}\n')
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
+    assert len(commands) == 9
+    for command in commands:
+        words = shlex.split(re.sub(r"runs/tiny/\w+", str(tiny_folder), command))[1:]
+        short = ["--max-new-tokens", "4"] if words[0] == "generate" else []
+        done = CliRunner().invoke(cli.app, [*words, *short])
+        assert done.exit_code == 0, f"{command}\n{done.output}"

@@ -1,4 +1,4 @@
-"""The command line: `burnish run`, `inspect`, `generate`, `report`, `merge`, `recipes`, `schema` and `doctor`.
+"""The command line: a thin function for each command of `burnish`.
 
 Only typer and rich are imported here: torch and transformers take seconds, and `burnish --help` needs none of them.
 """
