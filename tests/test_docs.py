@@ -11,6 +11,7 @@ from burnish.data.rows import parse
 from burnish.methods import METHODS
 from burnish.recipe import Stage, load, method_class, shipped
 from burnish.recipe.blocks import MethodChoice
+from burnish.recipe.evaluation import load_evaluation
 from burnish.types import Row
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -58,6 +59,10 @@ def test_recipes_parse_and_their_settings_are_settings(
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "yaml"):
         make_what_is_named(block)
+        if page.stem == "inference":
+            Path("evaluation.yaml").write_text(block, "utf-8")
+            load_evaluation(["evaluation.yaml"])
+            continue
         Path("recipe.yaml").write_text(block, "utf-8")
         whole = block.startswith("name:")
         methods = [stage.method for stage in load("recipe.yaml").stages] if whole else [part_of_one(block)]
