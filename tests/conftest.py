@@ -44,9 +44,7 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["BURNISH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable character; pad, bos and eos differ; the template is ChatML with marked turns."""
+def character_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|unk|>", "<|im_start|>"]
     vocabulary = {token: number for number, token in enumerate([*special, *string.printable])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
@@ -61,6 +59,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
     )
+
+
+@pytest.fixture
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable character; pad, bos and eos differ; the template is ChatML with marked turns."""
+    return character_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -90,12 +94,12 @@ def tiny_llama() -> MakeLlama:
     return make
 
 
-@pytest.fixture
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: MakeLlama, tiny_tokenizer: Any) -> Path:
-    """A model folder: ``tiny_llama(0)`` with ``tiny_tokenizer``."""
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: MakeLlama) -> Path:
+    """A model folder that no test writes to: ``tiny_llama(0)`` with ``tiny_tokenizer``."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama().save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 
