@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 import warnings
@@ -19,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
@@ -27,15 +25,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from burnish.data import streaming
-from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
-from burnish.models.forward import can_share
 from burnish.models.heads import Network
 from burnish.training import checkpoint
 from burnish.training.arguments import warn_ignored
+from burnish.training.layout import Layout
 from burnish.training.metrics import Recorder
-from burnish.types import Context, Example, Method, MicroBatch, Row, Term, Terms, UserError
+from burnish.training.passes import Passes, add
+from burnish.types import Context, Example, Method, Row, Term, Terms, UserError
 
 LOADER_STATE = "burnish.pt"
 
@@ -92,10 +90,6 @@ class Trainer(transformers.Trainer):
         self.method = method
         self.length = length or Length()
         self.token_budget = token_budget
-        self.padding_side = padding_side
-        self.packed = packed
-        self.shared_prompts = shared_prompts
-        self.pad_to = pad_to
         self.recorder = recorder
         self.show_samples = show_samples
         self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -118,6 +112,9 @@ class Trainer(transformers.Trainer):
             **others,
         )
         self.network: Network = network
+        pad_id = self.tokenizer.pad_token_id or 0
+        self.layout = Layout(network, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
+        self.passes = Passes(network, self.layout, self.accelerator)
         self.loader = None
         self._pending: dict[str, list[float]] = {}
         self._sums: Terms = {}
@@ -143,10 +140,10 @@ class Trainer(transformers.Trainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             device=self.args.device,
-            evaluate=self._evaluate_examples,
-            annotate=self._annotate,
-            gather=self._gather,
-            last=lambda: self._means(self._last),
+            evaluate=lambda examples: self.passes.evaluate(self.method, examples, self.token_budget),
+            annotate=lambda function, examples: self.passes.annotate(function, examples, self.token_budget),
+            gather=self.passes.gather,
+            last=lambda: self.passes.means(self._last),
             log=self._note,
             samples=self._record_samples,
         )
@@ -173,38 +170,6 @@ class Trainer(transformers.Trainer):
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return [[step] for step in [next(epoch_iterator, None)] if step is not None], None
-
-    def _cut(self, examples: list[Example]) -> list[MicroBatch]:
-        """Micro-batches of this process; every process gets equally many, an empty one where they run out."""
-        groups = self._groups(examples, self.token_budget)
-        world, rank = self.args.world_size, self.args.process_index
-        if world > 1 and self.token_budget is None:
-            groups = [list(range(i, len(examples), world)) for i in range(min(world, len(examples)))]
-        mine = [[examples[i] for i in group] for group in groups[rank::world]]
-        while len(mine) < -(-len(groups) // world):
-            mine.append([_silent(examples[groups[-1][0]])])
-        return [self._collate(batch) for batch in mine]
-
-    def _groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
-        return micro_batches(examples, budget, packed=self.packed, shared=self._shared(examples))
-
-    def _shared(self, examples: list[Example]) -> bool:
-        return any(len(example.sequences) > 1 for example in examples) and self._can_share
-
-    @functools.cached_property
-    def _can_share(self) -> bool:
-        return self.shared_prompts and can_share(self.network.policy)
-
-    def _collate(self, examples: list[Example]) -> MicroBatch:
-        batch = collate(
-            examples,
-            self.tokenizer.pad_token_id or 0,
-            side=self.padding_side,
-            packed=self.packed,
-            shared=self._shared(examples),
-            pad_to=self.pad_to,
-        )
-        return batch.to(self.args.device)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Gradient of one optimizer step; on out-of-memory again, with half the token budget."""
@@ -240,7 +205,8 @@ class Trainer(transformers.Trainer):
         model.train()
         counts = self.method.counts(examples)
         weights = {name: weight for name, weight in self.method.weights.items() if counts[name] > 0}
-        batches = self._cut(examples) if weights else []
+        rank, world_size = self.args.process_index, self.args.world_size
+        batches = self.layout.cut(examples, self.token_budget, rank, world_size) if weights else []
         sums: Terms = {}
         loss_sum = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(batches):
@@ -249,14 +215,14 @@ class Trainer(transformers.Trainer):
                 terms: Terms = model(self.method, batch)
                 loss = torch.stack([weight * terms[n].total / counts[n] for n, weight in weights.items()]).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
-                self.accelerator.backward(loss * self.args.world_size)
+                self.accelerator.backward(loss * world_size)
             loss_sum += loss.detach()
-            _add(sums, terms)
+            add(sums, terms)
         self._check_counts(sums, {name: counts[name] for name in weights})
         self._last = sums
-        _add(self._sums, sums)
+        add(self._sums, sums)
         # averaged over processes when it is logged
-        return loss_sum * self.args.world_size
+        return loss_sum * world_size
 
     def _check_counts(self, sums: Terms, counts: Mapping[str, float]) -> None:
         if self.args.world_size == 1 and self.args.device.type == "cpu":
@@ -264,69 +230,7 @@ class Trainer(transformers.Trainer):
                 got = float(sums[name].count)
                 assert math.isclose(got, expected, rel_tol=1e-5), f"{name}: counted {got}, divided by {expected}"
 
-    # --- passes without gradient -----------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _annotate(
-        self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]
-    ) -> list[Example]:
-        """Examples with the (B, T) arrays of a function, on every process; 0 for the tokens of a shared prompt."""
-        groups = self._groups(examples, self.token_budget)
-        training = self.network.training
-        self.network.eval()
-        mine: dict[int, list[dict[str, tuple[float, ...]]]] = {}
-        for group in groups[self.args.process_index :: self.args.world_size]:
-            batch = self._collate([examples[i] for i in group])
-            with self.accelerator.autocast():
-                results = {name: x.flatten().double().tolist() for name, x in function(batch).items()}
-            before = batch.positions.flatten()[batch.starts].tolist()
-            places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
-            for i in group:
-                mine[i] = [
-                    {name: (0.0,) * skipped + tuple(flat[start : end + 1]) for name, flat in results.items()}
-                    for _, (skipped, start, end) in zip(examples[i].sequences, places, strict=False)
-                ]
-        self.network.train(training)
-        found = {i: arrays for part in self._gather(mine) for i, arrays in part.items()}
-        return [
-            dataclasses.replace(
-                example,
-                sequences=tuple(s.with_arrays(**new) for s, new in zip(example.sequences, found[i], strict=True)),
-            )
-            for i, example in enumerate(examples)
-        ]
-
-    def _gather(self, value: Any) -> list[Any]:
-        if self.args.world_size == 1:
-            return [value]
-        parts: list[Any] = [None] * self.args.world_size
-        dist.all_gather_object(parts, value)
-        return parts
-
-    @torch.no_grad()
-    def _evaluate_examples(self, examples: list[Example]) -> dict[str, float]:
-        """Means of a method's terms over examples, without a step."""
-        if not examples:
-            raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
-        training = self.network.training
-        self.network.eval()
-        sums: Terms = {}
-        groups = self._groups(examples, self.token_budget or 4096)
-        for group in groups[self.args.process_index :: self.args.world_size]:
-            with self.accelerator.autocast():
-                _add(sums, self.network(self.method, self._collate([examples[i] for i in group])))
-        self.network.train(training)
-        means = self._means(sums)
-        return {"loss": sum(weight * means[name] for name, weight in self.method.weights.items())} | means
-
-    def _means(self, sums: Terms) -> dict[str, float]:
-        """Means of terms over all processes."""
-        totals: dict[str, list[float]] = {}
-        for part in self._gather({name: [float(t.total), float(t.count)] for name, t in sums.items()}):
-            for name, (total, count) in part.items():
-                old = totals.get(name, [0.0, 0.0])
-                totals[name] = [old[0] + total, old[1] + count]
-        return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+    # --- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(  # type: ignore[override]
         self,
@@ -368,7 +272,7 @@ class Trainer(transformers.Trainer):
         if "loss" in logs:
             now = time.perf_counter()
             seconds, self._clock = now - self._clock, now
-            logs |= self._means(self._sums) | {name: fmean(values) for name, values in self._pending.items()}
+            logs |= self.passes.means(self._sums) | {name: fmean(values) for name, values in self._pending.items()}
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
             self._sums, self._tokens = {}, 0
             self._pending.clear()
@@ -464,20 +368,6 @@ class Trainer(transformers.Trainer):
         self.get_train_dataloader().load_state_dict(state["loader"])
         if self.recorder is not None and state["logs"]:
             self.recorder.truncate(state["logs"])
-
-
-def _silent(example: Example) -> Example:
-    """An example of the same kind that adds nothing to any term."""
-    first = example.sequences[0]
-    zeros = {name: (0.0,) * len(first.tokens) for name in first.arrays}
-    muted = dataclasses.replace(first, trained=(False,) * len(first.tokens), arrays=zeros)
-    return Example((muted,))
-
-
-def _add(sums: Terms, terms: Terms) -> None:
-    for name, term in terms.items():
-        total, count = term.total.detach(), term.count.detach()
-        sums[name] = Term(sums[name].total + total, sums[name].count + count) if name in sums else Term(total, count)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,60 @@
+"""How the examples of a step become micro-batches: settings that change memory and speed, never a result."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from burnish.data.batching import collate, micro_batches
+from burnish.models.forward import can_share
+from burnish.models.heads import Network
+from burnish.types import Example, MicroBatch
+
+
+@dataclass
+class Layout:
+    """Lays examples out for a network; the settings are those of ``burnish.Trainer``."""
+
+    network: Network
+    device: torch.device
+    pad_id: int
+    side: str
+    pad_to: int
+    packed: bool
+    shared_prompts: bool
+
+    def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
+        """Indices of examples, a list for each micro-batch."""
+        return micro_batches(examples, budget, packed=self.packed, shared=self._shared(examples))
+
+    def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
+        """Micro-batches of one process; every process gets equally many, an empty one where they run out."""
+        groups = self.groups(examples, budget)
+        if world_size > 1 and budget is None:
+            groups = [list(range(i, len(examples), world_size)) for i in range(min(world_size, len(examples)))]
+        mine = [[examples[i] for i in group] for group in groups[rank::world_size]]
+        while len(mine) < -(-len(groups) // world_size):
+            mine.append([_silent(examples[groups[-1][0]])])
+        return [self.collate(batch) for batch in mine]
+
+    def collate(self, examples: list[Example]) -> MicroBatch:
+        """One micro-batch of examples, on the device."""
+        shared = self._shared(examples)
+        batch = collate(examples, self.pad_id, side=self.side, packed=self.packed, shared=shared, pad_to=self.pad_to)
+        return batch.to(self.device)
+
+    def _shared(self, examples: list[Example]) -> bool:
+        return any(len(example.sequences) > 1 for example in examples) and self._can_share
+
+    @functools.cached_property
+    def _can_share(self) -> bool:
+        return self.shared_prompts and can_share(self.network.policy)
+
+
+def _silent(example: Example) -> Example:
+    """An example of the same kind that adds nothing to any term."""
+    first = example.sequences[0]
+    zeros = {name: (0.0,) * len(first.tokens) for name in first.arrays}
+    return Example((replace(first, trained=(False,) * len(first.tokens), arrays=zeros),))
