@@ -30,12 +30,13 @@ from burnish.models import loading
 from burnish.models.forward import Warp, evaluating, scores, unwrap
 from burnish.models.heads import Network
 from burnish.pipeline import model_reference, named_reward
+from burnish.protocols import Context
 from burnish.recipe.evaluation import Evaluation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rollout.collect import Rollout, collect, samples
 from burnish.rollout.generate import Local
-from burnish.types import Context, Conversation, Example, Preference, Prompt, Ranking, Row, Text, UserError
+from burnish.types import Conversation, Example, Preference, Prompt, Ranking, Row, Text, UserError
 
 PROMPTS = ("prompt", "query")
 """Shapes of rows that are answered."""

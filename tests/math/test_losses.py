@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.math import advantages, losses
-from burnish.types import UserError
+from burnish.math.reductions import reduction_weights
 
 F64 = torch.float64
 policy = partial(losses.clipped_policy, clip_low=0.2, clip_high=0.3)
@@ -27,49 +27,6 @@ def batch(seed, rows=3, width=7):
     mask = torch.rand(rows, width, generator=generator) < 0.6
     mask[0, 0] = True
     return a, b, old, old + 0.4 * noise, mask
-
-
-# --- reductions ---------------------------------------------------------------------------------------------------
-
-
-MASK = torch.tensor([[False, True, True, True], [True, False, False, False], [False] * 4])
-
-
-@pytest.mark.parametrize(
-    ("kind", "length", "expected"),
-    [
-        ("token_mean", None, (1 + 2 + 3 + 4) / 4),
-        ("sequence_mean", None, ((1 + 2 + 3) / 3 + 4) / 2),
-        ("sequence_sum", None, ((1 + 2 + 3) + 4) / 2),
-        ("fixed_length", 10, ((1 + 2 + 3) / 10 + 4 / 10) / 2),
-    ],
-)
-def test_reductions_by_hand(kind, length, expected):
-    values = torch.tensor([[9.0, 1.0, 2.0, 3.0], [4.0, 9.0, 9.0, 9.0], [9.0] * 4], dtype=F64)
-    weights = losses.reduction_weights(MASK, kind, length, dtype=F64)
-    assert losses.reduce(values, MASK, weights).mean.item() == pytest.approx(expected, abs=1e-12)
-    packed = torch.cat([values[0], values[1], values[2]]).unsqueeze(0)
-    mask = torch.cat([MASK[0], MASK[1], MASK[2]]).unsqueeze(0)
-    segments = torch.tensor([[1] * 4 + [2] * 4 + [0] * 4])
-    weights = losses.reduction_weights(mask, kind, length, segments, dtype=F64)
-    assert losses.reduce(packed, mask, weights).mean.item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_reduce_without_weights_is_the_mean_over_tokens():
-    values, _, _, _, mask = batch(0)
-    term = losses.reduce(values, mask)
-    assert term.count.item() == mask.sum().item()
-    assert term.mean.item() == pytest.approx(values[mask].numpy().mean(), abs=1e-12)
-    torch.testing.assert_close(term, losses.reduce(values, mask, losses.reduction_weights(mask, dtype=F64)))
-
-
-def test_reduction_refuses_bad_arguments():
-    with pytest.raises(UserError, match="unknown reduction 'mean': expected token_mean"):
-        losses.reduction_weights(MASK, "mean")  # pyright: ignore[reportArgumentType]
-    cases: list[tuple[losses.Reduction, int | None]] = [("fixed_length", None), ("fixed_length", 0), ("token_mean", 5)]
-    for kind, length in cases:
-        with pytest.raises(UserError, match=f"fixed_length only: got {length} for {kind}"):
-            losses.reduction_weights(MASK, kind, length)
 
 
 # --- language model -----------------------------------------------------------------------------------------------
@@ -244,7 +201,7 @@ def test_clipped_value_by_hand():
 
 def test_gradcheck_of_policy_and_value():
     a, returns, old, new, mask = batch(4)
-    weights = losses.reduction_weights(mask, "sequence_mean", dtype=F64)
+    weights = reduction_weights(mask, "sequence_mean", dtype=F64)
     assert torch.autograd.gradcheck(
         lambda x: policy(x, old, a, mask, dual_clip=2.0, weights=weights).total,
         new.requires_grad_(),
@@ -279,7 +236,7 @@ def test_extreme_ratios_stay_finite():
 
 def every_loss(tensors, mask):
     a, returns, old, new = tensors
-    weights = losses.reduction_weights(mask, "sequence_mean", dtype=a.dtype)
+    weights = reduction_weights(mask, "sequence_mean", dtype=a.dtype)
     return {
         "nll": losses.nll(new, mask, weights),
         "policy": policy(new, old, a, mask, dual_clip=2.0),
@@ -323,7 +280,7 @@ def test_micro_batches_add_up_to_the_batch(kind):
     *tensors, mask = batch(7, rows=6)
 
     def part(rows):
-        weights = losses.reduction_weights(mask[rows], kind, dtype=F64)
+        weights = reduction_weights(mask[rows], kind, dtype=F64)
         return policy(tensors[3][rows], tensors[2][rows], tensors[0][rows], mask[rows], weights=weights)
 
     whole, parts = part(slice(0, 6)), [part(slice(0, 1)), part(slice(1, 3)), part(slice(3, 6))]
@@ -360,7 +317,7 @@ def test_tokens_after_the_first_stop_have_no_effect():
 def test_sums_are_at_least_float32(dtype):
     *tensors, mask = batch(10)
     expected = torch.promote_types(dtype, torch.float32)
-    weights = losses.reduction_weights(mask, "sequence_mean", dtype=expected)
+    weights = reduction_weights(mask, "sequence_mean", dtype=expected)
     a, returns, old, new = (x.to(dtype) for x in tensors)
     for term in (
         losses.nll(new, mask, weights),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.math import advantages, losses
+from burnish.math.reductions import reduction_weights
 from burnish.types import UserError
 
 F64 = torch.float64
@@ -80,7 +81,7 @@ def test_as_many_rows_as_tokens_do_not_mix_up() -> None:
 def test_packed_rows_take_a_reward_for_each_token() -> None:
     logprobs, rewards, mask = batch(2)
     segments = torch.arange(1, 5).repeat_interleave(6).unsqueeze(0)
-    weights = losses.reduction_weights(mask.reshape(1, -1), "sequence_sum", None, segments, F64)
+    weights = reduction_weights(mask.reshape(1, -1), "sequence_sum", None, segments, F64)
     packed = losses.reinforce(
         logprobs.reshape(1, -1), mask.reshape(1, -1), rewards.repeat_interleave(6).unsqueeze(0), weights
     )
@@ -89,7 +90,7 @@ def test_packed_rows_take_a_reward_for_each_token() -> None:
 
 def test_length_normalised_is_a_mean_in_each_row() -> None:
     logprobs, rewards, mask = batch(3)
-    weights = losses.reduction_weights(mask, "sequence_mean", dtype=F64)
+    weights = reduction_weights(mask, "sequence_mean", dtype=F64)
     expected = -sum(rewards[b].item() * logprobs[b][mask[b]].mean().item() for b in range(4)) / 4
     assert losses.reinforce(logprobs, mask, rewards, weights).mean.item() == pytest.approx(expected)
 

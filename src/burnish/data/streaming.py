@@ -12,7 +12,8 @@ from burnish.data.batching import permutation
 from burnish.data.lengths import sort_changes, without_cache
 from burnish.data.mixing import next_source
 from burnish.data.rows import Skipped
-from burnish.types import Context, Encoded, Example, Method, Pair, Row, Sequence, UserError
+from burnish.protocols import Context, Method
+from burnish.types import Encoded, Example, Pair, Row, Sequence, UserError
 
 logger = logging.getLogger(__name__)
 NAMED = 1000  # rows that are left out or cut and kept by name; all are counted

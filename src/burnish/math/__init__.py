@@ -4,6 +4,6 @@ Per-token tensors are (B, T), entry t belongs to token t, and masks are bool, Tr
 outside a mask never reaches a value or a gradient, not even where it is infinite or NaN.
 """
 
-from burnish.math import advantages, intervals, kl, losses, preference, tensors
+from burnish.math import advantages, estimates, intervals, kl, losses, preference, reductions, tensors
 
-__all__ = ["advantages", "intervals", "kl", "losses", "preference", "tensors"]
+__all__ = ["advantages", "estimates", "intervals", "kl", "losses", "preference", "reductions", "tensors"]

@@ -22,9 +22,9 @@ from burnish.models.forward import hidden_states, token_logprobs
 from burnish.models.heads import Network, disable_dropout
 from burnish.models.precomputed import ARRAY as REFERENCE
 from burnish.models.precomputed import ReferenceLogprobs
+from burnish.protocols import Context
 from burnish.types import (
     Config,
-    Context,
     Encoded,
     Example,
     Labelled,

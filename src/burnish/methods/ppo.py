@@ -11,15 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data import chat
 from burnish.math import advantages as adv
 from burnish.math import losses
+from burnish.math.reductions import Reduction, reduce, reduction_weights
 from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
+from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rollout.collect import value_metrics
 from burnish.rollout.generate import Local, Sampling
 from burnish.rollout.steps import Experience, RolloutConfig, RolloutLoader, Sampler
-from burnish.types import Context, Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
+from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
 
 
 class PPOConfig(RolloutConfig):
@@ -29,7 +31,7 @@ class PPOConfig(RolloutConfig):
     clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is clipped to [1 - clip_low, 1 + clip_high]")
     clip_high: float = Field(0.2, ge=0)
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages")
-    reduction: losses.Reduction = Field("token_mean", description="how the losses of tokens become one number")
+    reduction: Reduction = Field("token_mean", description="how the losses of tokens become one number")
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
     whiten_advantages: bool = Field(True, description="to mean 0 and variance 1 over the batch")
@@ -151,14 +153,14 @@ class PPO:
         values = network.values(batch, hidden.detach() if self.warming_up else hidden)
         clips = (s.clip_low, s.clip_high)
         fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
-        weights = losses.reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
+        weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
         moved = logprobs.detach(), old["logprobs"], mask
         return {
             "policy": losses.clipped_policy(
                 logprobs, old["logprobs"], old["advantages"], mask, *clips, s.dual_clip, weights
             ),
             "value": losses.clipped_value(values, old["values"], old["returns"], mask, s.value_clip),
-            "entropy": losses.reduce(entropy, mask),
+            "entropy": reduce(entropy, mask),
             "approxkl": losses.approxkl(*moved),
             "clipfrac": losses.clipfrac(logprobs.detach(), old["logprobs"], old["advantages"], mask, *clips),
             "value_clipfrac": losses.value_clipfrac(values.detach(), old["values"], old["returns"], mask, s.value_clip),

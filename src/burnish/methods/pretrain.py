@@ -14,19 +14,8 @@ from burnish.data.batching import RowLoader
 from burnish.math.losses import nll
 from burnish.models.forward import hidden_states, token_logprobs
 from burnish.models.heads import Network
-from burnish.types import (
-    Changed,
-    Config,
-    Context,
-    Encoded,
-    Example,
-    MicroBatch,
-    Row,
-    Sequence,
-    Terms,
-    Text,
-    UserError,
-)
+from burnish.protocols import Context
+from burnish.types import Changed, Config, Encoded, Example, MicroBatch, Row, Sequence, Terms, Text, UserError
 
 LONGEST = 2048  # tokens of a piece where the recipe does not say
 

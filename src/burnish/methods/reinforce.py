@@ -20,27 +20,16 @@ from burnish.data.batching import RowLoader, collate
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import estimate
+from burnish.math.reductions import Reduction, reduce, reduction_weights
 from burnish.models.adapters import Reference
 from burnish.models.forward import PLAIN, Warp, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, disable_dropout
+from burnish.protocols import Context, StepLoader
 from burnish.rewards.functions import NamedReward
 from burnish.rollout.collect import with_arrays
 from burnish.rollout.generate import Local, Sampling
 from burnish.rollout.steps import Experience, RolloutConfig, RolloutLoader, Sampler
-from burnish.types import (
-    Context,
-    Conversation,
-    Encoded,
-    Example,
-    MicroBatch,
-    Prompt,
-    Reward,
-    Row,
-    Scored,
-    StepLoader,
-    Terms,
-    UserError,
-)
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms, UserError
 
 
 class ReinforceConfig(RolloutConfig):
@@ -50,7 +39,7 @@ class ReinforceConfig(RolloutConfig):
     baseline: adv.Baseline = Field(
         "none", description="what rewards are compared with: the step (mean), or the other completions of a prompt"
     )
-    reduction: losses.Reduction = Field("sequence_sum", description="how the losses of tokens become one number")
+    reduction: Reduction = Field("sequence_sum", description="how the losses of tokens become one number")
     clip_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped to [1 - this, 1 + clip_high]")
     clip_high: float | None = Field(None, ge=0)
     kl_in: Literal["reward", "loss"] = Field("reward", description="where the KL to the reference counts")
@@ -246,11 +235,11 @@ class Reinforce:
         hidden = hidden_states(network.policy, batch)
         logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, how, "measured" if sampled else "off")
         fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
-        weights = losses.reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
+        weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
         advantages, now = arrays["advantages"], logprobs.detach()
         terms = {
-            "logprob_rewarded": losses.reduce(now, mask & (advantages > 0)),
-            "logprob_punished": losses.reduce(now, mask & (advantages < 0)),
+            "logprob_rewarded": reduce(now, mask & (advantages > 0)),
+            "logprob_punished": reduce(now, mask & (advantages < 0)),
         }
         if s.clip_low is None or s.clip_high is None:
             terms["policy"] = losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood)
@@ -262,9 +251,9 @@ class Reinforce:
         if "kl_loss" in self.weights:
             whole = Warp(how.temperature)
             ours = logprobs if how == whole else token_logprobs(network.policy, hidden, batch, mask, whole, "off")[0]
-            terms["kl_loss"] = losses.reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate), mask, weights)
+            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate), mask, weights)
         if sampled:
-            terms["entropy"] = losses.reduce(entropy, mask)
+            terms["entropy"] = reduce(entropy, mask)
             terms["approxkl"] = losses.approxkl(now, arrays["logprobs"], mask)
             terms["ratio"] = losses.ratio(now, arrays["logprobs"], mask)
         return terms

@@ -15,7 +15,8 @@ from burnish.math import losses
 from burnish.math.intervals import wilson
 from burnish.models.forward import scores, unwrap
 from burnish.models.heads import Network, disable_dropout
-from burnish.types import Config, Context, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
+from burnish.protocols import Context
+from burnish.types import Config, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
 
 
 class RewardModelConfig(Config):

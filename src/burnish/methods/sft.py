@@ -14,7 +14,8 @@ from burnish.data.batching import RowLoader
 from burnish.math.losses import nll
 from burnish.models.forward import hidden_states, token_logprobs
 from burnish.models.heads import Network
-from burnish.types import Config, Context, Conversation, Encoded, Example, MicroBatch, Row, Terms
+from burnish.protocols import Context
+from burnish.types import Config, Conversation, Encoded, Example, MicroBatch, Row, Terms
 
 
 class SFTConfig(Config):

@@ -14,9 +14,11 @@ from burnish.data.batching import RowLoader
 from burnish.data.solutions import solution
 from burnish.math import losses
 from burnish.math.intervals import wilson
+from burnish.math.reductions import reduce
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
-from burnish.types import Config, Context, Encoded, Example, MicroBatch, Row, Steps, Terms
+from burnish.protocols import Context
+from burnish.types import Config, Encoded, Example, MicroBatch, Row, Steps, Terms
 
 DEPTHS = ("first", "middle", "last")
 
@@ -117,4 +119,4 @@ def measured(values: Tensor, targets: Tensor, outcomes: Tensor, depths: Tensor) 
     places |= {name: third == i for i, name in enumerate(DEPTHS, start=1)}
     terms = {f"value_{name}": losses.step_value(values, targets, where) for name, where in places.items()}
     right = (1 + (values * outcomes).sign()) / 2
-    return terms | {"sign_accuracy": losses.reduce(right, depths == 1)}
+    return terms | {"sign_accuracy": reduce(right, depths == 1)}

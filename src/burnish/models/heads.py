@@ -23,7 +23,8 @@ from burnish.models import bases
 from burnish.models.adapters import trained_on, wrap
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.models.quantise import is_quantised
-from burnish.types import Method, MicroBatch, Terms, UserError
+from burnish.protocols import Method
+from burnish.types import MicroBatch, Terms, UserError
 
 VALUE_HEAD = "value_head.safetensors"
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from burnish.data.lengths import cache_folder
 from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
-from burnish.types import Context, Example, MicroBatch
+from burnish.protocols import Context
+from burnish.types import Example, MicroBatch
 
 ARRAY = "ref_logprobs"
 

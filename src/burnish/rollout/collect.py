@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from burnish.math.advantages import Moments
+from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward, score
 from burnish.rollout.generate import Local, Request, Sampling, request_seed
-from burnish.types import Answer, Context, Example, Prompt, Sequence
+from burnish.types import Answer, Example, Prompt, Sequence
 
 
 @dataclass(frozen=True)

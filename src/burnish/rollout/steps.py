@@ -23,6 +23,7 @@ from burnish.math.kl import AdaptiveKL, Estimate, estimate
 from burnish.math.losses import truncated_importance
 from burnish.models.adapters import Reference
 from burnish.models.forward import Warp, hidden_states, token_logprobs
+from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward
 from burnish.rollout.collect import (
     Rollout,
@@ -35,7 +36,7 @@ from burnish.rollout.collect import (
     with_arrays,
 )
 from burnish.rollout.generate import Local, Sampling
-from burnish.types import Config, Context, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, UserError
+from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, UserError
 
 
 class RolloutConfig(Config):

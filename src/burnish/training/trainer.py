@@ -28,12 +28,13 @@ from burnish.data import streaming
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
 from burnish.models.heads import Network
+from burnish.protocols import Context, Method
 from burnish.training import checkpoint
 from burnish.training.arguments import warn_ignored
 from burnish.training.layout import Layout
 from burnish.training.metrics import Recorder
 from burnish.training.passes import Passes, add
-from burnish.types import Context, Example, Method, Row, Term, Terms, UserError
+from burnish.types import Example, Row, Term, Terms, UserError
 
 LOADER_STATE = "burnish.pt"
 
@@ -45,7 +46,7 @@ class Trainer(transformers.Trainer):
         model: a transformers model, or a peft model around one.
         args: ``TrainingArguments``. Rows of an optimizer step are ``per_device_train_batch_size`` x
             ``gradient_accumulation_steps`` x processes.
-        method: what to learn: ``SFT()``, ``RewardModel()``, ``PPO(...)`` or any ``burnish.types.Method``.
+        method: what to learn: ``SFT()``, ``RewardModel()``, ``PPO(...)`` or any ``burnish.protocols.Method``.
         train_dataset: rows: dicts, ``datasets.Dataset``, or what ``burnish.data.rows.load`` returned; or a
             ``burnish.data.streaming.RowStream``, which needs ``args.max_steps``.
         eval_dataset: rows of the same kind that training does not see.

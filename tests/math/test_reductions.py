@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from burnish.math.reductions import Reduction, reduce, reduction_weights
+from burnish.types import UserError
+
+F64 = torch.float64
+MASK = torch.tensor([[False, True, True, True], [True, False, False, False], [False] * 4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "expected"),
+    [
+        ("token_mean", None, (1 + 2 + 3 + 4) / 4),
+        ("sequence_mean", None, ((1 + 2 + 3) / 3 + 4) / 2),
+        ("sequence_sum", None, ((1 + 2 + 3) + 4) / 2),
+        ("fixed_length", 10, ((1 + 2 + 3) / 10 + 4 / 10) / 2),
+    ],
+)
+def test_reductions_by_hand(kind, length, expected):
+    values = torch.tensor([[9.0, 1.0, 2.0, 3.0], [4.0, 9.0, 9.0, 9.0], [9.0] * 4], dtype=F64)
+    weights = reduction_weights(MASK, kind, length, dtype=F64)
+    assert reduce(values, MASK, weights).mean.item() == pytest.approx(expected, abs=1e-12)
+    packed = torch.cat([values[0], values[1], values[2]]).unsqueeze(0)
+    mask = torch.cat([MASK[0], MASK[1], MASK[2]]).unsqueeze(0)
+    segments = torch.tensor([[1] * 4 + [2] * 4 + [0] * 4])
+    weights = reduction_weights(mask, kind, length, segments, dtype=F64)
+    assert reduce(packed, mask, weights).mean.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_reduce_without_weights_is_the_mean_over_tokens():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 7, dtype=F64, generator=generator)
+    mask = torch.rand(3, 7, generator=generator) < 0.6
+    term = reduce(values, mask)
+    assert term.count.item() == mask.sum().item()
+    assert term.mean.item() == pytest.approx(values[mask].numpy().mean(), abs=1e-12)
+    torch.testing.assert_close(term, reduce(values, mask, reduction_weights(mask, dtype=F64)))
+
+
+def test_reduction_refuses_bad_arguments():
+    with pytest.raises(UserError, match="unknown reduction 'mean': expected token_mean"):
+        reduction_weights(MASK, "mean")  # pyright: ignore[reportArgumentType]
+    cases: list[tuple[Reduction, int | None]] = [("fixed_length", None), ("fixed_length", 0), ("token_mean", 5)]
+    for kind, length in cases:
+        with pytest.raises(UserError, match=f"fixed_length only: got {length} for {kind}"):
+            reduction_weights(MASK, kind, length)
