@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from burnish.recipe.loading import RECIPES
 from burnish.training.metrics import is_timing
 
 SMALL = [
@@ -27,8 +28,52 @@ SMALL = [
 ]
 
 
-def command(folder: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "burnish", "run", "tiny", f"out={folder}", *SMALL, *overrides]
+# Every method that learns from files, and one that samples without a critic: full training and adapters.
+OFFLINE = """
+name: offline
+threads: 1
+stages:
+  - {name: sums, run: RECIPES/tiny.py:prepare, with: {rows: 96, pairs: 64, prompts: 48, scored: 64, held_out: 16}}
+  - {name: chains, run: RECIPES/chains.py:prepare, with: {rows: 96, prompts: 16, held_out: 16}}
+  - name: pretrain
+    method: {name: pretrain}
+    model: {stage: sums}
+    data: {train: {stage: sums, file: prompts.jsonl}, keys: {text: prompt}}
+    trainer: &often {per_device_train_batch_size: 8, save_steps: 3, num_train_epochs: 2}
+  - name: dpo
+    method: {name: dpo}
+    model: {stage: pretrain}
+    adapter: {r: 4}
+    data: {train: {stage: sums, file: pairs.jsonl}, eval: {stage: sums, file: pairs-eval.jsonl}}
+    trainer: *often
+  - name: kto
+    method: {name: dpo, loss: kto}
+    model: {stage: dpo}
+    data: {train: {stage: sums, file: pairs.jsonl}}
+    trainer: *often
+  - name: reinforce
+    method: {name: reinforce, baseline: mean, kl_coef: 0.1, kl_in: loss, kl_estimate: k2, floor: -4.0}
+    model: {stage: kto}
+    data: {train: {stage: sums, file: scored.jsonl}}
+    trainer: *often
+  - name: grpo
+    method: {name: reinforce, baseline: group_std, epochs: 2, clip_low: 0.2, clip_high: 0.2, kl_coef: 0.05}
+    model: {stage: reinforce}
+    adapter: {r: 4}
+    reward: [{function: "RECIPES/tiny.py:exact"}]
+    data: {train: {stage: sums, file: prompts.jsonl}, eval: {stage: sums, file: prompts-eval.jsonl}}
+    generation: {max_new_tokens: 4, samples: 3}
+    trainer: *often
+  - name: values
+    method: {name: step_value}
+    model: {stage: chains}
+    data: {train: {stage: chains, file: steps.jsonl}}
+    trainer: *often
+"""
+
+
+def command(folder: Path, *recipe: str) -> list[str]:
+    return [sys.executable, "-m", "burnish", "run", *recipe, f"out={folder}"]
 
 
 def environment() -> dict[str, str]:
@@ -53,33 +98,40 @@ def results(folder: Path) -> dict[str, object]:
     return found
 
 
+def offline(folder: Path) -> str:
+    """The recipe with every other method, as a file."""
+    path = folder / "offline.yaml"
+    path.write_text(OFFLINE.replace("RECIPES", str(RECIPES)), "utf-8")
+    return str(path)
+
+
 @pytest.mark.slow
-def test_killed_at_ten_moments_ends_with_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("pipeline", ["tiny", "offline"])
+def test_killed_at_ten_moments_ends_with_the_same_bytes(pipeline: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"  # the same for both: rows are named by the file that they came from
-    subprocess.run(command(folder), check=True, env=environment(), capture_output=True, timeout=300)
+    run = command(folder, *(["tiny", *SMALL] if pipeline == "tiny" else [offline(tmp_path)]))
+    subprocess.run(run, check=True, env=environment(), capture_output=True, timeout=300)
     expected = results(folder)
     lines = progress(folder)
     shutil.rmtree(folder)
-    assert {
-        "sft/model/model.safetensors",
-        "reward/model/model.safetensors",
-        "ppo/model/critic/model.safetensors",
-        "ppo/model/model.safetensors",
-    } <= set(expected)
+    models = {
+        "tiny": ["sft/model/model", "reward/model/model", "ppo/model/critic/model", "ppo/model/model"],
+        "offline": [f"{stage}/model/model" for stage in ("pretrain", "dpo", "kto", "reinforce", "grpo", "values")]
+        + ["values/model/value_head"],
+    }
+    assert {f"{name}.safetensors" for name in models[pipeline]} <= set(expected)
     moments = random.Random(time.time_ns())
     targets = sorted(moments.uniform(0, lines) for _ in range(10))
     kills = 0
     for target in targets:
-        process = subprocess.Popen(
-            command(folder), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(run, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and progress(folder) < target:
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
     assert kills == 10, "some runs had ended before they were killed"
-    subprocess.run(command(folder), check=True, env=environment(), capture_output=True, timeout=300)
+    subprocess.run(run, check=True, env=environment(), capture_output=True, timeout=300)
     got = results(folder)
     assert list(got) == list(expected)
     for name, value in expected.items():

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -147,29 +142,6 @@ def test_the_recipe_cut_down_leaves_a_model_that_values_steps(adapter: bool, tmp
         torch.testing.assert_close(beside.policy(tokens).logits, plain(tokens).logits)
         assert beside.critic is not None
         assert torch.equal(beside.critic(hidden), network.critic(hidden))
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    cut = ["stages.prepare.with={rows: 256, prompts: 16, held_out: 16}", "stages.values.trainer.save_steps=3"]
-    cut += ["stages.values.trainer.per_device_train_batch_size=16"]
-    command = [sys.executable, "-m", "burnish", "run", "step_value", f"out={tmp_path / 'run'}", *cut]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    stage = tmp_path / "run" / "values"
-
-    def end() -> tuple[bytes, ...]:
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
-        return tuple((stage / "model" / name).read_bytes() for name in ("model.safetensors", "value_head.safetensors"))
-
-    straight = end()
-    shutil.rmtree(tmp_path / "run")
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(stage.glob("checkpoint-[3-9]*")):
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert not (stage / "model").exists()
-    assert end() == straight
 
 
 @pytest.mark.slow
