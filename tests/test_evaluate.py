@@ -111,6 +111,8 @@ def test_a_reward_model_has_an_accuracy(here: Path, tiny_tokenizer: Any) -> None
             for answer in (f"a{n}", f"{n}bc")
         )  # fmt: skip
         differences.append(c - r)
+    told = call("rm", "data.eval=pairs.jsonl", "against=one")
+    assert told.exit_code == 2 and "against: one is a policy and rm a reward model" in told.stderr
     found = measured("rm", "data.eval=pairs.jsonl")
     assert found["margin"]["value"] == pytest.approx(sum(differences) / 6, abs=1e-5)
     assert found["accuracy"]["value"] == pytest.approx(sum(d > 0 for d in differences) / 6)
@@ -177,6 +179,10 @@ def test_a_model_against_itself_is_a_draw(here: Path) -> None:
         ([], "data: this key is missing"),
         (["data.eval=pairs.jsonl"], "set reference:"),
         (["data.eval=prompts.jsonl"], "prompts to be answered need reward:, or reference: with data.format: prompt"),
+        (["data.eval=chat.jsonl", "data.max_length=2", "data.on_long=drop"], "no row is left to measure"),
+        (["data.eval=chat.jsonl", "reference=two"], "reference: belongs to prompts and pairs"),
+        (["data.eval=chat.jsonl", "generation.samples=2"], "generation: belongs to prompts"),
+        (["data.eval=chat.jsonl", "--output", "rewards.py/found.json"], "no folder can be made"),
         (["data.eval=prompts.jsonl", "data.format=prompt"], "set reward: to score answers, or reference: for the KL"),
     ],
 )

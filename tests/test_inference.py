@@ -168,6 +168,27 @@ def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[st
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input", "prompts.jsonl", "--output", "./prompts.jsonl"], "--output is the input, which would be lost"),
+        (["1+1", "--output", "folder"], "is a directory"),
+        (["1+1", "--output", "prompts.jsonl/out.jsonl"], "--output prompts.jsonl/out.jsonl: no folder can be made"),
+        (["--input", "long.jsonl"], "long.jsonl:3: a prompt of 319 tokens leaves no room"),
+    ],
+)
+def test_files_that_cannot_be_are_told_before_anything_is_made(
+    here: Path, tiny_folder: Path, options: list[str], message: str
+) -> None:
+    before = (here / "prompts.jsonl").read_bytes()
+    (here / "folder").mkdir()
+    (here / "long.jsonl").write_text("".join(json.dumps({"prompt": "1" * n}) + "\n" for n in (1, 1, 299)))
+    result = generate(tiny_folder, *options)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split()) and "> " not in result.stdout
+    assert (here / "prompts.jsonl").read_bytes() == before
+
+
 def test_commands_of_the_page_run(here: Path, tiny_folder: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "inference.md").read_text("utf-8")
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -142,7 +142,9 @@ def generate(
     model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="File of rows with prompts.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write JSON lines here instead of printing.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write JSON lines here instead of printing.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message, for prompts that bring none.")] = None,
     template: TemplateOption = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256")] = None,
@@ -167,6 +169,9 @@ def generate(
     """Complete prompts with a model: by sampling, greedily (--temperature 0), or by beams (--beams 4 [--sample])."""
     if bool(prompts) == bool(source):
         raise UserError("expected prompts on the command line or a file of them with --input, one of the two")
+    if source is not None and output is not None and source.resolve() == output.resolve():
+        raise UserError("--output is the input, which would be lost: name another file")
+    _make_room(output)
     from burnish import inference
 
     how = inference.decoding(
@@ -228,16 +233,17 @@ def evaluate(
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A YAML file, settings, or both: data.eval=chat.jsonl"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write JSON here, with every sample.")] = None,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write JSON here, with every sample.")] = None,
 ) -> None:
     """Measure a model on rows: perplexity, pair accuracy, rewards, KL, pass@k, win rate, with 95 % intervals."""
     from burnish import evaluate as measuring
     from burnish.recipe.evaluation import load_evaluation
     from burnish.training.checkpoint import write_text
 
-    result = measuring.evaluate(model, load_evaluation(recipe or []))
+    evaluation = load_evaluation(recipe or [])
+    _make_room(output)
+    result = measuring.evaluate(model, evaluation)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, json.dumps(result, indent=1, ensure_ascii=False))
     if as_json:
         typer.echo(json.dumps({key: value for key, value in result.items() if key != "samples"}, indent=1))
@@ -261,6 +267,18 @@ def doctor() -> None:
     console.print(table)
     for line in advice(found):
         console.print(f"[yellow]advice:[/] {line}")
+
+
+def _make_room(output: Path | None) -> None:
+    """Make the folder of a file that is written at the end, so that what cannot be written is told before the work."""
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: no folder can be made for it: {error.strerror}") from error
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"--output {output}: its folder cannot be written to")
 
 
 def _say(*lines: str) -> None:

@@ -84,6 +84,11 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
     """
     references = [model] + ([model_reference(evaluation.against, Path())] if evaluation.against else [])
     rewards_model = _is_reward_model(model)
+    if evaluation.against and _is_reward_model(references[1]) != rewards_model:
+        kinds = ("a policy", "a reward model") if rewards_model else ("a reward model", "a policy")
+        raise UserError(
+            f"against: {references[1]} is {kinds[0]} and {model} {kinds[1]}: nothing can be measured of both"
+        )
     found = _rows(evaluation, rewards_model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scorers = [named_reward(source, evaluation, Path(), device) for source in evaluation.reward]
@@ -148,6 +153,10 @@ def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
         raise UserError("data.eval holds pairs: a policy's implicit rewards are against a reference: set reference:")
     if first is Prompt and not evaluation.reward and evaluation.reference is None:
         raise UserError("data.eval holds prompts: set reward: to score answers, or reference: for the KL")
+    if first is not Prompt and "generation" in evaluation.model_fields_set:
+        raise UserError("generation: belongs to prompts, which are answered; of these rows nothing is sampled")
+    if evaluation.reference is not None and (rewards_model or first not in (Prompt, Preference)):
+        raise UserError("reference: belongs to prompts and pairs that a policy is measured on: take it away")
     return found
 
 
@@ -352,6 +361,8 @@ def _compared(done: list[Measured], evaluation: Evaluation) -> dict[str, dict[st
 def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, float]:
     """Of one measure, or of the first less the second on the rows that both have."""
     sources = [source for source in measures[0].values if all(source in m.values for m in measures)]
+    if not sources:
+        raise UserError("no row is left to measure: all were left out for their length; raise data.max_length")
     columns = torch.cat([measure.columns(sources) for measure in measures], dim=1)
 
     def statistic(means: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ def complete(
     comes again gets new draws.
     """
     tokens = [chat.prompt(loaded.tokenizer, row) for row in found]
+    _check_room(loaded.model, found, tokens)
     seen: dict[tuple[int, ...], int] = {}
     requests: list[list[Request]] = []
     for ids in tokens:
@@ -156,6 +157,17 @@ def complete(
                 count = max(1, len(values))
                 line |= {"logprob": sum(values), "logprob_mean": sum(values) / count}
         yield len(found[part]), lines
+
+
+def _check_room(model: Any, found: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
+    """Raise a UserError for a prompt that fills the context window, before others are completed."""
+    context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for row, ids in zip(found, tokens, strict=True):
+        if context is not None and len(ids) >= context:
+            raise UserError(
+                f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
+                f"{context}: shorten it, or take the row out"
+            )
 
 
 def _generate(loaded: Loaded, requests: list[list[Request]], how: Sampling | Beams) -> list[list[Completion]]:

@@ -188,6 +188,13 @@ def test_what_is_punished_without_end_is_told(make_trainer: Any, tiny_llama: Any
     assert held.state.log_history[-2]["logprob_punished"] > -9.3
 
 
+def test_what_a_baseline_punishes_is_told_too(make_trainer: Any, tiny_llama: Any) -> None:
+    rows = [scored("aaaa" if i % 2 else "bbbb", float(i % 2), f"row {i}") for i in range(4)]
+    trainer = make_trainer(Reinforce(baseline="mean"), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
+    with pytest.warns(UserWarning, match=r"mean log-probability of -\d+\.\d \(chance is -4\.7\)"):
+        trainer.train()
+
+
 def test_rewards_that_are_large_are_told(make_trainer: Any, tiny_llama: Any) -> None:
     rows = [scored("a", 1.0, "r.jsonl:1"), scored("b", 3.0, "r.jsonl:2"), scored("c", -2.0, "r.jsonl:3")]
     with pytest.warns(UserWarning, match=r"2 of 3 rewards are not in \[-1, 1\], the first is 3 of r\.jsonl:2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from typing import Any
@@ -202,6 +203,59 @@ def test_several_updates_are_clipped(run: Any) -> None:
     # the second step's own pass tells that the first went too far
     assert [bool(step) for step in taken] == [True, True, False] * 2
     assert stopped.state.global_step == 6
+
+
+class Witness(Local):
+    """Keeps a copy of every policy that it samples from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policies: list[Any] = []
+
+    def __call__(self, model: Any, *rest: Any, **named: Any) -> list[Completion]:
+        self.policies.append(copy.deepcopy(model))
+        return super().__call__(model, *rest, **named)
+
+
+def test_the_kl_is_that_of_whole_distributions_whatever_top_k_leaves_out(run: Any, tiny_llama: Any) -> None:
+    reference, witness = tiny_llama(), Witness()
+    sampling = Sampling(max_new_tokens=6, samples=4, top_k=3, temperature=0.5)
+    settings = SETTINGS["grpo"] | {"kl_estimate": "k2", "reduction": "fixed_length"}
+    trainer, batches, _ = run(sampling=sampling, generator=witness, **settings)
+    line = trainer.state.log_history[1]
+    sums, squares, policy = [], [], []
+    for example in batches[1]:
+        (sequence,) = example.sequences
+        on, tokens = torch.tensor(sequence.trained[1:]), torch.tensor(sequence.tokens[1:])[:, None]
+        with torch.no_grad():
+            logits, before = (
+                m(torch.tensor([sequence.tokens])).logits[0, :-1] / 0.5 for m in (witness.policies[1], reference)
+            )
+        kept = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
+        inside, now, then = (x.log_softmax(-1).gather(1, tokens)[on, 0] for x in (kept, logits, before))
+        assert torch.tensor(sequence.arrays["logprobs"][1:])[on].tolist() == pytest.approx(inside.tolist(), abs=1e-4)
+        sums.append((now - then).sum().item())
+        squares.append((now - then).square().sum().item() / 2 / 6)
+        policy.append(-sum(advantage(example)) / 6)
+    assert line["gap"] < 1e-5
+    assert line["kl"] == pytest.approx(sum(sums) / 8, abs=1e-4)
+    assert line["kl_loss"] == pytest.approx(sum(squares) / 8, abs=1e-5) and line["kl_loss"] > 1e-4
+    assert line["policy"] == pytest.approx(sum(policy) / 8, abs=1e-4)
+
+
+def per_token(answers: list[Answer]) -> list[list[float]]:
+    return [[float(token % 3) for token in a.tokens] for a in answers]
+
+
+def test_rewards_of_tokens_count_from_where_they_lie(make_trainer: Any, tiny_llama: Any) -> None:
+    method = Reinforce(per_token, FOUR, baseline="batch_whitened", score_scale=2.0)
+    trainer = make_trainer(method, tiny_llama(), prompts(2), batch=2)
+    loader = trainer.get_train_dataloader()
+    (step,) = iter(loader)
+    later = [2.0 * sum(t % 3 for t in completion(e)[i:]) for e in step for i in range(len(completion(e)))]
+    mean, std = statistics.fmean(later), statistics.stdev(later)
+    found = [x for e in step for x in advantage(e)]
+    assert found == pytest.approx([(x - mean) / std for x in later], abs=1e-4)
 
 
 def test_groups_of_equal_scores_are_told(run: Any) -> None:

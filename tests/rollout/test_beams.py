@@ -190,6 +190,8 @@ def test_the_context_window_ends_a_completion() -> None:
         ({"top_k": 10}, "top_k set how beams are drawn, and nothing is drawn"),
         ({"samples": 2, "temperature": 0.5}, "samples, temperature set how"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens 9 is more than max_new_tokens 8"),
+        ({"length_penalty": 1000.0}, "length_penalty\n.*less than or equal to 10"),
+        ({"length_penalty": math.nan}, "length_penalty"),
     ],
 )
 def test_settings_that_do_not_fit(how: dict[str, Any], message: str) -> None:

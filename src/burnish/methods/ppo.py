@@ -176,8 +176,7 @@ class PPO:
     def advantages(self, found: Experience) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Generalised advantages of scores less the KL, and the returns that the critic should predict."""
         s, mask, values = self.settings, found.mask, found.arrays["values"]
-        steps = found.arrays["step_rewards"] * s.score_scale if "step_rewards" in found.arrays else None
-        rewards = adv.kl_rewards(found.scores, found.kl, mask, found.kl_coef, steps)
+        rewards = adv.kl_rewards(found.scores, found.kl, mask, found.kl_coef, found.steps)
         if s.whiten_rewards:
             rewards = adv.whiten(rewards, mask, shift_mean=False)
         advantages, returns = adv.gae(rewards, values, mask, s.gamma, s.lam)

@@ -154,7 +154,7 @@ class Reinforce:
                 f"{len(examples)} rows in steps of {context.rows_per_step} leave a step of one, which baseline "
                 f"{s.baseline} has nothing to compare with: change trainer.per_device_train_batch_size"
             )
-        punished = any(example.sequences[0].arrays["advantages"][0] < 0 for example in examples)
+        punished = s.baseline != "none" or any(row.reward < 0 for row in rows if isinstance(row, Scored))
 
         def finish(step: list[Example]) -> list[Example]:
             if punished and not self.warned:
@@ -208,7 +208,8 @@ class Reinforce:
     def advantages(self, found: Experience) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Scores less the KL, where it counts in the reward, less the baseline."""
         s, arrays = self.settings, found.arrays
-        rewards = adv.kl_rewards(found.scores, found.kl, found.mask, found.kl_coef if s.kl_in == "reward" else 0.0)
+        kl_coef = found.kl_coef if s.kl_in == "reward" else 0.0
+        rewards = adv.kl_rewards(found.scores, found.kl, found.mask, kl_coef, found.steps)
         advantages = adv.less_baseline(rewards, found.mask, found.groups, s.baseline)
         learned = {"logprobs": arrays["logprobs"], "advantages": advantages}
         if "kl_loss" in self.weights:

@@ -35,7 +35,7 @@ class Beams(Config, use_attribute_docstrings=True):
     """Draw among the k likeliest next tokens of each beam only."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Draw among the likeliest next tokens of each beam that together have this probability."""
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] = 1.0
     """Completions of n tokens are ranked by log p / n ** length_penalty: 0 by log p, 1 by its mean."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     """A completion that has not stopped by then ends with finish ``length``."""

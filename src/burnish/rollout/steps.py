@@ -174,6 +174,7 @@ class Experience(NamedTuple):
 
     ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, T);
     ``scores``, as the settings scale and clip them, and ``groups``, equal for completions of one prompt, are (N,).
+    ``steps`` (N, T) is the scaled part of the scores that lies on tokens; None where no reward speaks of tokens.
     """
 
     rollouts: list[Rollout]
@@ -183,6 +184,7 @@ class Experience(NamedTuple):
     groups: Tensor
     kl: Tensor
     kl_coef: float
+    steps: Tensor | None
 
 
 class RolloutLoader:
@@ -277,7 +279,8 @@ class RolloutLoader:
         scores = final_scores(rollouts, s.score_scale, s.score_clip, *rule, moments)
         groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
         kl = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
-        found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef))
+        steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
+        found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef, steps))
         if s.importance_cap is not None:
             weights = truncated_importance(arrays["logprobs"], arrays["sampled"], mask, s.importance_cap)
             found["advantages"] = found["advantages"] * weights
