@@ -17,7 +17,7 @@ from burnish import DPO, SFT, UserError
 from burnish.data.batching import collate
 from burnish.data.chat import Length
 from burnish.data.rows import load as rows_of
-from burnish.methods.dpo import mismatched, per_sequence
+from burnish.methods.dpo import mismatched, per_sequence, watch
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.recipe import load
 from burnish.types import Conversation, Example, Labelled, Messages, Pair, Preference, Ranking, Sequence
@@ -309,16 +309,28 @@ def test_a_warning_when_the_chosen_answers_keep_falling(make_trainer: Any, tiny_
     trainer = make_trainer(DPO(), tiny_llama(), rows, batch=1)
     loader = trainer.get_train_dataloader()
     for i in range(20):
-        loader._watch({"chosen": -0.1 * i})
-    assert loader.falling == 19
+        counted = watch(-0.1 * i, loader.kept)
+    assert counted == 19
     with pytest.warns(UserWarning, match="chosen answers has fallen for 20 steps"):
-        loader._watch({"chosen": -2.5})
-    state = loader.state_dict()
+        watch(-2.5, loader.kept)
     again = make_trainer(DPO(), tiny_llama(), rows, batch=1).get_train_dataloader()
-    again.load_state_dict(state)
-    assert (again.falling, again.smoothed) == (20, loader.smoothed)
-    again._watch({"chosen": 3.0})
-    assert again.falling == 0
+    again.load_state_dict(loader.state_dict())
+    assert again.kept == loader.kept and again.kept["falling"] == 20
+    assert watch(3.0, again.kept) == 0
+
+
+def test_the_watch_reads_every_step_of_a_run(make_trainer: Any, tiny_llama: Any) -> None:
+    trainer = make_trainer(DPO(), tiny_llama(), [preference(i, "ab", "ba") for i in range(4)], batch=1)
+    trainer.train()
+    chosen, counts = (
+        [line[name] for line in trainer.state.log_history if name in line] for name in ("chosen", "chosen_falling")
+    )
+    # the reward before the first step is 0, and each step sees that of the one before it
+    assert chosen[0] == 0 and len(counts) == 3
+    smoothed = 0.0
+    for value in chosen[:-1]:
+        smoothed = 0.9 * smoothed + 0.1 * value
+    assert trainer.loader.kept["smoothed"] == pytest.approx(smoothed)
 
 
 # --- the page ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.batching import RowLoader
-from burnish.methods.dpo import DPOLoader, mismatched
+from burnish.methods.dpo import mismatched
 from burnish.types import Example, Pair, Sequence, Text
 
 CONFIG = LlamaConfig(
@@ -166,9 +166,8 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
                 into.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
 
         def loader(rows, context, method=method, examples=examples) -> Any:
-            if isinstance(method, DPO):
-                return DPOLoader(method, examples, replace(context, rows_per_step=len(examples)))
-            return RowLoader(examples, len(examples), 0)
+            ready = (lambda step: method.ready(step, context)) if isinstance(method, DPO) else None
+            return RowLoader(examples, len(examples), 0, ready)
 
         method.loader = loader
         arguments = TrainingArguments(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -132,9 +131,17 @@ class DPO:
 
         return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name, loss))
 
-    def loader(self, rows: list[Row], context: Context) -> DPOLoader:
-        """Rows in a seeded order."""
-        return DPOLoader(self, self.referenced(rows, context), context)
+    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+        """Rows in a seeded order, made ready for the loss; watches whether the chosen answers lose probability."""
+        kept: dict[str, float] = {}
+
+        def finish(step: list[Example]) -> list[Example]:
+            last = context.last()
+            if "chosen" in last:
+                context.log({"chosen_falling": watch(last["chosen"], kept)})
+            return self.ready(step, context)
+
+        return RowLoader(self.referenced(rows, context), context.rows_per_step, context.seed, finish, kept)
 
     def referenced(self, rows: list[Row], context: Context) -> list[Example]:
         """Examples, for KTO with answers to other prompts behind their own, and with the reference if precomputed."""
@@ -257,47 +264,22 @@ class DPO:
         return metrics | {"margin": margin, "accuracy_low": low, "accuracy_high": high}
 
 
-class DPOLoader:
-    """Steps of rows in a seeded order, made ready for the loss; watches whether the chosen answers lose probability."""
+def watch(chosen: float, kept: dict[str, float]) -> float:
+    """How many steps in a row the smoothed reward of the chosen answers has fallen, ``chosen`` being the last one's.
 
-    def __init__(self, method: DPO, examples: list[Example], context: Context) -> None:
-        self.method, self.context = method, context
-        self.rows = RowLoader(examples, context.rows_per_step, context.seed)
-        self.smoothed: float | None = None
-        self.falling = 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[list[Example]]:
-        for examples in self.rows:
-            self._watch(self.context.last())
-            yield self.method.ready(examples, self.context)
-
-    def _watch(self, last: Mapping[str, float]) -> None:
-        """Count the steps in a row over which the smoothed reward of the chosen answers has fallen."""
-        if "chosen" not in last:
-            return
-        before = last["chosen"] if self.smoothed is None else self.smoothed
-        self.smoothed = SMOOTHING_OF_ALARM * before + (1 - SMOOTHING_OF_ALARM) * last["chosen"]
-        self.falling = self.falling + 1 if self.smoothed < before else 0
-        self.context.log({"chosen_falling": float(self.falling)})
-        if self.falling == STEPS_OF_ALARM:
-            warnings.warn(
-                f"the log-probability of the chosen answers has fallen for {self.falling} steps: only their distance "
-                "from the rejected ones grows; if the answers get worse, lower the learning rate, raise beta, or set "
-                "nll_weight",
-                stacklevel=2,
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Place in the rows, and what the watch remembers."""
-        return self.rows.state_dict() | {"smoothed": self.smoothed, "falling": self.falling}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.rows.load_state_dict(state)
-        self.smoothed, self.falling = state["smoothed"], state["falling"]
+    Warns where they are many; ``kept`` remembers the smoothed reward and the number.
+    """
+    before = kept.get("smoothed", chosen)
+    kept["smoothed"] = SMOOTHING_OF_ALARM * before + (1 - SMOOTHING_OF_ALARM) * chosen
+    kept["falling"] = kept.get("falling", 0.0) + 1 if kept["smoothed"] < before else 0.0
+    if kept["falling"] == STEPS_OF_ALARM:
+        warnings.warn(
+            f"the log-probability of the chosen answers has fallen for {STEPS_OF_ALARM} steps: only their distance "
+            "from the rejected ones grows; if the answers get worse, lower the learning rate, raise beta, or set "
+            "nll_weight",
+            stacklevel=2,
+        )
+    return kept["falling"]
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
