@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, TaskType
+from peft import PeftModel, TaskType
 from transformers import AutoConfig
 
 from burnish.math.tensors import precise
@@ -76,7 +76,7 @@ def merge(
             moved = ((_logits(again) - before).abs().max() / before.abs().max()).item()
             assert moved <= TOLERANCE[dtype], f"{target}: merging moved the logits by {moved:.1e} of the largest"
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    say(f"adapter {folder}: {(folder / 'adapter_model.safetensors').stat().st_size / 2**20:,.1f} MiB")
+    say(f"adapter {folder}: {(folder / loading.ADAPTER).stat().st_size / 2**20:,.1f} MiB")
     say(f"base {reference}: " + ("the weights it was trained on" if said else "not checked"))
     say(f"merged {target}: {size / 2**20:,.1f} MiB, {str(dtype).removeprefix('torch.')}; logits moved by {moved:.1e}")
     return target
@@ -123,7 +123,7 @@ def _base(folder: Path, named: str | None) -> str:
             return loading.base_of(str(folder))
         except UserError as error:
             known = bases.recorded(folder)
-            name = known or PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or "that it does not name"
+            name = known or loading.adapter_config(str(folder)).base_model_name_or_path or "that it does not name"
             raise UserError(f"{folder}: its base {name} is not there: say where it lies with --base FOLDER") from error
     if loading.is_adapter(named):
         raise UserError(f"{named}: it is an adapter itself: merge it into its own base first, and name the outcome")
@@ -137,7 +137,7 @@ def _load(folder: Path, base: str | None, trust_remote_code: bool) -> Any:
 
 def _loader(folder: Path) -> Callable[..., Any]:
     """What loads the kind of model that an adapter belongs to."""
-    task = PeftConfig.from_pretrained(str(folder)).task_type
+    task = loading.adapter_config(str(folder)).task_type
     if task not in (TaskType.CAUSAL_LM, TaskType.SEQ_CLS, None):
         raise UserError(f"{folder}: an adapter for {task}: expected one of a language model or of a reward model")
     return loading.load_reward_model if task == TaskType.SEQ_CLS else loading.load_policy

@@ -141,6 +141,24 @@ def test_rows_are_encoded_once(byte_tokenizer: Any, tmp_path: Path, monkeypatch:
     assert len(calls) > done + 2
 
 
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1]])
+def test_a_damaged_file_is_made_again(
+    damage: Any, byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+    def function(row: Preference) -> Example:
+        return comparison(tokenizer, row)
+
+    tokenizer = byte_tokenizer()
+    first = encode([PAIR], function, Length(), "key")
+    (path,) = (tmp_path / "cache").glob("*.safetensors")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match="is damaged, and made again"):
+        assert encode([PAIR], function, Length(), "key") == first
+    assert encode([PAIR], function, Length(), "key") == first  # without a warning
+
+
 def test_rows_that_are_cut_are_told(byte_tokenizer, caplog) -> None:
     tokenizer = byte_tokenizer()
     caplog.set_level("WARNING", logger="burnish")

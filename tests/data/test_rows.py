@@ -129,6 +129,7 @@ PREFERENCES = (Preference, Ranking)
 @pytest.mark.parametrize(
     ("record", "kinds", "place", "said"),
     [
+        ({"promt": "Hi", "completion": "x"}, CONVERSATIONS, "prompt", "'promt', 'completion': did you mean 'prompt'?"),
         ({"instructon": "Hi", "output": "x"}, CONVERSATIONS, "instruction", "'instructon', 'output': did you mean 'in"),
         (
             {"messages": [{"role": "asistant", "content": "x"}]},

@@ -64,6 +64,17 @@ def test_a_source_without_rows_is_an_error(weight: float | None):
         RowStream([source("a", 1, weight, bad=(0,))]).take(1)
     with pytest.raises(UserError, match="no rows"):
         RowStream([source("a", 0, weight), source("b", 0, weight)]).take(1)
+    for others in ([source("a", 1, weight), source("b", 0, weight)], [source("b", 0, weight), source("a", 1, weight)]):
+        with pytest.raises(UserError, match="b: no rows"):
+            RowStream(others).take(2)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_source_that_loses_its_rows_is_an_error(weight: float | None):
+    sizes = iter([2, 0, 0])
+    first = Source("a", lambda: iter([Text("a", "a:1")] * next(sizes)), weight)
+    with pytest.raises(UserError, match="a: no rows"):
+        RowStream([first]).take(3)
 
 
 def test_a_file_is_read_no_further_than_it_is_asked_for(tmp_path):

@@ -10,7 +10,7 @@ from transformers import LlamaForSequenceClassification
 from burnish.data.batching import collate
 from burnish.models.adapters import AdapterConfig, Reference, add_adapter, disabled, is_fresh
 from burnish.models.forward import head, hidden_states, scores
-from burnish.types import Example, Sequence
+from burnish.types import Example, Sequence, UserError
 
 
 def lora(**settings: Any) -> AdapterConfig:
@@ -143,3 +143,23 @@ def test_a_merged_adapter_leaves_no_trace(config, tiny_llama):
     with disabled(model):
         torch.testing.assert_close(logits(model), logits(tiny_llama()), atol=0, rtol=0)
     assert set(model.merge_and_unload().state_dict()) == set(tiny_llama().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_proj", "qproj"], "no module 'qproj': linear layers of LlamaForCausalLM are down_proj, gate_proj, k_proj"),
+        ("q_proj", "A text is a pattern of whole names"),
+        (["input_layernorm"], "is not supported"),
+        ([], "No `target_modules` passed"),
+    ],
+)
+def test_targets_that_are_not_there_are_told(targets, said, tiny_llama):
+    with pytest.raises(UserError, match=said):
+        add_adapter(tiny_llama(), lora(r=4, targets=targets), "CAUSAL_LM")
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], r".*\.q_proj", ["self_attn.q_proj"]])
+def test_targets_are_names_or_a_pattern(targets, tiny_llama):
+    model = add_adapter(tiny_llama(), lora(r=4, targets=targets), "CAUSAL_LM")
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 2

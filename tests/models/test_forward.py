@@ -13,6 +13,8 @@ from burnish.models import forward
 from burnish.models.forward import (
     Warp,
     backbone,
+    can_pack,
+    can_share,
     head,
     hidden_states,
     score_head,
@@ -274,3 +276,40 @@ def test_values_are_predicted_before_their_token(name, layout):
     for example, (start, end) in zip(EXAMPLES, spans(batch), strict=True):
         before = critic(ids(example)).logits[0, :-1, 0]  # type: ignore[operator]
         torch.testing.assert_close(values[start + 1 : end], before, atol=1e-5, rtol=1e-4)
+
+
+# --- rows that hold several sequences -------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HEADS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+GROUPED = {**HEADS, "num_key_value_heads": 1, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("large", [False, True])  # weights as they are drawn hardly look at other tokens
+@pytest.mark.parametrize(
+    ("config", "settings", "shared", "packed"),
+    [
+        (hf.LlamaConfig, GROUPED, True, True),
+        (hf.GPT2Config, {"n_embd": 16, "n_layer": 2, "n_head": 2}, True, True),
+        (hf.GPTNeoXConfig, {**HEADS, "intermediate_size": 32}, True, True),
+        (hf.Qwen2Config, GROUPED, True, True),
+        (hf.MistralConfig, GROUPED, False, True),  # a sliding window counts the columns of the row
+        (hf.GPTNeoConfig, {"hidden_size": 16, "num_layers": 2, "num_heads": 2,
+                           "attention_types": [[["global", "local"], 1]]}, False, True),  # so does a local one
+        (hf.MptConfig, {"d_model": 16, "n_layers": 2, "n_heads": 2}, False, True),  # and ALiBi
+        (hf.BloomConfig, {"hidden_size": 16, "n_layer": 2, "n_head": 2}, False, False),  # takes no block mask
+        (hf.Lfm2Config, {**GROUPED, "full_attn_idxs": [1]}, False, False),  # a convolution crosses to the next sequence
+        (hf.Mamba2Config, {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "n_groups": 1,
+                           "state_size": 8}, False, False),  # and a state
+    ],
+    ids=lambda value: value.__name__.removesuffix("Config") if isinstance(value, type) else "",
+)  # fmt: skip
+def test_which_models_keep_the_sequences_of_a_row_apart(
+    config: Any, settings: dict[str, Any], shared: bool, packed: bool, large: bool
+) -> None:
+    torch.manual_seed(0)
+    model: Any = hf.AutoModelForCausalLM.from_config(config(**SMALL, **settings))
+    model = spread(model) if large else model
+    model.train()
+    assert (can_share(model), can_pack(model)) == (shared, packed)
+    assert model.training

@@ -226,6 +226,29 @@ def test_an_adapter_without_a_base_is_told(tiny_llama, tmp_path):
         load_policy(saved(lora(tiny_llama(), "CAUSAL_LM"), tmp_path))
 
 
+def edit(settings: Path, **values: Any) -> None:
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | values))
+
+
+DAMAGE: dict[str, Any] = {
+    "no adapter_model.safetensors beside": lambda config, weights: weights.unlink(),
+    "damaged, or not an adapter of": lambda config, weights: weights.write_bytes(weights.read_bytes()[:500]),
+    "not the settings of an adapter": lambda config, weights: config.write_text("{"),
+    "size mismatch": lambda config, weights: edit(config, r=8),
+    "Found missing adapter keys": lambda config, weights: edit(config, target_modules=["q_proj", "lm_head"]),
+    "Target modules .*nope.* not found": lambda config, weights: edit(config, target_modules=["nope"]),
+    "the adapter of a reward model": lambda config, weights: edit(config, task_type="SEQ_CLS"),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_an_adapter_that_is_damaged_or_another_models_is_told(said, llama, tmp_path):
+    folder = Path(saved(lora(hf.AutoModelForCausalLM.from_pretrained(llama), "CAUSAL_LM"), tmp_path / "adapter"))
+    DAMAGE[said](folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=said):
+        load_policy(str(folder))
+
+
 def test_weights_are_never_made_up(llama):
     weights = load_file(llama / "model.safetensors")
     for name in ("up_proj", "down_proj", "gate_proj"):

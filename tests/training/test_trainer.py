@@ -401,6 +401,17 @@ def test_a_trainer_without_a_tokenizer_or_rows_is_told(make, tiny_llama, tmp_pat
         make().evaluate()
 
 
+def test_packing_is_refused_where_a_model_does_not_keep_sequences_apart(make):
+    config = hf.Lfm2Config(
+        vocab_size=105, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, full_attn_idxs=[1],
+    )  # fmt: skip
+    model = hf.Lfm2ForCausalLM(config)
+    with pytest.raises(UserError, match="packed: Lfm2ForCausalLM does not keep the sequences of a row apart"):
+        make(SFT(), model, ROWS, packed=True)
+    make(SFT(), model, ROWS)
+
+
 def test_mixed_precision_trains(make):
     for options in ({}, {"packed": True}):
         trainer = make(bf16=True, **options)

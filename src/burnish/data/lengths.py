@@ -85,8 +85,8 @@ def encode(
     path = None
     if cache_key is not None and _cached.get():
         path = cache_folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
-    if path is not None and path.exists():
-        return _told(_read(path))
+    if path is not None and path.exists() and (kept := _read(path)) is not None:
+        return _told(kept)
     encoded = Encoded([], [])
     done: dict[int, list[Example]] = {}
     for row in _progress(rows):
@@ -326,12 +326,17 @@ def _keep(encoded: Encoded, path: Path) -> None:
         warnings.warn(f"encoded rows are not kept for the next run: {error}", stacklevel=3)
 
 
-def _read(path: Path) -> Encoded:
-    from safetensors import safe_open
+def _read(path: Path) -> Encoded | None:
+    """What was kept; None where the file is damaged, and the rows are to be encoded again."""
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "numpy") as file:
-        notes = file.metadata()
-        arrays = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, "numpy") as file:
+            notes = file.metadata()
+            arrays = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"{path} is damaged, and made again: {error}", stacklevel=3)
+        return None
     sources = iter(json.loads(notes["sources"]))
     tokens, trained, lengths = arrays["tokens"], arrays["trained"], iter(arrays["lengths"])
     numbers = {name.removeprefix(ARRAY): found for name, found in arrays.items() if name.startswith(ARRAY)}

@@ -42,7 +42,7 @@ def parse(
         names = ", ".join(shape.name for shape in fitting)
         raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format:")
     shapes = _shapes(kinds, format)
-    name, detail = _nearest(record, [tuple(n for n in shape.needs if n not in present) for shape in shapes])
+    name, detail = _nearest(record, present, shapes)
     choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
     raise BadRow(source, name, "missing key" if name else "fits no shape", f"{detail} (shapes: {choices})")
 
@@ -79,9 +79,14 @@ def _fitting(present: frozenset[str], kinds: tuple[type[Any], ...], format: str 
     return tuple(s for s in shapes if not any(set(s.needs) < set(other.needs) for other in shapes))
 
 
-def _nearest(record: Record, lacking: list[tuple[str, ...]]) -> tuple[str, str]:
-    """The missing keys of the shape that the record all but fits, and what to say of them."""
-    for names in sorted(lacking, key=len):
+def _nearest(record: Record, present: frozenset[str], shapes: tuple[Shape, ...]) -> tuple[str, str]:
+    """The missing keys of the shape that the record all but fits, and what to say of them.
+
+    Of shapes that lack equally many, the one with the most keys there: they are less likely to be there by chance.
+    """
+    lacking = [tuple(name for name in shape.needs if name not in present) for shape in shapes]
+    found = [len(names) - len(shape.needs) for names, shape in zip(lacking, shapes, strict=True)]
+    for _, _, names in sorted(zip(map(len, lacking), found, lacking, strict=True), key=lambda shape: shape[:2]):
         if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
             return ", ".join(names), missing(record, names)
     return "", missing(record, ())

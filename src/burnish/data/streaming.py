@@ -87,7 +87,7 @@ class RowStream:
         return records
 
     def _begin_again(self, fruitless: int, skipped: list[Skipped]) -> None:
-        if fruitless > (1 if self.weights else len(self.sources)):
+        if not self.drawn[self.current] or fruitless > len(self.sources):
             found = f": every row was skipped, the first as {skipped[0].message}" if skipped else ""
             raise UserError(f"{self.sources[self.current].name}: no rows{found}")
         self.at[self.current], self._open[self.current] = 0, None

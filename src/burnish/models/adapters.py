@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from burnish.models.bases import Base
 from burnish.models.quantise import Kind
-from burnish.types import Config
+from burnish.types import Config, UserError
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
@@ -27,7 +27,9 @@ class AdapterConfig(Config):
     r: int = Field(16, gt=0, description="rank")
     alpha: float = Field(32, gt=0, description="the update is scaled by alpha / r (rslora: alpha / sqrt(r))")
     dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input; off in RL, reward and value models")
-    targets: str | list[str] = Field("all-linear", description="module names, or all-linear (every one but the head)")
+    targets: str | list[str] = Field(
+        "all-linear", description="module names, a pattern of whole names, or all-linear (every one but the head)"
+    )
     rslora: bool = Field(False, description="rank-stabilised scaling")
     dora: bool = Field(False, description="weight-decomposed adapters")
     quantise: Kind | None = Field(
@@ -39,7 +41,16 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base:
     """The model with a fresh adapter, which gives the same logits, its base frozen; heads stay trainable.
 
     ``base`` says where the model's weights lie unchanged; it is written beside the adapter whenever that is saved.
+
+    Raises:
+        UserError: the model has no module of a name in ``targets``, or one that cannot have an adapter.
     """
+    names = [f".{name}" for name, _ in model.named_modules()]
+    listed = [] if isinstance(config.targets, str) else config.targets
+    linear = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
+    hint = f"linear layers of {type(model).__name__} are {', '.join(linear)}"
+    if unknown := [target for target in listed if not any(name.endswith(f".{target}") for name in names)]:
+        raise UserError(f"adapter.targets: no module {unknown[0]!r}: {hint}")
     lora = peft.LoraConfig(
         task_type=task,
         r=config.r,
@@ -49,7 +60,12 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base:
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
-    adapted = wrap(model, lora)
+    try:
+        adapted = wrap(model, lora)
+    except ValueError as error:
+        raise UserError(
+            f"adapter.targets: {str(error).splitlines()[0]} A text is a pattern of whole names: {hint}"
+        ) from (error)
     adapted.trained_on = base  # type: ignore[assignment]
     return adapted
 

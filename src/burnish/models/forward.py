@@ -19,6 +19,9 @@ from burnish.math.tensors import entropy, logprobs_at, precise, previous, warp
 from burnish.types import Example, MicroBatch, Sequence, UserError
 
 LOGITS_AT_ONCE = 2**27  # elements of a chunk of logits: 512 MiB in float32
+LAYERS = ("layer_types", "layers_block_type", "attention_layers")  # names of a config's list of what its layers are
+ATTENTION = frozenset({"attention", "full_attention", "sliding_attention", "global", "local"})
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 5e-3}  # share of the largest hidden state; float32: 1e-3
 
 
 class Warp(NamedTuple):
@@ -98,27 +101,54 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     ).last_hidden_state
 
 
-@torch.no_grad()
 def can_share(model: nn.Module) -> bool:
     """Whether sequences behind a shared prompt have the hidden states that they have alone.
 
-    It is tried on a few tokens, in evaluation mode: encoders see both ways, and some models do not follow a block mask
-    (ALiBi, state spaces). A sliding window, which a few tokens do not show, excludes it.
+    Not those of an encoder, which sees both ways, nor with ALiBi, which counts the columns between two tokens.
     """
     base = unwrap(model)
     config = base.config.get_text_config()
     causal = hasattr(base, "score") or base.get_output_embeddings() is not None
     windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    if not causal or config.is_encoder_decoder or windows or getattr(base, "_is_stateful", False):
+    windows = windows or "local" in _layers(config)
+    trial = [Example(tuple(_trial(answer, config.vocab_size) for answer in range(3)))]
+    return causal and not windows and _same_states(model, trial, shared=True)
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether sequences in one row, behind a block mask, have the hidden states that they have alone."""
+    vocabulary = unwrap(model).config.get_text_config().vocab_size
+    trial = [Example((_trial(answer, vocabulary),)) for answer in range(3)]
+    return _same_states(model, trial, packed=True)
+
+
+def _layers(config: Any) -> list[str]:
+    return next((list(found) for name in LAYERS if (found := getattr(config, name, None))), [])
+
+
+def _trial(answer: int, vocabulary: int) -> Sequence:
+    ids = (1, 2, 3, 4, *(7 * answer + t for t in range(5, 15)))
+    return Sequence(tuple(i % vocabulary for i in ids), (False,) * 4 + (True,) * 10, "trial")
+
+
+@torch.no_grad()
+def _same_states(model: nn.Module, trial: list[Example], **layout: Any) -> bool:
+    """Whether a few tokens, in evaluation mode, have the same hidden states in this layout as one sequence a row."""
+    base = unwrap(model)
+    config = base.config.get_text_config()
+    # convolutions and recurrences carry what they have seen into the next sequence of the row
+    if config.is_encoder_decoder or getattr(base, "_is_stateful", False) or not ATTENTION.issuperset(_layers(config)):
         return False
-    ends = (1, 2) if config.vocab_size > 2 else (0, 1)
-    trial = [Example(tuple(Sequence((0, 1, end), (False, False, True), "trial") for end in ends))]
     training = model.training
     model.eval()
-    apart, together = (collate(trial, 0, shared=shared).to(base.device) for shared in (False, True))
-    expected, found = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in (apart, together))
-    model.train(training)
-    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+    batches = (batch.to(base.device) for batch in (collate(trial, 0), collate(trial, 0, **layout)))
+    try:
+        expected, found = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in batches)
+    except (RuntimeError, ValueError, TypeError):  # it takes no mask of four dimensions
+        return False
+    finally:
+        model.train(training)
+    return bool((found - expected).abs().max() <= ROUNDING.get(expected.dtype, 1e-3) * expected.abs().max())
 
 
 def token_logprobs(

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
 from burnish.types import UserError
 
+ADAPTER = "adapter_model.safetensors"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -203,16 +205,28 @@ def load_value_model(reference: str, *, dtype: torch.dtype = torch.float32, trus
     return Network(disable_dropout(policy), head)
 
 
+def adapter_config(folder: str) -> Any:
+    """The settings of the adapter in a folder.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    from peft import PeftConfig
+
+    try:
+        return PeftConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder}/adapter_config.json: not the settings of an adapter: {error}") from error
+
+
 def base_of(adapter: str) -> str:
     """The model that an adapter was trained on, by the name that its folder gives.
 
     Raises:
         UserError: it gives none, or one that is not there.
     """
-    from peft import PeftConfig
-
     known = bases.recorded(adapter)
-    name = known.name if known else PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    name = known.name if known else adapter_config(adapter).base_model_name_or_path
     if not name:
         raise UserError(f"{adapter}: the adapter does not name its base model")
     try:
@@ -228,11 +242,16 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
     """The base of an adapter with the adapter on it; merged where the base then gets a head of its own.
 
     Raises:
-        UserError: the base has other weights than those that the adapter was trained on.
+        UserError: the base has other weights than those that the adapter was trained on; the adapter's own are missing,
+            damaged, or those of another model.
     """
-    from peft import PeftConfig, PeftModel, TaskType
+    from peft import PeftModel, TaskType
 
-    config = PeftConfig.from_pretrained(folder)
+    config = adapter_config(folder)
+    if not (Path(folder) / ADAPTER).is_file():
+        raise UserError(f"{folder}: no {ADAPTER} beside adapter_config.json")
+    if cls is AutoModelForCausalLM and config.task_type == TaskType.SEQ_CLS:
+        raise UserError(f"{folder}: the adapter of a reward model: expected one of a language model")
     reference = base or base_of(folder)
     known = None
     if bases.recorded(folder) is not None:
@@ -243,8 +262,13 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
     merged = new_head and not brings_head
     if merged:
         config.task_type = None  # that of a language model
-    with without_warning():
-        model: Any = PeftModel.from_pretrained(whole, folder, config=config, is_trainable=True)
+    try:
+        with without_warning(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            model: Any = PeftModel.from_pretrained(whole, folder, config=config, is_trainable=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError, UserWarning) as error:
+        reason = " ".join(str(error).split("\n\t")[:2])
+        raise UserError(f"{folder}: damaged, or not an adapter of {reference}: {reason}") from error
     model.trained_on = known
     return model.merge_and_unload().requires_grad_(True) if merged else model
 

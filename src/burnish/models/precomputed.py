@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -48,8 +49,10 @@ class ReferenceLogprobs:
     def kept(self, context: Context, examples: list[Example]) -> list[Example]:
         """The examples with the array, read from the cache folder where it is there, else worked out and kept."""
         path = cache_folder() / "reference" / f"{self._key(context, examples)}.safetensors"
-        if all(context.gather(path.exists())):
-            return _with_array(examples, load_file(path)[ARRAY])
+        values = _stored(path)
+        there = all(context.gather(values is not None))
+        if values is not None and there:
+            return _with_array(examples, values)
         examples = self.live(context, examples)
         if self.reference.frozen is not None:
             self.reference.frozen.to("cpu")  # it is not used at any step, so it need not take the GPU's memory
@@ -77,6 +80,17 @@ def _weights_digest(reference: Reference, policy: nn.Module) -> bytes:
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
             digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _stored(path: Path) -> Tensor | None:
+    """The array that was kept; None where there is none, or the file is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return load_file(path)[ARRAY]
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"{path} is damaged, and made again: {error}", stacklevel=3)
+        return None
 
 
 def _with_array(examples: list[Example], values: Tensor) -> list[Example]:

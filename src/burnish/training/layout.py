@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from burnish.data.batching import collate, micro_batches
-from burnish.models.forward import can_share
+from burnish.models.forward import can_pack, can_share, unwrap
 from burnish.models.heads import Network
-from burnish.types import Example, MicroBatch
+from burnish.types import Example, MicroBatch, UserError
 
 
 @dataclass
@@ -24,6 +24,11 @@ class Layout:
     pad_to: int
     packed: bool
     shared_prompts: bool
+
+    def __post_init__(self) -> None:
+        if self.packed and not can_pack(self.network.policy):
+            model = type(unwrap(self.network.policy)).__name__
+            raise UserError(f"packed: {model} does not keep the sequences of a row apart: take this setting away")
 
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
         """Indices of examples, a list for each micro-batch."""
