@@ -13,7 +13,12 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from burnish import cli
+from burnish.evaluate import _log_ratios
+from burnish.inference import Loaded
 from burnish.math.tensors import token_logprobs
+from burnish.recipe.evaluation import Evaluation
+from burnish.rollout.collect import Rollout
+from burnish.types import Answer, Sequence
 
 REWARDS = """
 def length(answers):
@@ -156,6 +161,21 @@ def test_a_policy_has_no_kl_to_itself(here: Path) -> None:
     assert found["kl"]["value"] == pytest.approx(0, abs=1e-5)
     cut = measured("one", "data.eval=prompts.jsonl", "reference=two", *options, "generation.top_k=3")
     assert "kl" not in cut and cut["log ratio"]["value"] > 0
+
+
+def test_the_kl_is_that_at_the_temperature(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    one, two = (Loaded(str(seed), tiny_llama(seed), tiny_tokenizer) for seed in (0, 1))
+    ids = (5, 9, 30, 41, 2)
+    sequence = Sequence(ids, (False, False, True, True, True), "row")
+    rollout = Rollout(sequence, Answer((), "", ids[2:], "stop", {}, "row"), 0.0, {})
+    settings = {"data": {"eval": "none"}, "generation": {"temperature": 0.5}}
+    name, found = _log_ratios(one, two, [rollout], Evaluation.model_validate(settings))
+    sides = []
+    for model in (one.model, two.model):
+        with torch.no_grad():
+            whole = (model(torch.tensor([ids])).logits[0, 1:-1] / 0.5).log_softmax(-1)
+        sides.append(sum(row[token].item() for row, token in zip(whole, ids[2:], strict=True)))
+    assert (name, found[id(rollout)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
 
 
 def test_a_model_against_itself_is_a_draw(here: Path) -> None:

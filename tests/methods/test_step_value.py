@@ -14,7 +14,7 @@ from burnish.data import chat
 from burnish.data.batching import RowLoader, collate
 from burnish.methods.step_value import measured
 from burnish.models.heads import Network, StepValueHead
-from burnish.types import Conversation, Example, Messages, MicroBatch, Steps
+from burnish.types import Conversation, Example, Messages, MicroBatch, Steps, UserError
 
 QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
 RIGHT = Steps(QUESTION, ("3+8=11", "11-2=9"), (0.5, 1.0), "s:1")
@@ -175,6 +175,12 @@ def test_evaluation_gives_an_interval_over_solutions_that_have_their_last_step(m
     short = {"length": chat.Length(max_length=45, on_long="truncate_right")}
     cut = make_trainer(StepValue(), tiny_llama(), ROWS, own=short).evaluate([WRONG])
     assert "eval_sign_accuracy_low" not in cut and cut["eval_value_incorrect"] > 0
+
+
+def test_a_delimiter_that_cannot_be_read_back_is_told(make_trainer, tiny_llama):
+    with pytest.raises(UserError, match="the tokenizer reads '→' behind a step 1 back as '1'"):
+        make_trainer(StepValue(delimiter="→"), tiny_llama(), ROWS).train()
+    make_trainer(StepValue(delimiter=";;"), tiny_llama(), ROWS).train()
 
 
 def test_it_learns_the_values_of_four_rows(make_trainer, tiny_llama):

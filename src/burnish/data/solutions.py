@@ -34,6 +34,17 @@ def step_tokens(tokenizer: PreTrainedTokenizerBase, text: str, delimiter: str = 
     return tuple(backend(tokenizer, as_text=True).encode(stripped + delimiter, add_special_tokens=False).ids)
 
 
+def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
+    """Raise a UserError where a step's tokens do not give the delimiter back, so that no step would be seen to end."""
+    tokens = step_tokens(tokenizer, "1", delimiter)
+    if step_ends(tokenizer, tokens, delimiter) != [len(tokens) - 1]:
+        text = tokenizer.decode(list(tokens), skip_special_tokens=True)
+        raise UserError(
+            f"method.delimiter: the tokenizer reads {delimiter!r} behind a step 1 back as {text!r}, so that no step "
+            "would be seen to end: choose another one"
+        )
+
+
 def solution(
     tokenizer: PreTrainedTokenizerBase,
     row: Steps,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
 from burnish.data.batching import RowLoader
-from burnish.data.solutions import solution
+from burnish.data.solutions import check_delimiter, solution
 from burnish.math import losses
 from burnish.math.intervals import wilson
 from burnish.math.reductions import reduce
@@ -65,6 +65,7 @@ class StepValue:
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
         """One sequence a solution."""
         s = self.settings
+        check_delimiter(tokenizer, s.delimiter)
 
         def encode(row: Any) -> Example:
             return Example((solution(tokenizer, row, s.learn, s.learn_eos, s.delimiter),))
