@@ -68,12 +68,16 @@ class Passes:
 
     def means(self, sums: Terms) -> dict[str, float]:
         """Means of terms over all processes."""
-        totals: dict[str, list[float]] = {}
-        for part in self.gather({name: [float(t.total), float(t.count)] for name, t in sums.items()}):
+        return {name: total / count if count else 0.0 for name, (total, count) in self.totals(sums).items()}
+
+    def totals(self, sums: Terms) -> dict[str, tuple[float, float]]:
+        """Sums and counts of terms over all processes."""
+        totals: dict[str, tuple[float, float]] = {}
+        for part in self.gather({name: (float(t.total), float(t.count)) for name, t in sums.items()}):
             for name, (total, count) in part.items():
-                old = totals.get(name, [0.0, 0.0])
-                totals[name] = [old[0] + total, old[1] + count]
-        return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+                old = totals.get(name, (0.0, 0.0))
+                totals[name] = (old[0] + total, old[1] + count)
+        return totals
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every process."""

@@ -312,6 +312,7 @@ class Trainer(transformers.Trainer):
             self.accelerator.wait_for_everyone()
             # the parent writes into a folder named checkpoint-N below what _get_output_dir returns
             self._staging = staging / "parts"
+            last = self.passes.totals(self._last)
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.state.best_global_step == self.state.global_step:
@@ -321,7 +322,7 @@ class Trainer(transformers.Trainer):
                     path.rename(staging / path.name)
                 (self._staging / folder.name).rmdir()
                 self._staging.rmdir()
-                torch.save(self._own_state(), staging / LOADER_STATE)
+                torch.save(self._own_state(last), staging / LOADER_STATE)
                 self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
             self._staging = None
         self.accelerator.wait_for_everyone()
@@ -333,13 +334,13 @@ class Trainer(transformers.Trainer):
                 use_mtime=False,
             )
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self, last: dict[str, tuple[float, float]]) -> dict[str, Any]:
         assert self.loader is not None
         return {
             "loader": self.loader.state_dict(),
             "rows_per_step": self.rows_per_step,
             "token_budget": self.token_budget,
-            "last": {name: (term.total, term.count) for name, term in self._last.items()},
+            "last": last,
             "logs": self.recorder.offsets() if self.recorder is not None else {},
         }
 
@@ -364,7 +365,9 @@ class Trainer(transformers.Trainer):
             self.rows_per_step = state["rows_per_step"]
             warnings.warn(f"the run goes on with its {self.rows_per_step} rows a step", stacklevel=2)
         self.token_budget = state["token_budget"]
-        self._last = {name: Term(total, count) for name, (total, count) in state["last"].items()}
+        # the sums are those of all processes: one of them takes them
+        found = state["last"].items() if self.args.process_index == 0 else ()
+        self._last = {name: Term(*(torch.tensor(float(x), dtype=torch.float64) for x in pair)) for name, pair in found}
         self.network.load_weights(folder)
         self.get_train_dataloader().load_state_dict(state["loader"])
         if self.recorder is not None and state["logs"]:
