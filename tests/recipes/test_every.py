@@ -26,7 +26,7 @@ SMALLER = {
         "stages.sft.trainer.warmup_steps=0",
     ],
     "pretrain": [
-        "stages.prepare.with={{held_out: 76, docstrings: 1}}",
+        "stages.prepare.with={{held_out: 2, docstrings: 1}}",
         "stages.pretrain.trainer.max_steps=2",
         "stages.pretrain.trainer.warmup_steps=0",
     ],
