@@ -41,8 +41,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     write("a.jsonl", [{"prompt": f"{i}+{i}", "completion": str(i)} for i in range(8)])
     write("b.jsonl", [{"question": f"{i}+1", "completion": str(i + 1)} for i in range(2)])
-    tiny.make_tokenizer().save_pretrained("model")
-    tiny.make_model(0).save_pretrained("model")
+    tiny.write_model(Path("model"), 0)
     Path("mixed.yaml").write_text(RECIPE)
     level = hf.logging.get_verbosity()
     yield tmp_path

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from statistics import fmean
 
 import pytest
 import torch
 
-from burnish.math.estimates import best_of_k, bootstrap, pass_at_k
+from burnish.math.estimates import best_of_k, bootstrap, pass_at_k, perplexity
+
+
+def test_perplexity_is_one_over_the_geometric_mean_of_probabilities() -> None:
+    assert perplexity(-(math.log(0.5) + math.log(0.125)) / 2) == pytest.approx(4)
+    assert perplexity(1e6) == perplexity(700) < math.inf
 
 
 @pytest.mark.parametrize("n", range(1, 7))

@@ -1,4 +1,4 @@
-"""Estimates from samples: pass@k, best of k, and bootstrap intervals."""
+"""Estimates from samples: perplexity, pass@k, best of k, and bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), nll being the mean over tokens in nats; it stops growing at 700, where floats would overflow."""
+    return math.exp(min(nll, 700.0))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

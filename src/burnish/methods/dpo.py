@@ -17,7 +17,7 @@ from burnish.data.batching import RowLoader
 from burnish.math import losses
 from burnish.math.intervals import wilson
 from burnish.math.preference import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
-from burnish.models.forward import hidden_states, token_logprobs
+from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network, disable_dropout
 from burnish.models.precomputed import ARRAY as REFERENCE
 from burnish.models.precomputed import ReferenceLogprobs
@@ -355,11 +355,6 @@ def mismatched(examples: list[Example]) -> list[Example]:
 
 
 # --- tokens --------------------------------------------------------------------------------------------------------
-
-
-def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
-    return token_logprobs(model, hidden_states(model, batch), batch, batch.trained, entropies="off")[0]
 
 
 def per_sequence(values: Tensor, batch: MicroBatch) -> Tensor:

@@ -22,7 +22,7 @@ from burnish.math import losses
 from burnish.math.kl import estimate
 from burnish.math.reductions import Reduction, reduce, reduction_weights
 from burnish.models.adapters import Reference
-from burnish.models.forward import PLAIN, Warp, hidden_states, token_logprobs, unwrap
+from burnish.models.forward import PLAIN, Warp, hidden_states, learned_logprobs, token_logprobs, unwrap
 from burnish.models.heads import Network, disable_dropout
 from burnish.protocols import Context, StepLoader
 from burnish.rewards.functions import NamedReward
@@ -171,8 +171,7 @@ class Reinforce:
 
         def logprobs(batch: MicroBatch) -> dict[str, Tensor]:
             with reference.use(context.network.policy) as model:
-                hidden = hidden_states(model, batch)
-                return {"ref_logprobs": token_logprobs(model, hidden, batch, batch.trained, entropies="off")[0]}
+                return {"ref_logprobs": learned_logprobs(model, batch)}
 
         return context.annotate(logprobs, examples)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import Field
@@ -11,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
 from burnish.data.batching import RowLoader
+from burnish.math.estimates import perplexity
 from burnish.math.losses import nll
-from burnish.models.forward import hidden_states, token_logprobs
+from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
 from burnish.types import Config, Conversation, Encoded, Example, MicroBatch, Row, Terms
@@ -68,11 +68,9 @@ class SFT:
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
-        hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, entropies="off")
-        return {"nll": nll(logprobs, batch.trained)}
+        return {"nll": nll(learned_logprobs(network.policy, batch), batch.trained)}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Loss and perplexity."""
         metrics = context.evaluate(self.examples(rows, context.tokenizer, context.length).examples)
-        return metrics | {"perplexity": math.exp(min(metrics["nll"], 700.0))}
+        return metrics | {"perplexity": perplexity(metrics["nll"])}

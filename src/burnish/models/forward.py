@@ -192,6 +192,11 @@ def token_logprobs(
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, drawn_at)
 
 
+def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
+    return token_logprobs(model, hidden_states(model, batch), batch, batch.trained, entropies="off")[0]
+
+
 def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
     """Raw scalar score (N,) of each sequence under a sequence-classification model.
 

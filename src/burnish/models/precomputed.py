@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from burnish.data.lengths import cache_folder
 from burnish.models.adapters import Reference
-from burnish.models.forward import hidden_states, token_logprobs, unwrap
+from burnish.models.forward import learned_logprobs, unwrap
 from burnish.protocols import Context
 from burnish.types import Example, MicroBatch
 
@@ -41,8 +41,7 @@ class ReferenceLogprobs:
 
         def function(batch: MicroBatch) -> dict[str, Tensor]:
             with self.reference.use(context.network.policy) as model:
-                hidden = hidden_states(model, batch)
-                return {ARRAY: token_logprobs(model, hidden, batch, batch.trained, entropies="off")[0]}
+                return {ARRAY: learned_logprobs(model, batch)}
 
         return context.annotate(function, examples)
 

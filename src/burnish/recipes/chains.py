@@ -11,15 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from burnish.recipes import write_rows
+from burnish.recipes.models import character_tokenizer, random_llama
 from burnish.types import Answer, UserError
 
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-=?\n"
 LARGEST = 9
 TERMS = (4, 5)
@@ -84,8 +81,7 @@ def prepare(
     write_rows(data / "steps-eval.jsonl", (solved(rng, question, mistakes, attempts) for question in unseen))
     write_rows(data / "prompts.jsonl", (asked(next(questions)) for _ in range(prompts)))
     write_rows(data / "prompts-eval.jsonl", map(asked, unseen))
-    make_tokenizer().save_pretrained(folder / "model")
-    make_model(seed).save_pretrained(folder / "model")
+    write_model(folder / "model", seed)
 
 
 def exact(answers: list[Answer]) -> list[float]:
@@ -142,45 +138,11 @@ def asked(question: Question) -> dict[str, str]:
     return {"prompt": spell(question), "answer": str(totals(question)[-1])}
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character, with pad, bos and eos tokens of their own."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    pad, bos, eos, unk = SPECIAL
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        bos_token=bos,
-        eos_token=eos,
-        unk_token=unk,
-        chat_template=TEMPLATE,
-        model_max_length=64,
+def write_model(folder: Path, seed: int) -> None:
+    """A tokenizer of one token for each character, and a Llama of three layers with random weights."""
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    model = random_llama(
+        tokenizer, seed, hidden_size=64, intermediate_size=192, num_hidden_layers=3, initializer_range=0.08
     )
-
-
-def make_model(seed: int) -> LlamaForCausalLM:
-    """A Llama of three layers with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(SPECIAL) + len(CHARACTERS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.recipes import write_rows
+from burnish.recipes.models import random_llama
 from burnish.types import UserError
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 SHORTEST = 200  # characters: a docstring below is a line that says little
 
@@ -50,7 +51,8 @@ def prepare(folder: Path, seed: int, *, held_out: int = 10, docstrings: int = 10
         write_rows(folder / "data" / f"{name}.jsonl", ({"text": text} for text in texts))
     tokenizer = make_tokenizer([*training[0], *training[1]], vocabulary)
     tokenizer.save_pretrained(folder / "model")
-    make_model(seed, len(tokenizer)).save_pretrained(folder / "model")
+    model = random_llama(tokenizer, seed, hidden_size=128, intermediate_size=384, num_hidden_layers=4)
+    model.save_pretrained(folder / "model")
 
 
 def reference() -> list[str]:
@@ -91,25 +93,3 @@ def make_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", model_max_length=1024
     )
-
-
-def make_model(seed: int, vocabulary: int) -> LlamaForCausalLM:
-    """A Llama of four layers with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
