@@ -185,6 +185,12 @@ def test_a_model_against_itself_is_a_draw(here: Path) -> None:
     assert found["length"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 6}
 
 
+def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
+    reward = 'reward=[{function: "rewards.py:length", weight: 0}]'
+    found = measured("one", "data.eval=prompts.jsonl", reward, "against=two", "generation.max_new_tokens=4")
+    assert set(found) == {"length", "tokens", "stopped"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -270,8 +270,8 @@ def _measure_answers(
         measures[name] = measure(lambda mine: fmean(ratios[id(r)] for r in mine))
     measures["tokens"] = measure(lambda mine: fmean(len(r.answer.tokens) for r in mine))
     measures["stopped"] = measure(lambda mine: fmean(float(r.answer.finish == "stop") for r in mine))
-    totals = {source: [r.score for r in mine] for source, mine in by_row.items()} if rewards else {}
-    return Measured(measures, samples(rollouts, "eval"), totals)
+    totals = {source: [r.score for r in mine] for source, mine in by_row.items()}
+    return Measured(measures, samples(rollouts, "eval"), totals if any(r.weight for r in rewards) else {})
 
 
 def _of_reward(
