@@ -1,4 +1,4 @@
-"""Burnish post-trains language models: supervised fine-tuning, reward models and PPO, from one recipe."""
+"""Burnish post-trains language models, from continued pre-training to PPO, each method by one recipe."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -191,7 +191,7 @@ def permutation(n: int, *seeds: int) -> list[int]:
 class RowLoader:
     """Steps of ``rows_per_step`` examples in a fresh seeded order every epoch; the last one may be smaller.
 
-    The order depends on the seed and the epoch only, not on the number of processes, and its state is three numbers.
+    The order depends on the seed and the epoch only, not on the number of processes.
     ``finish`` turns the examples of a step into what is trained on, for numbers that depend on all of them; ``kept``
     are numbers of a method that go with the state.
     """
