@@ -240,6 +240,13 @@ def test_an_interrupted_run_goes_on_to_the_same_end(stage, step, done, home, mon
         run(home, folder)
     states = {entry["name"]: entry["state"] for entry in manifest(folder)["stages"]}
     assert manifest(folder)["state"] == "running" and states[stage] == "running" and states["prepare"] == "done"
+    if stage == "ppo":
+        prompts = folder / "prepare" / "data" / "prompts.jsonl"
+        whole = prompts.read_bytes()
+        prompts.write_bytes(whole + whole.splitlines(keepends=True)[0])
+        with pytest.raises(UserError, match=r"prompts.jsonl is not what ppo began with: put it back, or start with"):
+            run(home, folder)
+        prompts.write_bytes(whole)
     torch.manual_seed(123)
     shown = run(home, folder)
     assert ("goes on after step" in shown) == (stage != "reward")  # stopped before its first checkpoint

@@ -74,9 +74,10 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
                 screen.message("done before")
                 continue
             began = time.monotonic()
-            entry["state"] = "running"
+            training = None if stage.run else _Training(recipe, stage)
+            entry |= {"state": "running"} | ({"data": training.hashes(entry.get("data"))} if training else {})
             _write(folder, manifest)
-            found = _run_function(recipe, stage) if stage.run else _Training(recipe, stage).run(screen)
+            found = training.run(screen) if training else _run_function(recipe, stage)
             entry |= found | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
             _write(folder, manifest)
         manifest["state"] = "done"
@@ -249,9 +250,8 @@ class _Training:
         if start is None and "eval" in splits:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(start) if start else None)
-        if "eval" in splits and (
-            len(self._evaluations()) < 2 or trainer.state.global_step != self._evaluations()[-1]["step"]
-        ):
+        done = self._evaluations()
+        if "eval" in splits and (len(done) < 2 or trainer.state.global_step != done[-1]["step"]):
             trainer.evaluate()
         if isinstance(trainer.loader, StreamLoader):
             counts = {"train": trainer.loader.counts()} | counts
@@ -260,11 +260,20 @@ class _Training:
         self._save(trainer, evaluations[-1] if evaluations else {})
         return {
             "model": summary | {"source": self.source},
-            "data": {n: _hash(n) for s in splits for n in sources.references(self.data, s, self.recipe.folder)},
             "rows": counts,
             "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             "files": {f"model/{name}": digest for name, digest in _checksums(self.folder / "model").items()},
         }
+
+    def hashes(self, before: Mapping[str, str] | None) -> dict[str, str]:
+        """SHA-256 of the files of rows, which are to be the same where the stage goes on."""
+        found = sources.hashes(self.data, self.splits, self.recipe.folder)
+        changed = [name for name, digest in found.items() if before and before.get(name) != digest]
+        if changed and checkpoint.latest(self.folder) is not None:
+            raise UserError(
+                f"{changed[0]} is not what {self.stage.name} began with: put it back, or start with --fresh"
+            )
+        return found
 
     def _evaluations(self) -> list[dict[str, Any]]:
         return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]
@@ -296,17 +305,15 @@ class _Training:
             screen.message(f"trust_remote_code: code from {self.source} is run")
         tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
         self._template(tokenizer, screen)
-        task = self.method_class.task
         source, trust, adapted = self.source, stage.trust_remote_code, loading.is_adapter(self.source)
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
-        load = loading.load_reward_model if task == "SEQ_CLS" else loading.load_policy
-        model: Any = load(
-            source, dtype=dtype, trust_remote_code=trust, quantised=stage.adapter.quantise if stage.adapter else None
-        )
+        load = loading.load_reward_model if self.method_class.task == "SEQ_CLS" else loading.load_policy
+        quantised = stage.adapter.quantise if stage.adapter else None
+        model: Any = load(source, dtype=dtype, trust_remote_code=trust, quantised=quantised)
         if stage.adapter is not None:
-            model = add_adapter(model, stage.adapter, task, loading.describe(source))
+            model = add_adapter(model, stage.adapter, self.method_class.task, loading.describe(source))
         elif adapted:
             what = "training goes on with it, on" if isinstance(model, PeftModel) else "it is merged into"
             screen.message(f"{source} is an adapter: {what} its base {loading.base_of(loading.resolve(source))}")
@@ -381,10 +388,6 @@ class _Training:
         skipped, cut = sort_changes(trainer.method.examples(found.rows, trainer.tokenizer, trainer.length).changed)
         count = {"rows": len(found.rows), "skipped": [f"{s.source}: {s.reason}" for s in found.skipped] + skipped}
         return count | {"cut": cut} | ({"mixed": [m._asdict() for m in found.mixed]} if found.mixed else {})
-
-
-def _hash(reference: str) -> str:
-    return checkpoint.sha256(Path(reference)) if Path(reference).is_file() else "not a file"
 
 
 def _said(count: Mapping[str, Any]) -> str:

@@ -218,3 +218,9 @@ def test_the_baseline_is_a_mean_at_least_0_without_gradient():
     assert not z0.requires_grad
     losses.kto(column(1.0).requires_grad_(), torch.tensor([True]), x, 0.1).total.backward()
     assert x.grad is None
+
+
+def test_no_gradient_flows_into_the_reference():
+    ours, reference = column(1.0).requires_grad_(), column(0.5).requires_grad_()
+    preference("sigmoid", ours, 2 * ours, reference, 3 * reference).total.backward()
+    assert ours.grad is not None and reference.grad is None

@@ -190,6 +190,13 @@ def test_the_loss_and_its_metrics_by_hand(make_trainer: Any, tiny_llama: Any, ti
     assert found["eval_margin"] == pytest.approx(found["eval_chosen"] - found["eval_rejected"])
 
 
+def test_the_nll_beside_the_loss_is_a_mean_over_weighted_tokens(make_trainer: Any, tiny_llama: Any) -> None:
+    ranking = Ranking(said("?", "user"), (said("a"), said("bcd"), said("efgh")), (3.0, 2.0, 1.0), "ranked:4")
+    rows = [preference(1, "abc", "xy"), ranking]
+    log = first_log(make_trainer(DPO(nll_weight=0.5), tiny_llama(), rows))
+    assert log["loss"] == pytest.approx(log["preference"] + 0.5 * log["nll"], rel=1e-5)
+
+
 def test_orpo_of_weight_0_is_sft_on_the_chosen_answers(make_trainer: Any, tiny_llama: Any) -> None:
     after = []
     rows = preferences(6)
@@ -289,20 +296,25 @@ def test_an_answer_meets_the_next_prompt_that_is_another() -> None:
         mismatched([long])
 
 
-def test_z0_is_the_mean_over_the_whole_step(make_trainer: Any, tiny_llama: Any, tiny_tokenizer: Any) -> None:
+@pytest.mark.parametrize("average", [False, True])
+def test_z0_is_the_mean_over_the_whole_step(
+    average: bool, make_trainer: Any, tiny_llama: Any, tiny_tokenizer: Any
+) -> None:
     rows = [*labelled(4), preference(9, "abcd", "yy")]
     policy, reference = tiny_llama(seed=1), tiny_llama(seed=0, initializer_range=0.5)
     found = []
     for budget in (None, 1):
         trainer = make_trainer(
-            DPO(loss="kto", beta=0.5, undesirable_weight=0.7), tiny_llama(seed=0, initializer_range=0.5), rows,
+            DPO(loss="kto", beta=0.5, undesirable_weight=0.7, average=average),
+            tiny_llama(seed=0, initializer_range=0.5), rows,
             own={"eval_dataset": rows, "token_budget": budget},
         )  # fmt: skip
         trainer.network.policy.load_state_dict(policy.state_dict())
         found.append(trainer.evaluate())
 
     def ratio(sequence: Sequence) -> float:
-        return plain_logprob(policy, sequence) - plain_logprob(reference, sequence)
+        total = plain_logprob(policy, sequence) - plain_logprob(reference, sequence)
+        return total / sum(sequence.trained) if average else total
 
     own = examples(rows, tiny_tokenizer, loss="kto")
     strangers = [s for e in mismatched(own) for s in e.sequences[len(e.sequences) // 2 :]]

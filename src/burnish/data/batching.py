@@ -205,7 +205,9 @@ class RowLoader:
         kept: dict[str, float] | None = None,
     ) -> None:
         if not examples:
-            raise UserError("there is nothing to train on: the training data has no rows")
+            raise UserError(
+                "there is nothing to train on: the training data has no rows, or none that fits data.max_length"
+            )
         self.examples = examples
         self.rows_per_step = rows_per_step
         self.seed = seed
