@@ -326,6 +326,18 @@ def test_prompts_evaluate_what_is_learned_from_scored_rows(make_trainer: Any, ti
     assert before < 0.3 and after["eval_score"] > 0.9 and after["eval_win_rate"] > 0.8
 
 
+def test_the_scores_of_the_start_go_with_the_state_of_a_run(make_trainer: Any, tiny_llama: Any) -> None:
+    rated = [Scored((*p.messages, {"role": "assistant", "content": "1"}), 1.0, p.source) for p in prompts(4)]
+    for rows in (prompts(4), rated):
+        started, gone_on = (Reinforce(by_tokens, Sampling(max_new_tokens=2)) for _ in range(2))
+        trainers = [make_trainer(m, tiny_llama(), rows, own={"eval_dataset": prompts(3)}) for m in (started, gone_on)]
+        before, after = (trainer.get_train_dataloader() for trainer in trainers)
+        trainers[0].evaluate()
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        assert gone_on.sampler.start_scores == started.sampler.start_scores
+        assert set(started.sampler.start_scores) == {f"prompts:{i}" for i in range(3)}
+
+
 def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> None:
     def digits(answers: list[Answer]) -> list[float]:
         return [float(any(c.isdigit() for c in a.text)) for a in answers]
