@@ -134,11 +134,12 @@ def test_rows_are_encoded_once(byte_tokenizer: Any, tmp_path: Path, monkeypatch:
     assert encode([PAIR, long], function, length, key) == first
     assert len(calls) == done and len(first.changed) == 1
     assert not list((tmp_path / "cache").glob("*.part"))
+    assert not encode([PAIR, long], function, Length(), key).changed  # of another length
     encode([PAIR], function, length, key)
     set_template(tokenizer, "text")
     assert chat.cache_key(tokenizer, "reward") != key
     encode([PAIR, long], function, length, chat.cache_key(tokenizer, "reward"))
-    assert len(calls) > done + 2
+    assert len(calls) > done + 4
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1]])
