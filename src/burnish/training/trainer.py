@@ -120,8 +120,7 @@ class Trainer(transformers.Trainer):
         self._pending: dict[str, list[float]] = {}
         self._sums: Terms = {}
         self._last: Terms = {}
-        self._tokens = 0
-        self._clock = time.perf_counter()
+        self._tokens, self._clock = 0, time.perf_counter()
 
     def _rows(self, rows: Any) -> list[Row]:
         rows = rows.rows if isinstance(rows, Rows) else list(rows)
