@@ -118,6 +118,15 @@ def test_every_example_of_a_pass_comes_once_and_none_is_lost_between_buffers():
     assert "a:1" not in order and "a:2" not in order
 
 
+def test_every_buffer_has_an_order_of_its_own():
+    def alone(found: list[Row]) -> Encoded:
+        return Encoded([Example((Sequence((1, 2), (False, True), row.source),)) for row in found], [])
+
+    first, second = StreamLoader(RowStream([source("a", 8)], 8), alone, 8, 0, 2)
+    orders = [[example.source for example in step] for step in (first, second)]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
 @pytest.mark.parametrize("buffer", [1, 4, 50])
 @pytest.mark.parametrize("stop", range(13))
 def test_a_loader_goes_on_from_any_step(stop: int, buffer: int):
