@@ -151,6 +151,7 @@ def test_each_compares_as_its_paper_says(name: str, run: Any, tiny_llama: Any) -
     first = trainer.state.log_history[0]
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["approxkl"] < 1e-5
     assert first["gap"] < 1e-5 and 0 < first["entropy"] <= math.log(105)
+    assert first["no_signal"] == sum(not any(advantage(e)) for e in batches[0]) / 8 < 1
     assert ("kl" in first) == (name != "reinforce")
     assert first.get("kl", 0.0) == first.get("kl_loss", 0.0) == first.get("clipfrac", 0.0) == 0.0
 
