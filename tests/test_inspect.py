@@ -56,6 +56,23 @@ def test_the_value_of_a_step_stands_behind_its_last_token():
     assert marked(learned, Letters(), colours=False).plain == "a[[ b]]<+0>[[ c]] a<-1>"  # type: ignore[arg-type]
 
 
+class Lines(Letters):
+    """The third letter is the end of a line."""
+
+    def decode(self, tokens, clean_up_tokenization_spaces):
+        return "".join("<s>" if token == 0 else "ab\n"[token - 1] for token in tokens)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_value_of_a_step_stands_in_its_line(trained):
+    arrays = {"targets": (0.0, 0.0, 0.5, 0.0), "outcomes": (0.0, 0.0, 1.0, 0.0)}
+    sequence = Sequence((1, 2, 3, 1), (False, trained, trained, False), "x:1", arrays)
+    expected = "a[[b]]<+0.5>\na" if trained else "ab<+0.5>\na"
+    assert marked(sequence, Lines(), colours=False).plain == expected  # type: ignore[arg-type]
+    coloured = "ab⏎<+0.5>\na" if trained else "ab<+0.5>\na"
+    assert marked(sequence, Lines(), colours=True).plain == coloured  # type: ignore[arg-type]
+
+
 def test_what_a_negative_reward_makes_less_likely_is_red():
     sequence = Sequence((1, 2), (False, True), "x:1", {"advantages": (-0.5, -0.5)})
     spans = marked(sequence, Letters(), colours=True).spans  # type: ignore[arg-type]

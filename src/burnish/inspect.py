@@ -227,18 +227,17 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colours: b
     special = set(tokenizer.all_special_ids) if colours else set()
     learned = "green" if _reward(sequence) >= 0 else "red"
     for trained, is_special, span, value in _spans(sequence, tokenizer, special):
+        # a value stands in the line of its step, before the line's end
+        end = "\n" if value is not None and span.endswith("\n") else ""
+        body = span.removesuffix(end)
         if colours:
             style = f"{learned if trained else 'dim'}{' bold reverse' if is_special else ''}"
-            text.append(span.replace("\n", "⏎\n") if trained else span, style)
+            text.append(body.replace("\n", "⏎\n") + "⏎" * len(end) if trained else body, style)
         else:
-            text.append(f"[[{span}]]" if trained else span)
+            text.append(f"[[{body}]]" if trained else body)
         if value is not None:
-            ends_line = text.plain.endswith("\n") and colours
-            mark = Text(f"<{value:+.2g}>", ("bold green" if value >= 0 else "bold red") if colours else "")
-            if ends_line:
-                text.right_crop(1)
-            text.append_text(mark)
-            text.append("\n" if ends_line else "")
+            text.append(f"<{value:+.2g}>", ("bold green" if value >= 0 else "bold red") if colours else "")
+            text.append(end)
     return text
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from burnish.data.mixing import epoch, mix, next_source
 from burnish.data.rows import Mixed, Rows, Skipped
-from burnish.types import Text
+from burnish.types import Text, UserError
 
 SOURCES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0])), min_size=1, max_size=4)
 
@@ -71,3 +71,14 @@ def test_rows_keep_where_they_came_from():
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_seed_rules_the_order(seed):
     assert epoch([20, 20], [1, 1], 0) != epoch([20, 20], [1, 1], seed)
+
+
+def test_weights_that_would_repeat_the_others_beyond_reason_are_told():
+    found = [
+        Rows([Text(str(i), f"{name}:{i}") for i in range(size)], []) for name, size in (("big", 500), ("small", 2))
+    ]
+    assert len(mix(found, ["big", "small"], [1.0, 1.0], 0).rows) == 999  # the last row of big is drawn first of a turn
+    with pytest.raises(
+        UserError, match="big: with these weights all of its 500 rows have been drawn after 500,500 draws"
+    ):
+        mix(found, ["big", "small"], [0.001, 1.0], 0)

@@ -172,6 +172,14 @@ def test_rewards_of_a_row_sum_up_to_its_score_wherever_they_lie():
     torch.testing.assert_close(rewards, torch.tensor(expected))
 
 
+@pytest.mark.parametrize("setting", [{"score_clip": 1.0}, {"score_normalise": True}])
+def test_settings_that_change_scores_alone_do_not_go_with_rewards_of_tokens(setting, make_trainer, tiny_llama, reward):
+    method = PPO(reward(), Sampling(max_new_tokens=4), kl_coef=0.0, reference=False, **setting)
+    trainer = make_trainer(method, tiny_llama(), [Prompt(QUESTION, {}, f"p.jsonl:{i}") for i in range(4)])
+    with pytest.raises(UserError, match="score_normalise and score_clip change the score of a completion"):
+        next(iter(trainer.get_train_dataloader()))
+
+
 def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_llama, tiny_tokenizer, reward):
     steps = reward()
     seen: list[Answer] = []

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from burnish.data.batching import permutation
 from burnish.data.rows import Mixed, Rows
+from burnish.types import UserError
+
+LONGEST_EPOCH = 100  # draws for each row there is: beyond it a weight is a mistake
 
 
 def next_source(weights: Sequence[float], drawn: Sequence[int]) -> int:
@@ -49,12 +52,29 @@ def mix(found: Sequence[Rows], names: Sequence[str], weights: Sequence[float] | 
     """The rows of an epoch over several sources, and how many each gave; a row that is drawn twice stands there twice.
 
     A mixture is drawn once, before training; the order of its rows in each epoch is the loader's.
+
+    Raises:
+        UserError: the weights would repeat the other sources beyond reason until the slowest one has been read.
     """
-    draws = epoch([len(rows.rows) for rows in found], weights, seed)
+    sizes = [len(rows.rows) for rows in found]
+    _check_length(sizes, names, weights)
+    draws = epoch(sizes, weights, seed)
     drawn = Counter(source for source, _ in draws)
     mixed = [Mixed(name, len(rows.rows), drawn[i]) for i, (name, rows) in enumerate(zip(names, found, strict=True))]
     skipped = [one for rows in found for one in rows.skipped]
     return Rows([found[source].rows[row] for source, row in draws], skipped, tuple(mixed))
+
+
+def _check_length(sizes: Sequence[int], names: Sequence[str], weights: Sequence[float] | None) -> None:
+    if weights is None:
+        return
+    needed = [size * sum(weights) / weight for size, weight in zip(sizes, weights, strict=True)]
+    slowest = needed.index(max(needed))
+    if needed[slowest] > LONGEST_EPOCH * sum(sizes):
+        raise UserError(
+            f"{names[slowest]}: with these weights all of its {sizes[slowest]:,} rows have been drawn after "
+            f"{needed[slowest]:,.0f} draws, of {sum(sizes):,} rows in all: give it a limit or a larger weight"
+        )
 
 
 def _passes(size: int, seed: int, source: int) -> Iterator[int]:

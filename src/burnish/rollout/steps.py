@@ -280,6 +280,11 @@ class RolloutLoader:
         groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
         kl = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
         steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
+        if steps is not None and (s.score_normalise or s.score_clip is not None):
+            raise UserError(
+                "score_normalise and score_clip change the score of a completion and not the rewards of its tokens, "
+                "which then no longer add up to it: take them away"
+            )
         found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef, steps))
         if s.importance_cap is not None:
             weights = truncated_importance(arrays["logprobs"], arrays["sampled"], mask, s.importance_cap)
