@@ -147,18 +147,19 @@ def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> Non
     os.close(child)
     seen = b""
 
-    def wait_for(pattern: bytes, seconds: float = 60) -> None:
+    def wait_for(pattern: bytes, seconds: float = 60, interrupt: bool = False) -> None:
         nonlocal seen
         until = time.monotonic() + seconds
         while (found := re.search(pattern, seen)) is None:
             assert time.monotonic() < until, seen
-            if select.select([parent], [], [], 0.2)[0]:
+            if interrupt:  # again where the first came before the line was being read, which waits for a key then
+                process.send_signal(signal.SIGINT)
+            if select.select([parent], [], [], 0.5)[0]:
                 seen += os.read(parent, 4096)
         seen = seen[found.end() :]
 
     wait_for(b"> ")
-    process.send_signal(signal.SIGINT)
-    wait_for(rb"\[Ctrl-D or /exit leaves\]")
+    wait_for(rb"\[Ctrl-D or /exit leaves\]", interrupt=True)
     wait_for(b"> ")
     os.write(parent, b"hello\n")
     wait_for(b"hello\r\n")

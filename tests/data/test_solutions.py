@@ -10,6 +10,7 @@ import pytest
 from burnish import StepValue
 from burnish.data import chat, solutions
 from burnish.data.batching import collate
+from burnish.methods import step_value
 from burnish.types import Example, Messages, Steps, UserError
 
 QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
@@ -149,5 +150,5 @@ def test_the_cache_keeps_values(tiny_tokenizer, tmp_path, monkeypatch):
     third = Steps(QUESTION, ("a",), (-1.0,), "s:3")
     first = encode(tiny_tokenizer, [RIGHT, WRONG, third])
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
-    monkeypatch.setattr(solutions, "step_tokens", None)  # it is not encoded a second time
+    monkeypatch.setattr(step_value, "solution", None)  # it is not encoded a second time
     assert encode(tiny_tokenizer, [RIGHT, WRONG, third]) == first
