@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,12 @@ def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> Non
     """Ctrl-C while nothing is said and while an answer is made, a line, Ctrl-D."""
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "burnish", "chat", str(tiny_folder), "--max-new-tokens", "200"]
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True)
+    # what runs the tests in the background may have told them to ignore Ctrl-C
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=hears
+    )
+    request.addfinalizer(process.wait)
     request.addfinalizer(process.kill)
     os.close(child)
     seen = b""
