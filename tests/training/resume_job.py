@@ -76,7 +76,10 @@ def main(kind: str, out: str, start: str | None) -> None:
     trainer.train(resume_from_checkpoint=start)
     if trainer.is_world_process_zero():
         torch.save(trainer.network.state_dict(), Path(out) / "end.pt")
-    trainer.accelerator.end_training()
+    trainer.accelerator.wait_for_everyone()
+    # without taking gloo down: its destructor, which holds the interpreter, may wait for a thread that needs it
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
