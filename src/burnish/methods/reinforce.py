@@ -22,8 +22,9 @@ from burnish.math import losses
 from burnish.math.kl import estimate
 from burnish.math.reductions import Reduction, reduce, reduction_weights
 from burnish.models.adapters import Reference
-from burnish.models.forward import PLAIN, Warp, hidden_states, learned_logprobs, token_logprobs, unwrap
+from burnish.models.forward import PLAIN, Warp, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, disable_dropout
+from burnish.models.precomputed import compared
 from burnish.protocols import Context, StepLoader
 from burnish.rewards.functions import NamedReward
 from burnish.rollout.collect import with_arrays
@@ -165,15 +166,9 @@ class Reinforce:
 
     def _compared(self, examples: list[Example], context: Context) -> list[Example]:
         """Examples with the reference's log-probabilities, which never change."""
-        reference = self.reference
-        if reference is None or "kl_loss" not in self.weights:
+        if self.reference is None or "kl_loss" not in self.weights:
             return examples
-
-        def logprobs(batch: MicroBatch) -> dict[str, Tensor]:
-            with reference.use(context.network.policy) as model:
-                return {"ref_logprobs": learned_logprobs(model, batch)}
-
-        return context.annotate(logprobs, examples)
+        return compared(self.reference, context, examples)
 
     def _less_baseline(self, step: list[Example]) -> list[Example]:
         """The rows of a step are the group that they are compared in."""

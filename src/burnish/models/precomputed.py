@@ -25,6 +25,16 @@ from burnish.types import Example, MicroBatch
 ARRAY = "ref_logprobs"
 
 
+def compared(reference: Reference, context: Context, examples: list[Example]) -> list[Example]:
+    """Examples with the array ``ref_logprobs``, by a forward pass of the reference without gradient."""
+
+    def function(batch: MicroBatch) -> dict[str, Tensor]:
+        with reference.use(context.network.policy) as model:
+            return {ARRAY: learned_logprobs(model, batch)}
+
+    return context.annotate(function, examples)
+
+
 class ReferenceLogprobs:
     """Gives examples the array ``ref_logprobs``: of each learned token, its log-probability under the reference.
 
@@ -38,12 +48,7 @@ class ReferenceLogprobs:
 
     def live(self, context: Context, examples: list[Example]) -> list[Example]:
         """The examples with the array, by a forward pass without gradient."""
-
-        def function(batch: MicroBatch) -> dict[str, Tensor]:
-            with self.reference.use(context.network.policy) as model:
-                return {ARRAY: learned_logprobs(model, batch)}
-
-        return context.annotate(function, examples)
+        return compared(self.reference, context, examples)
 
     def kept(self, context: Context, examples: list[Example]) -> list[Example]:
         """The examples with the array, read from the cache folder where it is there, else worked out and kept."""
