@@ -103,6 +103,34 @@ def test_entropy_gradient_passes_infinite_logits():
     assert gradient[1] == 0
 
 
+@pytest.mark.parametrize("block", [1, 20, 2**18])
+def test_logprobs_and_entropy_are_those_of_their_own_functions(block, monkeypatch):
+    monkeypatch.setattr(tensors, "BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(6, 9, dtype=torch.float64, generator=generator)
+    tokens = torch.randint(9, (6,), generator=generator)
+    logits[2, [i for i in range(9) if i != tokens[2]][:7]] = -torch.inf
+    logits.requires_grad_()
+    both = tensors.logprobs_and_entropy(logits, tokens)
+    alone = tensors.logprobs_at(logits, tokens), tensors.entropy(logits)
+    weights = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    for a, b in ((1.0, 0.0), (0.0, 1.0), (1.0, -2e3)):
+        found, expected = (a * (weights[0] * x).sum() + b * (weights[1] * y).sum() for x, y in (both, alone))
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+        gradients = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, expected))
+        torch.testing.assert_close(*gradients, atol=1e-9, rtol=1e-9)
+    assert not tensors.logprobs_and_entropy(logits, tokens, entropies=False)[1].any()
+
+
+def test_logprobs_and_entropy_gradient():
+    logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    tokens = torch.tensor([0, 4, 1])
+    assert torch.autograd.gradcheck(lambda z: tensors.logprobs_and_entropy(z, tokens), logits)
+    assert torch.autograd.gradcheck(lambda z: tensors.logprobs_and_entropy(z, tokens)[1], logits)
+    with pytest.raises(ValueError, match="tokens must align with logits"):
+        tensors.logprobs_and_entropy(logits, tokens[:2])
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_warp_at_a_temperature_is_log_softmax_of_the_quotient(temperature):
     logits = torch.randn(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK = 2**18  # logits that are worked on at once: 1 MiB in float32, which stays in a processor's cache
+NOTHING = -1e4  # a log-probability whose exp is 0 in every precision: p log p is 0, and not NaN, where p is 0
 
 
 def same_shape(**tensors: Tensor) -> None:
@@ -93,6 +100,65 @@ def entropy(logits: Tensor) -> Tensor:
     """
     logprobs = precise(logits).log_softmax(-1)
     return -(logprobs.exp() * torch.where(logprobs == -torch.inf, 0, logprobs)).sum(-1)
+
+
+def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True) -> tuple[Tensor, Tensor]:
+    """``logprobs_at`` and ``entropy`` from one softmax; for the backward pass the logits are kept and nothing else.
+
+    Args:
+        logits: (N, V); half precision is computed in float32, -inf marks what cannot be sampled.
+        tokens: (N,), token ids.
+        entropies: False leaves the entropy out: 0, without a gradient.
+
+    Returns:
+        Log-probabilities (N,) and entropies (N,), in nats.
+
+    Raises:
+        ValueError: if the shapes do not align.
+    """
+    same_shape(logits=logits[..., 0], tokens=tokens)
+    return _LogprobsAndEntropy.apply(precise(logits), tokens, entropies)  # type: ignore[return-value]
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
+        lse, found = logits.new_empty(len(logits)), logits.new_zeros(len(logits))
+        for rows, at in _blocks(logits):
+            lse[at] = rows.logsumexp(-1)
+            if entropies:
+                logprobs = rows - lse[at, None]
+                found[at] = -torch.linalg.vecdot(logprobs.exp(), logprobs.clamp_(min=NOTHING))
+        ctx.save_for_backward(logits, tokens, lse, found)
+        ctx.set_materialize_grads(False)
+        if not entropies:
+            ctx.mark_non_differentiable(found)
+        return logits.gather(-1, tokens[:, None])[:, 0] - lse, found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+        """With q the token: dl/dz_v = [v = q] - p_v, and dH/dz_v = -p_v (log p_v + H)."""
+        logits, tokens, lse, found = ctx.saved_tensors
+        of_logprobs, of_entropies = gradients
+        result = torch.empty_like(logits)
+        for rows, at in _blocks(logits):
+            out = torch.sub(rows, lse[at, None], out=result[at])
+            weights = 0.0 if of_logprobs is None else -of_logprobs[at, None]
+            if of_entropies is not None:
+                moved = out.clamp(min=NOTHING) + found[at, None]
+                weights = weights - of_entropies[at, None] * moved
+            out.exp_().mul_(weights)
+        if of_logprobs is not None:
+            result.scatter_add_(-1, tokens[:, None], of_logprobs[:, None])
+        return result, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """A few rows after the other, with where they lie."""
+    size = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+    for start in range(0, len(logits), size):
+        yield logits[start : start + size], slice(start, start + size)
 
 
 def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:

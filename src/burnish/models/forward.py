@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from burnish.data.batching import attention_mask, collate
-from burnish.math.tensors import entropy, logprobs_at, precise, previous, warp
+from burnish.math.tensors import logprobs_and_entropy, precise, previous, warp
 from burnish.types import Example, MicroBatch, Sequence, UserError
 
-LOGITS_AT_ONCE = 2**27  # elements of a chunk of logits: 512 MiB in float32
+LOGITS_AT_ONCE = 2**26  # elements of a chunk of logits: 256 MiB in float32
 LAYERS = ("layer_types", "layers_block_type", "attention_layers")  # names of a config's list of what its layers are
 ATTENTION = frozenset({"attention", "full_attention", "sliding_attention", "global", "local"})
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 5e-3}  # share of the largest hidden state; float32: 1e-3
@@ -178,9 +178,11 @@ def token_logprobs(
         if how.top_k is not None or how.top_p is not None:
             at = tokens.unsqueeze(-1)
             kept = z.scatter(-1, at, plain.gather(-1, at) / how.temperature)
-        if entropies == "off":
-            return logprobs_at(kept, tokens), z.new_zeros(len(tokens))
-        return logprobs_at(kept, tokens), entropy(z if entropies == "learned" else z.detach())
+        measured = entropies != "off"
+        logprobs, drawn_at = logprobs_and_entropy(kept, tokens, measured and kept is z)
+        if measured and kept is not z:
+            drawn_at = logprobs_and_entropy(z, tokens)[1]
+        return logprobs, drawn_at if entropies == "learned" else drawn_at.detach()
 
     step = max(1, LOGITS_AT_ONCE // unwrap(model).config.get_text_config().vocab_size)
     pieces = []
