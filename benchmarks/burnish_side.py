@@ -1,0 +1,102 @@
+"""Burnish's trainer for a job: its defaults, with a token budget as its recipes have one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from side import Clock, Job, score
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+from workload import LONGEST
+
+from burnish import DPO, PPO, SFT, Trainer
+from burnish.data.batching import permutation
+from burnish.methods.reinforce import Reinforce
+from burnish.methods.reward import RewardModel
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.model import ModelReward
+from burnish.rollout.generate import Local, Sampling
+from burnish.types import Completion
+
+PPO_EPOCHS = 4
+
+
+def trainer(job: Job, clock: Clock, out: str) -> tuple[Any, int]:
+    """A trainer whose first epoch takes the rows in their order, and how many optimizer steps are one step of TRL's."""
+    tokenizer = AutoTokenizer.from_pretrained(job.folder / "model")
+    kind = AutoModelForSequenceClassification if job.method == "reward" else AutoModelForCausalLM
+    model = kind.from_pretrained(job.folder / ("reward" if job.method == "reward" else "model"))
+    ticks = PPO_EPOCHS if job.method == "ppo" else 1
+    rows = job.rows[: job.batch] if job.method == "ppo" else job.rows
+    placed: list[Any] = [None] * len(rows)
+    for place, row in zip(permutation(len(rows), 42, 0), rows, strict=True):
+        placed[place] = row["row"]
+    clipped: dict[str, Any] = {} if job.method != "ppo" else {"max_grad_norm": 0.0}  # TRL's PPO does not clip gradients
+    made = Trainer(
+        model=model,
+        args=TrainingArguments(**job.arguments(out), max_steps=(job.warmup + job.steps) * ticks, **clipped),
+        method=method(job, clock, tokenizer),
+        train_dataset=placed,
+        processing_class=tokenizer,
+        token_budget=job.options.token_budget or None,
+        callbacks=[clock.callback()],
+    )
+    if job.given and job.method == "ppo":
+        step = made.training_step
+
+        def seen(model: Any, *others: Any) -> Any:
+            loss = step(model, *others)
+            clock.look(float(loss), model)
+            return loss
+
+        made.training_step = seen  # type: ignore[method-assign]
+    return made, ticks
+
+
+def method(job: Job, clock: Clock, tokenizer: Any) -> Any:
+    """The method with what TRL does by default."""
+    how: dict[str, Any] = {
+        "sampling": Sampling(max_new_tokens=LONGEST, samples=job.samples),
+        "generator": counted(job, clock),
+    }
+    function: dict[str, Any] = {"reward": lambda answers: score([answer.tokens for answer in answers]), **how}
+    clips: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
+    match job.method:
+        case "sft":
+            return SFT()
+        case "dpo":
+            return DPO()
+        case "reward":
+            return RewardModel()
+        case "grpo":
+            return Reinforce(**function, baseline="group_mean", reduction="token_mean", **clips)
+        case "rloo":
+            return Reinforce(**function, baseline="rloo", kl_coef=0.05)
+        case _:
+            scorer = AutoModelForSequenceClassification.from_pretrained(job.folder / "reward")
+            reward = [NamedReward("reward", 1.0, ModelReward(scorer, tokenizer))]
+            return PPO(reward, **how, epochs=PPO_EPOCHS, value_coef=0.1, value_clip=0.2, kl_coef=0.05)
+
+
+def counted(job: Job, clock: Clock) -> Any:
+    """The default generator, or one that gives the job's completions; it counts tokens."""
+    local = Local()
+
+    def complete(model: Any, requests: list[Any], *args: Any, **others: Any) -> list[Completion]:
+        done = as_given(job, model, requests) if job.given else local(model, requests, *args, **others)
+        clock.completed.append(sum(len(completion.tokens) for completion in done))
+        return done
+
+    return complete
+
+
+@torch.no_grad()
+def as_given(job: Job, model: Any, requests: list[Any]) -> list[Completion]:
+    """The job's completions with the model's log-probabilities."""
+    completions = [ids for samples in job.given or [] for ids in samples]
+    done = []
+    for request, ids in zip(requests, completions, strict=True):
+        logits = model(torch.tensor([[*request.tokens, *ids]])).logits[0, len(request.tokens) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        done.append(Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] == 2 else "length"))
+    return done
