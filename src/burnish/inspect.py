@@ -21,6 +21,7 @@ from burnish.models import loading
 from burnish.models.adapters import AdapterConfig
 from burnish.pipeline import model_reference
 from burnish.recipe import Data, Recipe, Stage, StageData, StageModel, method_class, sources
+from burnish.training.layout import default_budget
 from burnish.types import Encoded, Example, Prompt, Sequence, UserError
 
 SHOWN_ROWS = 2
@@ -297,7 +298,8 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     longest = max(len(s.tokens) for e in examples for s in e.sequences)
     longest += stage.generation.longest if stage.reward else 0
     batch = stage.trainer.get("per_device_train_batch_size", 8) * max(len(e.sequences) for e in examples)
-    tokens = min(stage.token_budget or longest * batch, longest * batch)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = min(max(stage.token_budget or default_budget(device) or longest * batch, longest), longest * batch)
     text = config.get_text_config()
     each = CHECKPOINTED if stage.trainer.get("gradient_checkpointing") else ACTIVATION
     activations = each * size // 2 * tokens * text.num_hidden_layers * text.hidden_size

@@ -229,6 +229,16 @@ class Encoded(NamedTuple):
     changed: list[Changed]
 
 
+class Runs(NamedTuple):
+    """Stretches of a packed row, in order: their lengths, and for each the earlier one that stands before it, or None.
+
+    Two answers behind their prompt, then padding: ``Runs((7, 3, 5, 1), (None, 0, 0, None))``.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int | None, ...]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tensors that fit one forward pass. Several sequences may share a row (packing), or a row may be padded.
@@ -254,6 +264,7 @@ class MicroBatch:
     margins: Tensor
     p_better: Tensor
     packed: bool
+    runs: Runs | None
     sources: tuple[str, ...]
 
     def to(self, device: torch.device | str) -> MicroBatch:

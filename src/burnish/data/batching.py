@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.types import Example, MicroBatch, Sequence, UserError
+from burnish.types import Example, MicroBatch, Runs, Sequence, UserError
 
 
 def shared_length(example: Example) -> int:
@@ -145,8 +145,25 @@ def collate(
         arrays=arrays,
         **_pairs(examples),
         packed=packed or any(len(sequences) > 1 for _, sequences in units),
+        runs=_runs(units, places[0][1], width) if packed else None,
         sources=tuple(sequence.source for example in examples for sequence in example.sequences),
     )
+
+
+def _runs(units: list[tuple[int, tuple[Sequence, ...]]], before: int, width: int) -> Runs:
+    """The runs of a packed row that begins with ``before`` columns of padding."""
+    lengths, parents = ([before], [None]) if before else ([], [])
+    for common, sequences in units:
+        parent = len(lengths) if common else None
+        if common:
+            lengths.append(common)
+            parents.append(None)
+        lengths += [len(sequence.tokens) - common for sequence in sequences]
+        parents += [parent] * len(sequences)
+    if after := width - sum(lengths):
+        lengths.append(after)
+        parents.append(None)
+    return Runs(tuple(lengths), tuple(parents))
 
 
 def _pairs(examples: list[Example]) -> dict[str, Tensor]:

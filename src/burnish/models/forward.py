@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count, islice
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 from peft import PeftModel
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burnish.data.batching import attention_mask, collate
 from burnish.math.tensors import logprobs_and_entropy, precise, previous, warp
+from burnish.models import attention
 from burnish.types import Example, MicroBatch, Sequence, UserError
 
 LOGITS_AT_ONCE = 2**26  # elements of a chunk of logits: 256 MiB in float32
@@ -93,12 +96,12 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
             f"{batch.sources[int(last.argmax())]}: packed, it is longer than the attention "
             f"window of {window} tokens of {type(unwrap(model)).__name__}: train with packed=False"
         )
-    return body(
-        input_ids=batch.tokens,
-        attention_mask=attention_mask(batch, next(body.parameters()).dtype),
-        position_ids=batch.positions,
-        use_cache=False,
-    ).last_hidden_state
+    if batch.runs is not None and has_varlen(model):
+        # transformers takes a mask of four dimensions as it is, and makes none
+        sees: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "runs": batch.runs}
+    else:
+        sees = {"attention_mask": attention_mask(batch, next(body.parameters()).dtype)}
+    return body(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **sees).last_hidden_state
 
 
 def can_share(model: nn.Module) -> bool:
@@ -106,29 +109,54 @@ def can_share(model: nn.Module) -> bool:
 
     Not those of an encoder, which sees both ways, nor with ALiBi, which counts the columns between two tokens.
     """
-    base = unwrap(model)
-    config = base.config.get_text_config()
-    causal = hasattr(base, "score") or base.get_output_embeddings() is not None
-    windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    windows = windows or "local" in _layers(config)
-    trial = [Example(tuple(_trial(answer, config.vocab_size) for answer in range(3)))]
-    return causal and not windows and _same_states(model, trial, shared=True)
+    return _causal_without_windows(model) and _same_states(model, _trial(model, 3), shared=True)
 
 
 def can_pack(model: nn.Module) -> bool:
     """Whether sequences in one row, behind a block mask, have the hidden states that they have alone."""
-    vocabulary = unwrap(model).config.get_text_config().vocab_size
-    trial = [Example((_trial(answer, vocabulary),)) for answer in range(3)]
-    return _same_states(model, trial, packed=True)
+    return _same_states(model, _trial(model, 1, 1, 1), packed=True)
+
+
+def has_varlen(model: nn.Module) -> bool:
+    """Whether packed rows need no mask: ``attention.varlen`` is switched on here, where a trial of it is right."""
+    base = unwrap(model)
+    if base.config._attn_implementation != attention.NAME and base not in _tried:
+        _tried.add(base)
+        if base.config._attn_implementation == "sdpa" and base._supports_attention_backend:
+            base.config._attn_implementation = attention.NAME
+            trial = _trial(model, 3, 1)
+            if not (_causal_without_windows(model) and _same_states(model, trial, packed=True, shared=True)):
+                base.config._attn_implementation = "sdpa"
+    return base.config._attn_implementation == attention.NAME
+
+
+def prefers_packed(model: nn.Module) -> bool:
+    """Whether packed rows, which have no padding, are the fastest: on a CPU, and where a GPU has a kernel for them."""
+    base = unwrap(model)
+    return (base.device.type == "cpu" or base.dtype in (torch.bfloat16, torch.float16)) and has_varlen(model)
+
+
+_tried: WeakSet[nn.Module] = WeakSet()
+
+
+def _causal_without_windows(model: nn.Module) -> bool:
+    base = unwrap(model)
+    config = base.config.get_text_config()
+    causal = hasattr(base, "score") or base.get_output_embeddings() is not None
+    windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return causal and not windows and "local" not in _layers(config)
 
 
 def _layers(config: Any) -> list[str]:
     return next((list(found) for name in LAYERS if (found := getattr(config, name, None))), [])
 
 
-def _trial(answer: int, vocabulary: int) -> Sequence:
-    ids = (1, 2, 3, 4, *(7 * answer + t for t in range(5, 15)))
-    return Sequence(tuple(i % vocabulary for i in ids), (False,) * 4 + (True,) * 10, "trial")
+def _trial(model: nn.Module, *answers: int) -> list[Example]:
+    """Examples of so many different answers each, all to one short prompt."""
+    vocabulary = unwrap(model).config.get_text_config().vocab_size
+    tokens = ((1, 2, 3, 4, *(7 * answer + t for t in range(5, 15))) for answer in count())
+    rows = (Sequence(tuple(i % vocabulary for i in ids), (False,) * 4 + (True,) * 10, "trial") for ids in tokens)
+    return [Example(tuple(islice(rows, n))) for n in answers]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length, answer
-from burnish.models.forward import scores, unwrap
+from burnish.models.forward import prefers_packed, scores, unwrap
 from burnish.types import Answer, Example, UserError
 
 TOKEN_BUDGET = 8192
@@ -66,9 +66,10 @@ class ModelReward:
         device = unwrap(self.model).device
         pad: Any = self.tokenizer.pad_token_id
         found = [0.0] * len(answers)
+        packed = prefers_packed(self.model)
         with torch.no_grad():
-            for group in micro_batches(examples, self.token_budget):
-                batch = collate([examples[i] for i in group], 0 if pad is None else pad).to(device)
+            for group in micro_batches(examples, self.token_budget, packed=packed):
+                batch = collate([examples[i] for i in group], 0 if pad is None else pad, packed=packed).to(device)
                 for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):
                     found[i] = (value - self.mean) / self.std
         return found

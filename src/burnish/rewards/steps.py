@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data import chat
 from burnish.data.batching import collate, micro_batches
 from burnish.data.solutions import step_ends
-from burnish.models.forward import unwrap
+from burnish.models.forward import prefers_packed, unwrap
 from burnish.models.heads import Network, StepValueHead
 from burnish.rewards.model import TOKEN_BUDGET
 from burnish.types import Answer, Example, Sequence, UserError
@@ -83,8 +83,9 @@ class StepReward:
             tokens = chat.prompt(self.tokenizer, answer.prompt, answer.source) + answer.tokens
             examples.append(Example((Sequence(tokens, (False,) * len(tokens), answer.source),)))
         found: list[list[float]] = [[] for _ in answers]
-        for group in micro_batches(examples, self.token_budget):
-            batch = collate([examples[i] for i in group], 0).to(unwrap(self.network.policy).device)
+        packed = prefers_packed(self.network.policy)
+        for group in micro_batches(examples, self.token_budget, packed=packed):
+            batch = collate([examples[i] for i in group], 0, packed=packed).to(unwrap(self.network.policy).device)
             values = self.network.values(batch).flatten().tolist()
             for i, end in zip(group, batch.ends.tolist(), strict=True):
                 found[i] = values[end + 1 - len(answers[i].tokens) : end + 1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from burnish.models import attention
 from burnish.models.forward import backbone, unwrap
 from burnish.types import UserError
 
@@ -140,7 +141,7 @@ def layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:
             f"{name} keeps {', '.join(sorted(unknown)) or 'chunked attention'}, which the local generator cannot cache "
             "row by row: it takes models with full or sliding-window attention in every layer"
         )
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in ("sdpa", "eager", attention.NAME):
         raise UserError(
             f"{name} was loaded with attn_implementation={config._attn_implementation!r}, which takes no mask by row: "
             "load it with attn_implementation='sdpa'"

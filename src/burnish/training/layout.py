@@ -8,9 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from burnish.data.batching import collate, micro_batches
-from burnish.models.forward import can_pack, can_share, unwrap
+from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.models.heads import Network
 from burnish.types import Example, MicroBatch, UserError
+
+BUDGET_ON_CPU = 1024
+"""Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
+
+
+def default_budget(device: torch.device) -> int | None:
+    """Tokens of a micro-batch where the user names no number; None is the whole step."""
+    return BUDGET_ON_CPU if device.type == "cpu" else None
 
 
 @dataclass
@@ -22,17 +30,19 @@ class Layout:
     pad_id: int
     side: str
     pad_to: int
-    packed: bool
+    packed: bool | None
     shared_prompts: bool
 
     def __post_init__(self) -> None:
-        if self.packed and not can_pack(self.network.policy):
+        if self.packed is None:
+            self.packed = prefers_packed(self.network.policy)
+        elif self.packed and not can_pack(self.network.policy):
             model = type(unwrap(self.network.policy)).__name__
             raise UserError(f"packed: {model} does not keep the sequences of a row apart: take this setting away")
 
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
         """Indices of examples, a list for each micro-batch."""
-        return micro_batches(examples, budget, packed=self.packed, shared=self._shared(examples))
+        return micro_batches(examples, budget, packed=bool(self.packed), shared=self._shared(examples))
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """Micro-batches of one process; every process gets equally many, an empty one where they run out."""
@@ -46,8 +56,8 @@ class Layout:
 
     def collate(self, examples: list[Example]) -> MicroBatch:
         """One micro-batch of examples, on the device."""
-        shared = self._shared(examples)
-        batch = collate(examples, self.pad_id, side=self.side, packed=self.packed, shared=shared, pad_to=self.pad_to)
+        packed, shared = bool(self.packed), self._shared(examples)
+        batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
         return batch.to(self.device)
 
     def _shared(self, examples: list[Example]) -> bool:

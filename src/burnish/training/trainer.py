@@ -31,7 +31,7 @@ from burnish.models.heads import Network
 from burnish.protocols import Context, Method
 from burnish.training import checkpoint
 from burnish.training.arguments import warn_ignored
-from burnish.training.layout import Layout
+from burnish.training.layout import Layout, default_budget
 from burnish.training.metrics import Recorder
 from burnish.training.passes import Passes, add
 from burnish.types import Example, Row, Term, Terms, UserError
@@ -52,11 +52,12 @@ class Trainer(transformers.Trainer):
         eval_dataset: rows of the same kind that training does not see.
         processing_class: the tokenizer, with the chat template.
         length: the longest sequence, and what to do with longer ones (an error unless said otherwise).
-        token_budget: the most tokens, with padding, of one micro-batch; None puts a step in one. On out-of-memory it
-            is halved and the step is done again.
+        token_budget: the most tokens, with padding, of one micro-batch; None is 1024 on a CPU, where more is not
+            faster, and else the whole step. On out-of-memory it is halved and the step is done again.
         padding_side: right or left; pad_to: the least width of a micro-batch (for kernels that want round numbers);
-            packed: several sequences in one row that do not see each other; shared_prompts: compared answers stand
-            behind their prompt, which runs once, where the model allows it.
+            packed: several sequences in one row that do not see each other; None packs where that is fastest, which
+            is where attention needs no mask for it. shared_prompts: answers to one prompt stand behind it, and it
+            runs once, where the model allows it.
         recorder: where samples go; None keeps none.
         others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
     """
@@ -74,7 +75,7 @@ class Trainer(transformers.Trainer):
         token_budget: int | None = None,
         padding_side: str = "right",
         pad_to: int = 0,
-        packed: bool = False,
+        packed: bool | None = None,
         shared_prompts: bool = True,
         recorder: Recorder | None = None,
         show_samples: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -90,7 +91,7 @@ class Trainer(transformers.Trainer):
         warn_ignored(args)
         self.method = method
         self.length = length or Length()
-        self.token_budget = token_budget
+        self.token_budget = token_budget or default_budget(args.device)
         self.recorder = recorder
         self.show_samples = show_samples
         self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -194,7 +195,7 @@ class Trainer(transformers.Trainer):
         if self.args.world_size > 1:
             return False
         longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
-        now = self.token_budget or sum(len(s.tokens) for e in examples for s in e.sequences) * 2
+        now = max(batch.tokens.numel() for batch in self.layout.cut(examples, self.token_budget, 0, 1))
         if now <= longest:
             return False
         self.token_budget = max(now // 2, longest)
