@@ -200,7 +200,7 @@ class Stage(Config, use_attribute_docstrings=True):
     reward: list[RewardSource] = Field([])
     generation: Sampling = Field(default_factory=Sampling)
     token_budget: int | None = Field(None, gt=0)
-    """Most tokens of a micro-batch. Absent: 1024 on a CPU, else a whole step."""
+    """Most tokens of a micro-batch. Absent: 512 on a CPU, else a whole step."""
     packed: bool | None = None
     """Several sequences in one row of a micro-batch, which do not see each other: the result is the same. Absent: where
     it is fastest."""

@@ -12,7 +12,7 @@ from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.models.heads import Network
 from burnish.types import Example, MicroBatch, UserError
 
-BUDGET_ON_CPU = 1024
+BUDGET_ON_CPU = 512
 """Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
 
 

@@ -52,7 +52,7 @@ class Trainer(transformers.Trainer):
         eval_dataset: rows of the same kind that training does not see.
         processing_class: the tokenizer, with the chat template.
         length: the longest sequence, and what to do with longer ones (an error unless said otherwise).
-        token_budget: the most tokens, with padding, of one micro-batch; None is 1024 on a CPU, where more is not
+        token_budget: the most tokens, with padding, of one micro-batch; None is 512 on a CPU, where more is not
             faster, and else the whole step. On out-of-memory it is halved and the step is done again.
         padding_side: right or left; pad_to: the least width of a micro-batch (for kernels that want round numbers);
             packed: several sequences in one row that do not see each other; None packs where that is fastest, which
