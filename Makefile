@@ -6,9 +6,10 @@ VADER := data/vaderSentiment-3.3.2.tar.gz
 STAMP := .venv/installed
 SMALL := .venv/models-installed
 PEERS := .venv-peers/installed
+PEERS_PPO := .venv-peers-ppo/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data wordnet quickstart classic test peers lint format
+.PHONY: help setup data wordnet quickstart classic test peers bench lint format
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +70,25 @@ $(PEERS): benchmarks/peers/requirements.txt requirements.lock pyproject.toml
 peers: $(PEERS) ## compare the first step of each method with TRL's
 	.venv-peers/bin/python -c 'import trl'
 	.venv-peers/bin/pytest -q -m peers tests/peers
+
+$(PEERS_PPO): benchmarks/peers/ppo-requirements.txt requirements.lock
+	test -x .venv-peers-ppo/bin/python || $(PYTHON) -m venv .venv-peers-ppo
+	.venv-peers-ppo/bin/pip install --quiet $$(grep '^torch==' requirements.lock)
+	.venv-peers-ppo/bin/pip install --quiet -r benchmarks/peers/ppo-requirements.txt
+	touch $@
+
+METHODS ?= sft dpo reward grpo rloo ppo
+
+# One thread and a process for each run; ratios of CPU seconds, since a machine is seldom quiet.
+bench: $(STAMP) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's: make bench METHODS="sft dpo"
+	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 4096 --repeats 3 --steps 2
+	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 49152 --repeats 1 --steps 1
+	$(BIN)/python benchmarks/ablations.py $(METHODS) --repeats 1 --steps 2
+	$(BIN)/python benchmarks/scaling.py --repeats 3
+	for name in $(basename $(notdir $(wildcard benchmarks/encoding.py benchmarks/generation.py))); do \
+		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output benchmarks/results/$$name.json || exit 1; \
+	done
+	$(BIN)/python benchmarks/table.py
 
 lint: $(STAMP) ## check style, format, types and layers
 	$(BIN)/ruff check .

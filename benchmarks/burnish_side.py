@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
+from ablations import ABLATIONS, Without
 from side import Clock, Job, score
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 from workload import LONGEST
@@ -23,6 +25,8 @@ PPO_EPOCHS = 4
 
 def trainer(job: Job, clock: Clock, out: str) -> tuple[Any, int]:
     """A trainer whose first epoch takes the rows in their order, and how many optimizer steps are one step of TRL's."""
+    without = ABLATIONS.get(job.options.without, Without("nothing", ()))
+    without.patch()
     tokenizer = AutoTokenizer.from_pretrained(job.folder / "model")
     kind = AutoModelForSequenceClassification if job.method == "reward" else AutoModelForCausalLM
     model = kind.from_pretrained(job.folder / ("reward" if job.method == "reward" else "model"))
@@ -35,26 +39,28 @@ def trainer(job: Job, clock: Clock, out: str) -> tuple[Any, int]:
     made = Trainer(
         model=model,
         args=TrainingArguments(**job.arguments(out), max_steps=(job.warmup + job.steps) * ticks, **clipped),
-        method=method(job, clock, tokenizer),
+        method=method(job, clock, tokenizer, without.settings),
         train_dataset=placed,
         processing_class=tokenizer,
-        token_budget=job.options.token_budget or None,
         callbacks=[clock.callback()],
+        **({"token_budget": job.options.token_budget} | without.trainer),
     )
-    if job.given and job.method == "ppo":
-        step = made.training_step
+    step = made.training_step
 
-        def seen(model: Any, *others: Any) -> Any:
-            loss = step(model, *others)
+    def seen(model: Any, *others: Any) -> Any:
+        began = time.process_time()
+        loss = step(model, *others)
+        clock.update += time.process_time() - began
+        if job.given and job.method == "ppo":
             clock.look(float(loss), model)
-            return loss
+        return loss
 
-        made.training_step = seen  # type: ignore[method-assign]
+    made.training_step = seen  # type: ignore[method-assign]
     return made, ticks
 
 
-def method(job: Job, clock: Clock, tokenizer: Any) -> Any:
-    """The method with what TRL does by default."""
+def method(job: Job, clock: Clock, tokenizer: Any, settings: dict[str, Any]) -> Any:
+    """The method with what TRL does by default, and further settings."""
     how: dict[str, Any] = {
         "sampling": Sampling(max_new_tokens=LONGEST, samples=job.samples),
         "generator": counted(job, clock),
@@ -63,19 +69,19 @@ def method(job: Job, clock: Clock, tokenizer: Any) -> Any:
     clips: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
     match job.method:
         case "sft":
-            return SFT()
+            return SFT(**settings)
         case "dpo":
-            return DPO()
+            return DPO(**settings)
         case "reward":
-            return RewardModel()
+            return RewardModel(**settings)
         case "grpo":
-            return Reinforce(**function, baseline="group_mean", reduction="token_mean", **clips)
+            return Reinforce(**function, baseline="group_mean", reduction="token_mean", **clips, **settings)
         case "rloo":
-            return Reinforce(**function, baseline="rloo", kl_coef=0.05)
+            return Reinforce(**function, baseline="rloo", kl_coef=0.05, **settings)
         case _:
             scorer = AutoModelForSequenceClassification.from_pretrained(job.folder / "reward")
             reward = [NamedReward("reward", 1.0, ModelReward(scorer, tokenizer))]
-            return PPO(reward, **how, epochs=PPO_EPOCHS, value_coef=0.1, value_clip=0.2, kl_coef=0.05)
+            return PPO(reward, **how, epochs=PPO_EPOCHS, value_coef=0.1, value_clip=0.2, kl_coef=0.05, **settings)
 
 
 def counted(job: Job, clock: Clock) -> Any:
@@ -84,6 +90,8 @@ def counted(job: Job, clock: Clock) -> Any:
 
     def complete(model: Any, requests: list[Any], *args: Any, **others: Any) -> list[Completion]:
         done = as_given(job, model, requests) if job.given else local(model, requests, *args, **others)
+        lengths = [(len(request.tokens), [len(one.tokens)]) for request, one in zip(requests, done, strict=True)]
+        clock.sequences.append(lengths)
         clock.completed.append(sum(len(completion.tokens) for completion in done))
         return done
 

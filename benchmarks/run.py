@@ -74,6 +74,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def write(name: str, found: dict[str, Any]) -> None:
+    """Keep results."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
 def check(method: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:
     """Losses and norms of gradients of every step of both sides; the end of the run where they differ."""
     steps = []
@@ -103,7 +109,7 @@ def compare(method: str, vocabulary: int, folder: Path, repeats: int, *arguments
         given = {name: side(name, method, folder, vocabulary, "--given") for name in ("burnish", "trl")}
         steps = check(method, given["burnish"], given["trl"])
     for _ in range(repeats):
-        pair = {name: side(name, method, folder, vocabulary, *arguments) for name in ("burnish", "trl")}
+        pair = {name: side(name, method, folder, vocabulary, "--rate", *arguments) for name in ("burnish", "trl")}
         if method not in ONLINE:
             steps = check(method, pair["burnish"], pair["trl"])
         pairs.append(pair)
@@ -119,13 +125,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    RESULTS.mkdir(exist_ok=True)
     for vocabulary in options.vocabularies:
         with models(vocabulary) as folder:
             for method in options.methods:
                 found = compare(method, vocabulary, folder, options.repeats, "--steps", options.steps)
-                path = RESULTS / f"cpu-{method}-{vocabulary}.json"
-                path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+                write(f"cpu-{method}-{vocabulary}", found)
                 for name, (low, middle, high) in found["ratios"].items():
                     print(
                         f"{method:7} V={vocabulary:6} {name:7} {middle:5.2f} x  ({low:.2f} to {high:.2f})", flush=True

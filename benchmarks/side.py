@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flops
 import workload
 
 ONLINE = ("grpo", "rloo", "ppo")
@@ -37,7 +38,7 @@ class Job(NamedTuple):
     @property
     def batch(self) -> int:
         """Rows of a step; prompts, where completions are sampled."""
-        return 4 if self.method in ("grpo", "rloo") else 16
+        return self.options.batch or (4 if self.method in ("grpo", "rloo") else 16)
 
     @property
     def samples(self) -> int:
@@ -61,11 +62,16 @@ class Job(NamedTuple):
 
 
 class Clock:
-    """When each step ended, and how many tokens each batch of completions had."""
+    """What a run tells: when each step ended, and how many tokens each batch of completions had.
+
+    Of Burnish also the lengths of prompts and completions, and the CPU seconds of its passes with gradient.
+    """
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
         self.completed: list[int] = []
+        self.sequences: list[list[tuple[int, list[int]]]] = []
+        self.update = 0.0
         self.losses: list[float] = []
         self.gradients: list[float] = []
 
@@ -109,21 +115,17 @@ def tokens_of(job: Job, clock: Clock) -> int:
     return sum(part["prompt"] * len(part["answers"]) + sum(part["answers"]) for part in parts)
 
 
-def multiply_rate(seconds: float = 1.0) -> float:
-    """The best rate of float32 matrix products in FLOP per CPU second, over a few large shapes."""
-    import torch
-
-    best = 0.0
-    for n in (512, 1024, 2048):
-        a, b = torch.rand(n, n), torch.rand(n, n)
-        times, began = [], time.process_time()
-        while time.process_time() - began < seconds:
-            start = time.process_time()
-            for _ in range(3):
-                torch.mm(a, b)
-            times.append((time.process_time() - start) / 3)
-        best = max(best, 2 * n**3 / min(times))
-    return best
+def share_of_machine(job: Job, clock: Clock, cpu: float) -> dict[str, float]:
+    """The rate of matrix products, and the share of it that the measured steps reach; online of their updates alone."""
+    size = len(job.rows) // (job.warmup + job.steps)
+    parts = [row["tokens"] for row in job.rows[job.warmup * size :]]
+    sequences = [(part["prompt"], part["answers"]) for part in parts]
+    if job.method in ONLINE:
+        sequences = [one for batch in clock.sequences for one in batch]
+    passes = 4 if job.method == "ppo" else 1
+    operations = passes * flops.needed(job.method, sequences, job.options.vocabulary)
+    rate = flops.multiply_rate()
+    return {"multiply_rate": rate, "share": operations / (clock.update if job.method in ONLINE else cpu) / rate}
 
 
 def measure(side: str, job: Job) -> dict[str, Any]:
@@ -158,8 +160,7 @@ def measure(side: str, job: Job) -> dict[str, Any]:
         "preparation": preparation,
         "loaded": loaded,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "multiply_rate": multiply_rate() if job.options.rate else None,
-    }
+    } | (share_of_machine(job, clock, cpu) if job.options.rate and side == "burnish" else {})
 
 
 def main() -> None:
@@ -173,16 +174,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--length", type=int, help="of every row; else log-normal")
     parser.add_argument("--batch", type=int, help="rows of a step")
+    parser.add_argument("--copies", type=int, default=1, help="how often the rows of the measured steps come")
     parser.add_argument("--token-budget", type=int, default=1024)
     parser.add_argument("--without", help="one thing of Burnish that is taken away (ablations.py)")
     parser.add_argument("--given", action="store_true")
     parser.add_argument("--rate", action="store_true", help="measure the rate of matrix products as well")
     options = parser.parse_args()
     warmup, steps = (0, 1) if options.given else (options.warmup, options.steps)
-    job = Job(options.method, options.folder, [], warmup, steps, None, options)
+    job = Job(options.method, options.folder, [], warmup, steps * options.copies, None, options)
     count = job.batch * (1 if job.method == "ppo" else warmup + steps)
     made = workload.rows(job.method, count, options.vocabulary, options.length)
     made = made * (warmup + steps) if job.method == "ppo" else made  # PPO sees one batch of prompts again and again
+    made += made[warmup * job.batch :] * (options.copies - 1)
     given = workload.given(job.batch, job.samples, options.vocabulary, job.method == "ppo") if options.given else None
     print(json.dumps(measure(options.side, job._replace(rows=made, given=given))))
 

@@ -1,0 +1,100 @@
+"""Burnish against itself with one thing taken away at a time.
+
+``python benchmarks/ablations.py sft dpo --repeats 3`` alternates whole runs with runs without each thing that a method
+has, and writes ``benchmarks/results/ablations-4096.json``. To add one, add a line to ``ABLATIONS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import run
+
+
+class Without(NamedTuple):
+    """What is taken away, of which methods, and how: arguments of ``Trainer``, settings of the method, or a patch."""
+
+    what: str
+    methods: tuple[str, ...]
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    patch: Callable[[], None] = lambda: None
+
+
+def unsorted() -> None:
+    """Micro-batches take rows as they come, under the same budget."""
+    from burnish.training import layout
+
+    def in_order(examples: list[Any], budget: int | None, **_: Any) -> list[list[int]]:
+        groups: list[list[int]] = [[]]
+        for i in range(len(examples)):
+            sequences = [sequence for j in [*groups[-1], i] for sequence in examples[j].sequences]
+            if groups[-1] and max(len(s.tokens) for s in sequences) * len(sequences) > (budget or math.inf):
+                groups.append([])
+            groups[-1].append(i)
+        return groups
+
+    layout.micro_batches = in_order
+
+
+def head_everywhere() -> None:
+    """The head runs on every token that has one before it."""
+    from burnish.methods import ppo, reinforce
+    from burnish.models import forward
+    from burnish.rollout import steps
+
+    narrow = forward.token_logprobs
+
+    def wide(model: Any, hidden: Any, batch: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        found = narrow(model, hidden, batch, batch.positions > 0, *others, **named)
+        return tuple(x.where(mask, 0.0) for x in found)
+
+    places: tuple[Any, ...] = (forward, ppo, reinforce, steps)
+    for module in places:
+        module.token_logprobs = wide
+
+
+ALL = ("sft", "dpo", "reward", "grpo", "rloo", "ppo")
+ABLATIONS = {
+    "budget": Without("a token budget: the step is one micro-batch", ALL, trainer={"token_budget": None}),
+    "sorting": Without("rows sorted by length", ALL, patch=unsorted),
+    "padding": Without("padded rows: packed ones instead", ("sft",), trainer={"packed": True}),
+    "sharing": Without("prompts that run once", ("dpo", "reward"), trainer={"shared_prompts": False}),
+    "precomputed": Without("the reference worked out once", ("dpo",), settings={"reference": "live"}),
+    "head": Without("the head on learned tokens only", ("sft", "dpo", "ppo"), patch=head_everywhere),
+}
+
+
+def main() -> None:
+    """Read the command line, run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("methods", nargs="*", default=["sft", "dpo"])
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    found = []
+    with run.models(options.vocabulary) as folder:
+        for method in options.methods:
+            named = [name for name, one in ABLATIONS.items() if method in one.methods]
+            pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {name: [] for name in named}
+            for _ in range(options.repeats):
+                start = (method, folder, options.vocabulary, "--steps", options.steps)
+                whole = run.side("burnish", *start)
+                for name in named:
+                    pairs[name].append((whole, run.side("burnish", *start, "--without", name)))
+            for name in named:
+                speeds = [b["tokens"] / b["cpu"] / a["tokens"] * a["cpu"] for a, b in pairs[name]]
+                memory = median(b["peak"] / a["peak"] for a, b in pairs[name])
+                what = ABLATIONS[name].what
+                found.append({"method": method, "without": what, "speed": median(speeds), "memory": memory})
+                print(f"{method:7} {what:45} speed {median(speeds):5.2f} x  memory {memory:5.2f} x", flush=True)
+    run.write(f"ablations-{options.vocabulary}", {"machine": run.machine(), "ablations": found})
+
+
+if __name__ == "__main__":
+    main()

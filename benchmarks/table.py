@@ -1,0 +1,75 @@
+"""Writes the tables of ``docs/speed.md`` from the files of ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import Any
+
+from run import METHODS, RESULTS, ROOT
+
+START, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
+
+
+def table(title: str, *rows: list[Any]) -> str:
+    """A Markdown table, the first row its head."""
+    head, *body = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join([f"### {title}", "", head, "|---" * len(rows[0]) + "|", *body])
+
+
+def of_three(values: list[float]) -> str:
+    """The median with the least and the greatest."""
+    low, middle, high = values
+    return f"**{middle:.2f}** ({low:.2f} to {high:.2f})"
+
+
+def middle(found: dict[str, Any], side: str, what: Any) -> float:
+    """The median over the repeats."""
+    return median(what(pair[side]) for pair in found["repeats"])
+
+
+def compared(found: dict[str, Any]) -> list[Any]:
+    """A row of the table against TRL."""
+    first = next(x for x in found["equal"] if x["what"] == ("gradients" if found["method"] == "rloo" else "losses"))
+    speeds = [f"{middle(found, side, lambda x: x['tokens'] / x['cpu']):,.0f}" for side in ("burnish", "trl")]
+    peaks = [f"{middle(found, side, lambda x: x['peak']) / 2**30:.2f}" for side in ("burnish", "trl")]
+    return [
+        found["method"],
+        f"{found['vocabulary']:,}",
+        *speeds,
+        of_three(found["ratios"]["speed"]),
+        *peaks,
+        of_three(found["ratios"]["memory"]),
+        f"{first['burnish']:.6f}",
+        f"{first['trl']:.6f}",
+        found["machine"]["date"],
+    ]
+
+
+def main() -> None:
+    """Put the tables where the page has its marks."""
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    pairs = [read[name] for name in read if name.startswith("cpu-")]
+    pairs.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
+    head = ["method", "V", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's", "times less memory"]
+    parts = [table("Against TRL", [*head, "loss of step 1", "TRL's", "date"], *map(compared, pairs))]
+    shares = [
+        [f["method"], f"{f['vocabulary']:,}", *(f"{middle(f, 'burnish', lambda x, k=k: x[k]) * scale:.0f} {unit}"
+        for k, scale, unit in (("multiply_rate", 1e-9, "GFLOP/s"), ("share", 100, "%")))]
+        for f in pairs
+    ]  # fmt: skip
+    parts.append(table("Against the machine", ["method", "V", "matrix products", "share reached"], *shares))
+    for name in [name for name in read if name.startswith("ablations")]:
+        rows = [[x["method"], x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"] for x in read[name]["ablations"]]
+        parts.append(table("One thing taken away", ["method", "without", "speed", "peak memory"], *rows))
+    for name in [name for name in read if name.startswith("scaling")]:
+        rows = [[x["case"], f"{x['time']:.2f}", f"{x['peak']:.2f}"] for x in read[name]["cases"]]
+        parts.append(table("Linear cost", ["case", "CPU time", "peak memory"], *rows))
+    page = ROOT / "docs" / "speed.md"
+    before, rest = page.read_text("utf-8").split(START)
+    after = rest.split(END)[1]
+    page.write_text("\n\n".join([before + START, *parts, END]) + after, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
