@@ -59,13 +59,15 @@ def head_everywhere() -> None:
 
 
 ALL = ("sft", "dpo", "reward", "grpo", "rloo", "ppo")
+APART = {"packed": False, "token_budget": 10**9, "shared_prompts": False}
 ABLATIONS = {
-    "budget": Without("a token budget: the step is one micro-batch", ALL, trainer={"token_budget": None}),
-    "sorting": Without("rows sorted by length", ALL, patch=unsorted),
-    "padding": Without("padded rows: packed ones instead", ("sft",), trainer={"packed": True}),
-    "sharing": Without("prompts that run once", ("dpo", "reward"), trainer={"shared_prompts": False}),
+    "packing": Without("packed rows: padded ones, sorted by length", ALL, {"packed": False}),
+    "sorting": Without("packed rows and their order by length", ALL, {"packed": False}, patch=unsorted),
+    "budget": Without("a token budget: the step is one micro-batch", ALL, {"token_budget": 10**9}),
+    "sharing": Without("prompts that run once", ("dpo", "reward"), {"shared_prompts": False}),
     "precomputed": Without("the reference worked out once", ("dpo",), settings={"reference": "live"}),
     "head": Without("the head on learned tokens only", ("sft", "dpo", "ppo"), patch=head_everywhere),
+    "all": Without("all of this: one padded batch", ("sft", "dpo"), APART, patch=head_everywhere),
 }
 
 

@@ -1,4 +1,4 @@
-"""Burnish's trainer for a job: its defaults, with a token budget as its recipes have one."""
+"""Burnish's trainer for a job: its defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trainer(job: Job, clock: Clock, out: str) -> tuple[Any, int]:
         train_dataset=placed,
         processing_class=tokenizer,
         callbacks=[clock.callback()],
-        **({"token_budget": job.options.token_budget} | without.trainer),
+        **without.trainer,
     )
     step = made.training_step
 

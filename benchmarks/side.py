@@ -175,7 +175,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="of every row; else log-normal")
     parser.add_argument("--batch", type=int, help="rows of a step")
     parser.add_argument("--copies", type=int, default=1, help="how often the rows of the measured steps come")
-    parser.add_argument("--token-budget", type=int, default=1024)
     parser.add_argument("--without", help="one thing of Burnish that is taken away (ablations.py)")
     parser.add_argument("--given", action="store_true")
     parser.add_argument("--rate", action="store_true", help="measure the rate of matrix products as well")
