@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -200,13 +201,7 @@ def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, ref
     sums: list[dict[str, list[float]]] = []
     changed: list[Any] = []
     for one in (reference, loaded):
-
-        def encode(row: Any, tokenizer: Any = one.tokenizer) -> Example:
-            sides = [
-                Conversation((*row.prompt, *side), len(row.prompt), row.source) for side in (row.chosen, row.rejected)
-            ]
-            return Example(tuple(chat.conversation(tokenizer, side) for side in sides))
-
+        encode = partial(_sides, chat.Writer(one.tokenizer))
         examples, changed = chat.encode(found, encode, _length(one.model, one.tokenizer, evaluation))
         values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
         sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
@@ -218,6 +213,12 @@ def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, ref
     }
     measures = {"accuracy": Measure({s: _share(m) for s, m in margins.items()}), "margin": Measure(margins)}
     return Measured(measures, changed=_said(changed))
+
+
+def _sides(writer: chat.Writer, row: Any) -> chat.Draft[Example]:
+    chosen = yield from chat.completion.draft(writer, row.prompt, row.chosen, row.source)
+    rejected = yield from chat.completion.draft(writer, row.prompt, row.rejected, row.source)
+    return Example((chosen, rejected))
 
 
 def _share(difference: float) -> float:
@@ -250,7 +251,8 @@ def _measure_answers(
     loaded: Loaded, found: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
 ) -> Measured:
     prompts = [row for row in found if isinstance(row, Prompt)]
-    tokens = [chat.prompt(loaded.tokenizer, row) for row in prompts]
+    writer = chat.Writer(loaded.tokenizer)
+    tokens = chat.results(chat.prompt.draft(writer, row) for row in prompts)
     sampling = evaluation.generation
     rollouts = collect(
         prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, _context(loaded, evaluation), Local()

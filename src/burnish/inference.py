@@ -136,7 +136,8 @@ def complete(
     What is drawn for a prompt depends on the run's seed and its own tokens, not on the other prompts; a prompt that
     comes again gets new draws.
     """
-    tokens = [chat.prompt(loaded.tokenizer, row) for row in found]
+    writer = chat.Writer(loaded.tokenizer)
+    tokens = chat.results(chat.prompt.draft(writer, row) for row in found)
     _check_room(loaded.model, found, tokens)
     seen: dict[tuple[int, ...], int] = {}
     requests: list[list[Request]] = []

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.data import chat
-from burnish.data.chat import Length, answer, comparison, conversation, encode, prompt, set_template, text
+from burnish.data.chat import (
+    Draft,
+    Length,
+    Writer,
+    answer,
+    comparison,
+    conversation,
+    encode,
+    prompt,
+    set_template,
+    text,
+)
 from burnish.types import Conversation, Example, Message, Messages, Preference, Prompt, Sequence, Text, UserError
 
 
@@ -25,8 +36,12 @@ def says(content: str) -> Message:
 PAIR = Preference((user("Hi"),), (says("Yo"),), (says("No."),), 0.5, 0.75, "pairs.jsonl:3")
 
 
+def alone(draft: Draft[Sequence]) -> Draft[Example]:
+    return Example(((yield from draft),))
+
+
 def byte_text(tokenizer: Any) -> Any:
-    return lambda row: Example((text(tokenizer, row),))
+    return lambda row: alone(text.draft(Writer(tokenizer), row))
 
 
 def cut(rows: list[Any], function: Any, max_length: int, on_long: Any) -> Any:
@@ -68,16 +83,16 @@ def test_a_cut_that_leaves_nothing_to_learn_is_an_error(byte_tokenizer: Any) -> 
     tokenizer = byte_tokenizer()
     long = Conversation((user("a" * 50), says("b")), None, "chat.jsonl:17")
     with pytest.raises(UserError, match=r"chat.jsonl:17: .*truncate_right leaves nothing to learn"):
-        cut([long], lambda row: Example((conversation(tokenizer, row),)), 20, "truncate_right")
-    split = cut([long], lambda row: Example((conversation(tokenizer, row),)), 40, "split")
+        cut([long], lambda row: alone(conversation.draft(Writer(tokenizer), row)), 20, "truncate_right")
+    split = cut([long], lambda row: alone(conversation.draft(Writer(tokenizer), row)), 40, "split")
     (kept,) = (example.sequences[0] for example in split.examples)
     targets = [t for t, trained in zip(kept.tokens, kept.trained, strict=True) if trained]
     assert tokenizer.decode(targets) == "b<|im_end|>"
     assert split.changed[0].reason == "split: 72 tokens, max_length 40 into 2, 1 of them with nothing to learn"
 
 
-def prompts(tokenizer: Any, row: Prompt) -> Example:
-    ids = prompt(tokenizer, row)
+def prompts(tokenizer: Any, row: Prompt) -> Draft[Example]:
+    ids = yield from prompt.draft(Writer(tokenizer), row)
     return Example((Sequence(ids, (False,) * len(ids), row.source),))
 
 
@@ -100,7 +115,7 @@ def test_comparisons_cut_the_prompt_and_never_the_answer(byte_tokenizer: Any) ->
     tokenizer = byte_tokenizer(None)
     set_template(tokenizer, "text")
     pair = Preference((user("0123456789"),), (says(" yes"),), (says(" no way"),), None, None, "p:1")
-    result = cut([pair], lambda row: comparison(tokenizer, row), 12, "truncate_left")
+    result = cut([pair], lambda row: comparison.draft(Writer(tokenizer), row), 12, "truncate_left")
     assert [tokenizer.decode(s.tokens) for s in result.examples[0].sequences] == [
         "6789 yes<|im_end|>",
         "6789 no way<|im_end|>",
@@ -109,9 +124,9 @@ def test_comparisons_cut_the_prompt_and_never_the_answer(byte_tokenizer: Any) ->
     assert tokenizer.decode(scored.tokens) == "6789 no way<|im_end|>"
     for on_long, said in [("truncate_right", "only the prompt is cut"), ("error", "18 tokens, max_length 12")]:
         with pytest.raises(UserError, match=f"p:1: .*{said}"):
-            cut([pair], lambda row: comparison(tokenizer, row), 12, on_long)
+            cut([pair], lambda row: comparison.draft(Writer(tokenizer), row), 12, on_long)
     with pytest.raises(UserError, match="does not fit even without its prompt"):
-        cut([pair], lambda row: comparison(tokenizer, row), 8, "truncate_left")
+        cut([pair], lambda row: comparison.draft(Writer(tokenizer), row), 8, "truncate_left")
 
 
 # --- cache --------------------------------------------------------------------------------------------------------
@@ -122,9 +137,9 @@ def test_rows_are_encoded_once(byte_tokenizer: Any, tmp_path: Path, monkeypatch:
     tokenizer = byte_tokenizer()
     calls = []
 
-    def function(row: Preference) -> Example:
+    def function(row: Preference) -> Draft[Example]:
         calls.append(row.source)
-        return comparison(tokenizer, row)
+        return comparison.draft(Writer(tokenizer), row)
 
     length = Length(max_length=60, on_long="truncate_left")
     long = Preference((user("x" * 40),), PAIR.chosen, PAIR.rejected, None, None, "pairs.jsonl:4")
@@ -148,8 +163,8 @@ def test_a_damaged_file_is_made_again(
 ) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
 
-    def function(row: Preference) -> Example:
-        return comparison(tokenizer, row)
+    def function(row: Preference) -> Draft[Example]:
+        return comparison.draft(Writer(tokenizer), row)
 
     tokenizer = byte_tokenizer()
     first = encode([PAIR], function, Length(), "key")
@@ -165,6 +180,6 @@ def test_rows_that_are_cut_are_told(byte_tokenizer, caplog) -> None:
     caplog.set_level("WARNING", logger="burnish")
     rows: list[Any] = [Text("abcdefgh", "a.jsonl:1"), Text("ab", "a.jsonl:2")]
     length = Length(max_length=6, on_long="drop")
-    encoded = encode(rows, lambda row: Example((text(tokenizer, row),)), length)
+    encoded = encode(rows, byte_text(tokenizer), length)
     assert [example.source for example in encoded.examples] == ["a.jsonl:2"]
     assert "1 rows were cut or dropped, the first: a.jsonl:1: drop" in caplog.text

@@ -92,7 +92,8 @@ def test_answers_that_change_the_ids_of_their_prompt_are_refused(tiny_tokenizer:
         def __init__(self) -> None:
             self.at = 0
 
-        def __call__(self, *_: Any, **__: Any) -> Example:
+        def draft(self, *_: Any, **__: Any) -> Any:
+            yield from ()
             pair = [Sequence((5, self.at + n, 9), (False, False, True), "pairs:8") for n in (0, 1)]
             return Example(tuple(pair), (Pair(0, 1),))
 

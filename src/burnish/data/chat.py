@@ -3,36 +3,25 @@
 All ids of a row come from one tokenisation. Where the template marks what the assistant writes (``{% generation %}``),
 the mask is that mark; else a turn's tokens are those that it adds to the prompt before it, and the ids of that prompt
 must be a prefix of the row's, or the mask would be wrong without a word.
+
+The functions take a tokenizer and one row; their drafts (``drafts.OneRow``) a ``Writer`` and one of many rows.
 """
 
 from __future__ import annotations
 
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from burnish.data.drafts import Draft, OneRow, Piece, results
 from burnish.data.lengths import Length, cache_key, encode, fit
-from burnish.data.templates import (
-    PLAIN_TEMPLATES,
-    Tokens,
-    Written,
-    around,
-    backend,
-    encode_text,
-    marks_generation,
-    set_template,
-    special_ids,
-    template_of,
-    tokenise,
-    write,
-)
+from burnish.data.templates import PLAIN_TEMPLATES, Tokens, Writer, Written, around, set_template, tokenise, write
 from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text, UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "PLAIN_TEMPLATES",
+    "Draft",
     "Length",
+    "Writer",
     "answer",
     "cache_key",
     "comparison",
@@ -40,6 +29,7 @@ __all__ = [
     "conversation",
     "encode",
     "prompt",
+    "results",
     "set_template",
     "text",
 ]
@@ -55,37 +45,40 @@ class Turn(NamedTuple):
     end_id: int | None
 
 
-def text(tokenizer: PreTrainedTokenizerBase, row: Text) -> Sequence:
+@OneRow
+def text(writer: Writer, row: Text) -> Draft[Sequence]:
     """Text and EOS, all of it learned but the first token, which has no predecessor.
 
-    The tokenizer's own BOS, or ``[CLS]`` and ``[SEP]``, stand around it as the tokenizer has them.
+    The tokenizer's own BOS, or ``[CLS]`` and ``[SEP]``, stand around it as the tokenizer has them; a special token that
+    it spells stays text.
     """
-    ids = encode_text(tokenizer, row.text)
-    eos = _eos(tokenizer)
-    if ids[-len(eos) :] != eos:
-        ids += eos
+    ((ids, _),) = yield writer.of_text._replace(framed=True), [row.text]
+    if ids[-len(writer.eos) :] != writer.eos:
+        ids = ids + writer.eos
     if len(ids) < 2:
         raise UserError(f"{row.source}: one token: there is nothing to learn")
     return Sequence(tuple(ids), (False,) + (True,) * (len(ids) - 1), row.source)
 
 
-def prompt(tokenizer: PreTrainedTokenizerBase, row: Prompt | Messages, source: str = "prompt") -> tuple[int, ...]:
+@OneRow
+def prompt(writer: Writer, row: Prompt | Messages, source: str = "prompt") -> Draft[tuple[int, ...]]:
     """The ids that a model is given before it answers, up to the opening of the assistant's turn.
 
     Raises:
         UserError: the template refuses the messages.
     """
     messages, source = (row.messages, row.source) if isinstance(row, Prompt) else (row, source)
-    return tuple(_opened(tokenizer, messages, source))
+    return tuple((yield from _opened(writer, messages, source)))
 
 
+@OneRow
 def answer(
-    tokenizer: PreTrainedTokenizerBase,
+    writer: Writer,
     prompt: Messages,
     completion: Messages | str,
     length: Length | None = None,
     source: str = "answer",
-) -> Sequence:
+) -> Draft[Sequence]:
     """A prompt with one answer to it, as a reward model sees it, in training and in scoring; nothing is learned.
 
     ``length`` cuts the prompt, never the answer (``Length``).
@@ -95,23 +88,24 @@ def answer(
     """
     turns: Messages = ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
 
-    def render(row: Prompt) -> Example:
-        ids = _closed(tokenizer, write(tokenizer, row.messages + turns, source), source).ids
+    def render(row: Prompt) -> Draft[Example]:
+        ids = (yield from _closed(writer, write(writer, row.messages + turns, source), source)).ids
         return Example((Sequence(tuple(ids), (False,) * len(ids), source),))
 
-    examples, _ = fit(Prompt(prompt, {}, source), render, length or Length())
+    examples, _ = yield from fit(Prompt(prompt, {}, source), render, length or Length())
     if not examples:
         raise UserError(f"{source}: longer than max_length {length and length.max_length}: set on_long: truncate_left")
     return examples[0].sequences[0]
 
 
+@OneRow
 def comparison(
-    tokenizer: PreTrainedTokenizerBase,
+    writer: Writer,
     row: Preference | Ranking,
     *,
     ties: Literal["drop", "half"] = "drop",
     learned: bool = False,
-) -> Example:
+) -> Draft[Example]:
     """The answers of a row, with the pairs that are compared; ``encode`` cuts the prompt where they are too long.
 
     Nothing of the answers is learned, or, where ``learned``, all that the assistant says in them (``completion``).
@@ -123,7 +117,10 @@ def comparison(
     """
     answers = (row.chosen, row.rejected) if isinstance(row, Preference) else row.completions
     encode_one = completion if learned else answer
-    sequences = tuple(encode_one(tokenizer, row.prompt, messages, source=row.source) for messages in answers)
+    made = []
+    for messages in answers:
+        made.append((yield from encode_one.draft(writer, row.prompt, messages, source=row.source)))
+    sequences = tuple(made)
     if isinstance(row, Preference):
         p_chosen = 1.0 if row.p_chosen is None else row.p_chosen
         return Example(sequences, (Pair(0, 1, margin=row.margin or 0.0, p_better=p_chosen),))
@@ -139,24 +136,25 @@ def comparison(
     return Example(sequences, tuple(pairs))
 
 
-def completion(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion: Messages, source: str = "completion"
-) -> Sequence:
+@OneRow
+def completion(writer: Writer, prompt: Messages, completion: Messages, source: str = "completion") -> Draft[Sequence]:
     """A prompt with one answer to it, of which all that the assistant says is learned, with the end of its turns.
 
     Raises:
         UserError: as ``conversation``.
     """
-    return conversation(tokenizer, Conversation(prompt + completion, len(prompt), source), "completion")
+    row = Conversation(prompt + completion, len(prompt), source)
+    return (yield from conversation.draft(writer, row, "completion"))
 
 
+@OneRow
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, row: Conversation, learn: Learn | None = None, learn_eos: bool = True
-) -> Sequence:
+    writer: Writer, row: Conversation, learn: Learn | None = None, learn_eos: bool = True
+) -> Draft[Sequence]:
     """A conversation with its assistant turns learned.
 
     Args:
-        tokenizer: with a chat template; a plain one is set by ``set_template``.
+        writer: of a tokenizer with a chat template; a plain one is set by ``set_template``.
         row: the conversation.
         learn: ``last`` the last assistant turn; ``all`` of them; ``completion`` those after the prompt; ``everything``
             every token that has a predecessor. None: ``completion`` where the row has one, else ``all``.
@@ -167,23 +165,23 @@ def conversation(
             another number of turns, or never ends a turn; or there is nothing to learn.
     """
     wanted = _wanted(row, learn)
-    written = write(tokenizer, row.messages, row.source)
-    tokens = _closed(tokenizer, written, row.source)
-    find = _marked if marks_generation(tokenizer) else _grown
-    turns = find(tokenizer, row, written, tokens, wanted)
+    written = write(writer, row.messages, row.source)
+    tokens = yield from _closed(writer, written, row.source)
+    find = _marked if writer.marks else _grown
+    turns = yield from find(writer, row, written, tokens, wanted)
     if learn_eos and any(turn.end_id is None for turn in turns):
         raise UserError(
             f"{row.source}: the chat template writes no end token after the assistant's turn, so the model would not"
             " learn to stop: use a template that does, or set learn_eos: false"
         )
     if learn == "everything":
-        trained = _everything(tokenizer, tokens.ids, turns[-1].end_id, learn_eos)
+        trained = _everything(writer, tokens.ids, turns[-1].end_id, learn_eos)
     else:
         trained = [False] * len(tokens.ids)
         for turn in turns:
             trained[turn.start : turn.end + learn_eos] = [True] * (turn.end + learn_eos - turn.start)
     trained[0] = False
-    if not any(trained):
+    if True not in trained:
         raise UserError(f"{row.source}: nothing to learn")
     return Sequence(tuple(tokens.ids), tuple(trained), row.source)
 
@@ -191,24 +189,21 @@ def conversation(
 # --- ids ----------------------------------------------------------------------------------------------------------
 
 
-def _eos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    eos: Any = tokenizer.eos_token_id
-    return [] if eos is None else [eos]
+def _opened(writer: Writer, messages: Messages, source: str) -> Draft[list[int]]:
+    before, _ = yield from around(writer)
+    tokens = yield from tokenise(writer, write(writer, messages, source, generation_prompt=True), source)
+    return before + tokens.ids
 
 
-def _opened(tokenizer: PreTrainedTokenizerBase, messages: Messages, source: str) -> list[int]:
-    before, _ = around(tokenizer)
-    return before + tokenise(tokenizer, write(tokenizer, messages, source, generation_prompt=True), source).ids
-
-
-def _closed(tokenizer: PreTrainedTokenizerBase, written: Written, source: str) -> Tokens:
-    """The ids of a whole conversation; where the tokenizer ends a text with EOS, it is not ended twice."""
-    before, after = around(tokenizer)
-    tokens = tokenise(tokenizer, written, source)
+def _closed(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
+    """The tokens of a whole conversation; where the tokenizer ends a text with EOS, it is not ended twice."""
+    before, after = yield from around(writer)
+    tokens = yield from tokenise(writer, written, source)
     if after and tokens.ids[-len(after) :] == after:
         after = []
-    first, last = (0, 0), (len(written.text), len(written.text))
-    return Tokens(before + tokens.ids + after, [first] * len(before) + tokens.offsets + [last] * len(after))
+    end = len(written.text)
+    frame = [(0, 0, Piece(before, [(0, 0)] * len(before)))], [(end, end, Piece(after, [(0, 0)] * len(after)))]
+    return Tokens(before + tokens.ids + after, frame[0] + tokens.pieces + frame[1])
 
 
 # --- masks --------------------------------------------------------------------------------------------------------
@@ -230,8 +225,8 @@ def _wanted(row: Conversation, learn: Learn | None) -> list[int]:
 
 
 def _marked(
-    tokenizer: PreTrainedTokenizerBase, row: Conversation, written: Written, tokens: Tokens, wanted: list[int]
-) -> list[Turn]:
+    writer: Writer, row: Conversation, written: Written, tokens: Tokens, wanted: list[int]
+) -> Draft[list[Turn]]:
     """Turns by the template's own marks."""
     said = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
     if len(written.marked) != len(said):
@@ -239,57 +234,47 @@ def _marked(
             f"{row.source}: the chat template marks {len(written.marked)} turns as generated, the conversation has"
             f" {len(said)} by the assistant: mend its {{% generation %}} marks, or take them out"
         )
-    special = special_ids(tokenizer)
-    ends = set(_eos(tokenizer))
+    ends = set(writer.eos)
     turns = []
     for i, (first, last) in reversed(list(zip(said, written.marked, strict=True))):
-        inside = [t for t, offset in enumerate(tokens.offsets) if _overlap(offset, first, last)]
-        if not inside:
+        inside = tokens.inside(first, last)
+        if inside is None:
             raise UserError(f"{row.source}: message {i}: the chat template marks nothing of it as generated")
-        start, stop = inside[0], inside[-1] + 1
-        if i == said[-1] and stop < len(tokens.ids) and tokens.ids[stop] in special:
+        start, stop = inside
+        if i == said[-1] and stop < len(tokens.ids) and tokens.ids[stop] in writer.special:
             ends.add(tokens.ids[stop])  # nothing follows the last turn but what ends it
         if i in wanted:
-            turn = _ended(tokenizer, tokens.ids, start, stop)
+            turn = _ended(writer, tokens.ids, start, stop)
             outside = turn.end_id is None and stop < len(tokens.ids) and tokens.ids[stop] in ends
             turns.append(turn._replace(end_id=tokens.ids[stop]) if outside else turn)
-            if template_of(tokenizer) in PLAIN_TEMPLATES.values():
-                _check_prefix(tokenizer, row, i, _opened(tokenizer, row.messages[:i], row.source), tokens.ids)
+            if writer.plain:
+                _check_prefix(writer, row, i, (yield from _opened(writer, row.messages[:i], row.source)), tokens.ids)
     return turns[::-1]
 
 
-def _overlap(offset: tuple[int, int], first: int, last: int) -> bool:
-    """Whether a token lies in the characters; byte-level tokenizers leave white space out of a token's own."""
-    start, end = offset
-    return first < end <= last if start == end else start < last and end > first
-
-
-def _grown(
-    tokenizer: PreTrainedTokenizerBase, row: Conversation, written: Written, tokens: Tokens, wanted: list[int]
-) -> list[Turn]:
+def _grown(writer: Writer, row: Conversation, written: Written, tokens: Tokens, wanted: list[int]) -> Draft[list[Turn]]:
     """Turns by growing the conversation: what a turn adds to the prompt before it."""
     turns = []
     for i in wanted:
-        before = _opened(tokenizer, row.messages[:i], row.source)
-        _check_prefix(tokenizer, row, i, before, tokens.ids)
+        before = yield from _opened(writer, row.messages[:i], row.source)
+        _check_prefix(writer, row, i, before, tokens.ids)
         after = tokens.ids
         if i + 1 < len(row.messages):
-            after = _closed(tokenizer, write(tokenizer, row.messages[: i + 1], row.source), row.source).ids
-            _check_prefix(tokenizer, row, i + 1, after, tokens.ids)
-        turns.append(_ended(tokenizer, tokens.ids, len(before), len(after)))
+            closed = yield from _closed(writer, write(writer, row.messages[: i + 1], row.source), row.source)
+            after = closed.ids
+            _check_prefix(writer, row, i + 1, after, tokens.ids)
+        turns.append(_ended(writer, tokens.ids, len(before), len(after)))
     if any(turn.start >= turn.end for turn in turns):
         raise UserError(f"{row.source}: the chat template adds nothing for a turn of the assistant")
     return turns
 
 
-def _check_prefix(
-    tokenizer: PreTrainedTokenizerBase, row: Conversation, i: int, before: list[int], ids: list[int]
-) -> None:
+def _check_prefix(writer: Writer, row: Conversation, i: int, before: list[int], ids: list[int]) -> None:
     if ids[: len(before)] == before:
         return
     same = next((t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids)))
     start = max(0, same - 8)
-    shown = [tokenizer.convert_ids_to_tokens(part[start : same + 8]) for part in (before, ids)]
+    shown = [writer.tokenizer.convert_ids_to_tokens(part[start : same + 8]) for part in (before, ids)]
     raise UserError(
         f"{row.source}: the first {i} messages alone do not have the ids that they have in the whole conversation, so"
         f" what the model learns is not what it is asked; from token {start} on\n  alone:    {shown[0]}\n"
@@ -298,21 +283,20 @@ def _check_prefix(
     )
 
 
-def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, stop: int) -> Turn:
+def _ended(writer: Writer, ids: list[int], start: int, stop: int) -> Turn:
     """The turn in ``ids[start:stop]``, without its end token and the white space after that."""
-    special = special_ids(tokenizer)
     for end in range(stop - 1, start - 1, -1):
-        if ids[end] in special:
+        if ids[end] in writer.special:
             return Turn(start, end, ids[end])
-        if backend(tokenizer).decode([ids[end]], skip_special_tokens=False).strip():
+        if not writer.blank(ids[end]):
             break
     return Turn(start, stop, None)
 
 
-def _everything(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int | None, learn_eos: bool) -> list[bool]:
+def _everything(writer: Writer, ids: list[int], end_id: int | None, learn_eos: bool) -> list[bool]:
     trained, after_end = [], False
     for id in ids:
-        blank = after_end and not backend(tokenizer).decode([id], skip_special_tokens=False).strip()
+        blank = after_end and writer.blank(id)
         after_end = id == end_id or blank
         trained.append(not blank and (learn_eos or id != end_id))
     return trained

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from burnish.data.templates import backend
+from burnish.data.drafts import Draft, outcomes, without_collection
 from burnish.types import (
     Changed,
     Config,
@@ -39,6 +39,7 @@ from burnish.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SKIPPED = "skip: "  # how the reason begins of a row that could not be encoded and was left out
 ARRAY = "array."  # before the names of a sequence's arrays in the cache
@@ -67,14 +68,15 @@ class Length(Config):
     )
 
 
+@without_collection()
 def encode(
-    rows: list[Row], function: Callable[[Any], Example], length: Length, cache_key: str | None = None
+    rows: list[Row], function: Callable[[Any], Draft[Example]], length: Length, cache_key: str | None = None
 ) -> Encoded:
     """Rows as examples, of a length that fits.
 
     Args:
         rows: what ``function`` takes.
-        function: a row to its example, uncut.
+        function: a row to the draft of its example, uncut.
         length: the longest sequence allowed.
         cache_key: says all that ``function`` depends on (``cache_key``): the result is then read from disk when the
             same rows were encoded before. None: not kept.
@@ -88,16 +90,17 @@ def encode(
     if path is not None and path.exists() and (kept := _read(path)) is not None:
         return _told(kept)
     encoded = Encoded([], [])
+    distinct = {id(row): row for row in rows}  # a mixture may draw a row more than once
+    found = outcomes(_encoded(row, function, length) for row in distinct.values())
     done: dict[int, list[Example]] = {}
-    for row in _progress(rows):
-        if id(row) in done:  # a mixture may draw a row more than once
-            encoded.examples.extend(done[id(row)])
-            continue
-        examples, reason = _encoded(row, function, length)
-        done[id(row)] = examples
-        encoded.examples.extend(examples)
+    for row, outcome in _progress(zip(distinct.values(), found, strict=True), len(distinct)):
+        if isinstance(outcome, UserError):
+            raise outcome
+        done[id(row)], reason = outcome
         if reason:
             encoded.changed.append(Changed(row.source, reason))
+    for row in rows:
+        encoded.examples.extend(done[id(row)])
     if done and all(change.reason.startswith(SKIPPED) for change in encoded.changed) and not encoded.examples:
         first = encoded.changed[0]
         reason = first.reason.removeprefix(SKIPPED)
@@ -135,29 +138,29 @@ def _told(encoded: Encoded) -> Encoded:
     return encoded
 
 
-def _encoded(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[list[Example], str]:
+def _encoded(row: Row, function: Callable[[Any], Draft[Example]], length: Length) -> Draft[tuple[list[Example], str]]:
     """As ``fit``; a row that cannot be encoded is left out where that is asked for."""
     try:
-        example = function(row)
+        example = yield from function(row)
     except UserError as error:
         if length.on_bad_row == "error":
             raise
         return [], SKIPPED + str(error).removeprefix(f"{row.source}: ")
-    return _fitted(row, example, function, length)
+    return (yield from _fitted(row, example, function, length))
 
 
-def fit(row: Row, function: Callable[[Any], Example], length: Length) -> tuple[list[Example], str]:
+def fit(row: Row, function: Callable[[Any], Draft[Example]], length: Length) -> Draft[tuple[list[Example], str]]:
     """The examples that one row makes, and what was done to make them fit ("" where nothing was).
 
     Raises:
         UserError: the row is too long and may not be cut, or has nothing left to learn.
     """
-    return _fitted(row, function(row), function, length)
+    return (yield from _fitted(row, (yield from function(row)), function, length))
 
 
 def _fitted(
-    row: Row, example: Example, function: Callable[[Any], Example], length: Length
-) -> tuple[list[Example], str]:
+    row: Row, example: Example, function: Callable[[Any], Draft[Example]], length: Length
+) -> Draft[tuple[list[Example], str]]:
     longest, limit, how = _longest(example), length.max_length, length.on_long or "error"
     if limit is None or longest <= limit:
         return [example], ""
@@ -173,8 +176,8 @@ def _fitted(
         if how != "truncate_left":
             detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
             raise UserError(f"{row.source}: {what}: on_long: {how} {detail}: set truncate_left or drop")
-        shorter, cut = _cut_prompt(row, lambda row: _longest(function(row)) <= limit, what)
-        return [function(shorter)], f"truncate_left: {what}: {cut}"
+        shorter, cut = yield from _cut_prompt(row, function, limit, what)
+        return [shorter], f"truncate_left: {what}: {cut}"
     (sequence,) = example.sequences
     if isinstance(row, Steps):
         if how != "truncate_right":
@@ -228,12 +231,14 @@ def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, s
 
 
 def _cut_prompt(
-    row: Preference | Ranking | Labelled | Prompt, fits: Callable[[Any], bool], what: str
-) -> tuple[Preference | Ranking | Labelled | Prompt, str]:
-    """The row with as much of its prompt as fits, and what was left out."""
+    row: Preference | Ranking | Labelled | Prompt, function: Callable[[Any], Draft[Example]], limit: int, what: str
+) -> Draft[tuple[Example, str]]:
+    """The example of the row with as much of its prompt as fits, and what was left out."""
 
-    def with_prompt(messages: Messages) -> Any:
-        return replace(row, messages=messages) if isinstance(row, Prompt) else replace(row, prompt=messages)
+    def with_prompt(messages: Messages) -> Draft[Example | None]:
+        changed = replace(row, messages=messages) if isinstance(row, Prompt) else replace(row, prompt=messages)
+        example = yield from function(changed)
+        return example if _longest(example) <= limit else None
 
     prompt = row.messages if isinstance(row, Prompt) else row.prompt
     first = 1 if prompt[0]["role"] == "system" else 0
@@ -241,24 +246,28 @@ def _cut_prompt(
     # A conversation that begins with an answer is refused by many templates, so cuts fall before a user's turn.
     starts = [i for i in range(1, len(turns)) if turns[i]["role"] == "user"]
     for start in starts:
-        if fits(with_prompt(head + turns[start:])):
-            return with_prompt(head + turns[start:]), f"{start} of {len(turns)} turns of the prompt left out"
+        if fitting := (yield from with_prompt(head + turns[start:])):
+            return fitting, f"{start} of {len(turns)} turns of the prompt left out"
     start = starts[-1] if starts else 0
     if not turns or turns[start]["role"] == "assistant":
         raise UserError(f"{row.source}: {what}: there is no turn of the prompt to cut: raise max_length, or drop")
     whole = turns[start]["content"]
 
-    def without(characters: int) -> Any:
+    def without(characters: int) -> Draft[Example | None]:
         return with_prompt((*head, {**turns[start], "content": whole[characters:].lstrip()}, *turns[start + 1 :]))
 
     low, high = 0, len(whole) - 1  # the least that is cut keeps a character
-    if not fits(without(high)):
+    fitting = yield from without(high)
+    if fitting is None:
         raise UserError(f"{row.source}: {what}: it does not fit even without its prompt: raise max_length, or drop")
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(without(middle)) else (middle + 1, high)
+        if shorter := (yield from without(middle)):
+            fitting, high = shorter, middle
+        else:
+            low = middle + 1
     dropped = f"{start} of {len(turns)} turns and " if start else ""
-    return without(low), f"{dropped}{low} of {len(whole)} characters of the last turn left out"
+    return fitting, f"{dropped}{low} of {len(whole)} characters of the last turn left out"
 
 
 # --- cache --------------------------------------------------------------------------------------------------------
@@ -269,12 +278,14 @@ def cache_key(tokenizer: PreTrainedTokenizerBase, *options: Any) -> str:
     import tokenizers
     import transformers
 
+    from burnish.data.templates import Writer
+
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     parts = [
         hashlib.sha256(code).hexdigest(),
         transformers.__version__,
         tokenizers.__version__,
-        backend(tokenizer).to_str(),
+        Writer(tokenizer).rust.to_str(),
         repr(tokenizer.chat_template),
         repr(sorted(tokenizer.special_tokens_map.items())),
         repr(options),
@@ -354,10 +365,10 @@ def _read(path: Path) -> Encoded | None:
     return Encoded(examples, [Changed(*change) for change in json.loads(notes["changed"])])
 
 
-def _progress(rows: list[Row]) -> Iterable[Row]:
+def _progress(found: Iterable[T], total: int) -> Iterable[T]:
     if not sys.stderr.isatty():
-        return rows
+        return found
     from rich.console import Console
     from rich.progress import track
 
-    return track(rows, "Encoding rows", console=Console(stderr=True), transient=True)
+    return track(found, "Encoding rows", total, console=Console(stderr=True), transient=True)

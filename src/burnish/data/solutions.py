@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from burnish.data import chat
-from burnish.data.templates import backend
+from burnish.data.drafts import Draft, OneRow
+from burnish.data.templates import Writer
 from burnish.types import Conversation, Sequence, Steps, UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 Learn = Literal["steps", "everything"]
 
 
-def step_tokens(tokenizer: PreTrainedTokenizerBase, text: str, delimiter: str = "\n") -> tuple[int, ...]:
+@OneRow
+def step_tokens(writer: Writer, text: str, delimiter: str = "\n") -> Draft[tuple[int, ...]]:
     r"""The ids of one step: its stripped text and one delimiter, such as those of ``"3 + 8 = 11\n"``.
 
     No special token is added, and one that the step spells stays text.
@@ -31,7 +33,8 @@ def step_tokens(tokenizer: PreTrainedTokenizerBase, text: str, delimiter: str = 
         raise ValueError("a step is empty")
     if delimiter in stripped:
         raise ValueError(f"a step holds the delimiter {delimiter!r}, which ends it: {stripped[:80]!r}")
-    return tuple(backend(tokenizer, as_text=True).encode(stripped + delimiter, add_special_tokens=False).ids)
+    ((ids, _),) = yield writer.of_text, [stripped + delimiter]
+    return tuple(ids)
 
 
 def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
@@ -45,13 +48,14 @@ def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
         )
 
 
+@OneRow
 def solution(
-    tokenizer: PreTrainedTokenizerBase,
+    writer: Writer,
     row: Steps,
     learn: Learn = "steps",
     learn_eos: bool = True,
     delimiter: str = "\n",
-) -> Sequence:
+) -> Draft[Sequence]:
     r"""A question under the model's template, its steps, and the end token where it is learned.
 
     Three arrays are 0 but on the last token of each step: ``targets``, its Q; ``outcomes``, 1 in a correct solution and
@@ -59,7 +63,7 @@ def solution(
     to and including its token, and is not shifted.
 
     Args:
-        tokenizer: with a chat template.
+        writer: of a tokenizer with a chat template.
         row: the solution. The tokens of a correct one are learned; of another one only its values are.
         learn: ``steps``, or ``everything``: the question too, where the solution is correct.
         learn_eos: a correct solution ends with the token that ends the assistant's turn, and it is learned.
@@ -68,12 +72,12 @@ def solution(
     Raises:
         UserError: the template refuses the question or writes no end token; a step is empty or holds the delimiter.
     """
-    question = chat.prompt(tokenizer, row.question, row.source)
+    question = yield from chat.prompt.draft(writer, row.question, row.source)
     tokens = list(question)
     targets, outcomes, depths = ([0.0] * len(question) for _ in range(3))
     for k, (text, value) in enumerate(zip(row.steps, row.values, strict=True), start=1):
         try:
-            step = step_tokens(tokenizer, text, delimiter)
+            step = yield from step_tokens.draft(writer, text, delimiter)
         except ValueError as error:
             raise UserError(f"{row.source}: step {k} of {len(row.steps)}: {error}") from error
         tokens += step
@@ -81,7 +85,7 @@ def solution(
         for array, number in zip((targets, outcomes, depths), here, strict=True):
             array += [0.0] * (len(step) - 1) + [number]
     if row.correct and learn_eos:
-        tokens.append(_end(tokenizer, row))
+        tokens.append((yield from _end(writer, row)))
         for array in (targets, outcomes, depths):
             array.append(0.0)
     first = 1 if learn == "everything" else len(question)
@@ -106,8 +110,8 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], delim
     return ends
 
 
-def _end(tokenizer: PreTrainedTokenizerBase, row: Steps) -> int:
+def _end(writer: Writer, row: Steps) -> Draft[int]:
     """The token that the template ends an assistant's turn with: the last one that is learned of such a turn."""
     turn = Conversation((*row.question, {"role": "assistant", "content": row.steps[-1]}), None, row.source)
-    sequence = chat.conversation(tokenizer, turn, "last", learn_eos=True)
+    sequence = yield from chat.conversation.draft(writer, turn, "last", learn_eos=True)
     return max(zip(sequence.trained, range(len(sequence.tokens)), sequence.tokens, strict=True))[2]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from burnish.data.drafts import Draft, How, Piece
 from burnish.types import Messages, UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 # An answer that a model sampled after "Answer:" begins with its own space; one from a file seldom does. Both are
@@ -59,10 +62,32 @@ class Written(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Token ids and the characters each was made from: ``Tokens([1, 9], [(0, 3), (3, 5)])``."""
+    """Token ids, and the pieces of text they were made from: ``Tokens([1, 9], [(0, 5, Piece([1, 9], []))])``.
+
+    A piece is given with its first character and the one behind its last; its offsets count from its own start.
+    """
 
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    pieces: list[tuple[int, int, Piece]]
+
+    def inside(self, first: int, last: int) -> tuple[int, int] | None:
+        """The first token that lies in these characters, and the one behind the last that does; None for no token."""
+        start, stop, done = None, 0, 0
+        for begin, end, (ids, offsets) in self.pieces:
+            if begin <= last and end > first:
+                near, far = first - begin, last - begin
+                hits = (t for t, offset in enumerate(offsets) if _overlap(offset, near, far))
+                if (hit := next(hits, None)) is not None:
+                    start = done + hit if start is None else start
+                    stop = done + next(t + 1 for t in reversed(range(len(ids))) if _overlap(offsets[t], near, far))
+            done += len(ids)
+        return None if start is None else (start, stop)
+
+
+def _overlap(offset: tuple[int, int], first: int, last: int) -> bool:
+    """Whether a token lies in the characters; byte-level tokenizers leave white space out of a token's own."""
+    start, end = offset
+    return first < end <= last if start == end else start < last and end > first
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -91,112 +116,177 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
         raise UserError(f"{tokenizer.name_or_path}: no chat template: set template: {names} ({error})") from error
 
 
-def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template says itself, by ``{% generation %}``, what the assistant writes."""
-    return MARK.search(template_of(tokenizer)) is not None
+class Writer:
+    """A tokenizer and its template as they are now, made ready for many rows: ``Writer(tokenizer)``.
+
+    Raises:
+        UserError: the tokenizer has no half in Rust.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        rust: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if rust is None:
+            raise UserError(f"{tokenizer.name_or_path}: {type(tokenizer).__name__} is not a fast tokenizer")
+        self.tokenizer, self.rust = tokenizer, rust
+        self.of_text = How(rust, as_text=True)
+        eos: Any = tokenizer.eos_token_id
+        self.eos: list[int] = [] if eos is None else [eos]
+        self.spelled, self.cut, self.special = _special(tokenizer, len(tokenizer), str(tokenizer.eos_token))
+        self._blank: dict[int, bool] = {}
+
+    @cached_property
+    def source(self) -> str:
+        """The chat template; raises as ``template_of``."""
+        return template_of(self.tokenizer)
+
+    @cached_property
+    def marks(self) -> bool:
+        """Whether the template says itself, by ``{% generation %}``, what the assistant writes."""
+        return MARK.search(self.source) is not None
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the template is one of ``PLAIN_TEMPLATES``."""
+        return self.source in PLAIN_TEMPLATES.values()
+
+    @cached_property
+    def written(self) -> How:
+        """How a conversation is tokenised: its template writes the special tokens itself, so none are added."""
+        return How(self.rust, offsets=self.marks)
+
+    @cached_property
+    def _compiled(self) -> tuple[Any, dict[str, Any]]:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        template: Any = _compile_jinja_template(self.source)
+        return template, {**template.globals, "tools": None, "documents": None, **self.tokenizer.special_tokens_map}
+
+    def render(self, messages: Messages, generation_prompt: bool) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """What the template makes of messages, and the spans of characters that it marks as generated.
+
+        As transformers renders, without what it does for tools and objects that rows do not have.
+        """
+        from jinja2.runtime import new_context
+
+        template, names = self._compiled
+        names = {**names, "messages": list(messages), "add_generation_prompt": generation_prompt}
+        context = new_context(template.environment, template.name, template.blocks, names, shared=True)
+        blocks = template.root_render_func(context)
+        if not self.marks:
+            return "".join(blocks), ()
+        before: list[str] = []
+        marked: list[tuple[int, int]] = []
+        with template.environment.activate_tracker(before, marked):
+            for block in blocks:  # the marks are counted from what stands in the list
+                before.append(block)
+        return "".join(before), tuple(marked)
+
+    def blank(self, id: int) -> bool:
+        """Whether a token is white space."""
+        if id not in self._blank:
+            self._blank[id] = not self.rust.decode([id], skip_special_tokens=False).strip()
+        return self._blank[id]
 
 
-def write(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, source: str, generation_prompt: bool = False
-) -> Written:
+def write(writer: Writer, messages: Messages, source: str, generation_prompt: bool = False) -> Written:
     """The conversation as text, where a special token that a message spells is hidden behind private characters.
 
     Raises:
         UserError: the template refuses the messages, or there is none.
     """
     import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = template_of(tokenizer)
-    hidden, typed = _hide(tokenizer, messages)
+    hidden, typed = _hide(writer, messages)
     try:
-        rendered: Any = render_jinja_template(
-            conversations=[list(hidden)],  # type: ignore[arg-type]
-            chat_template=template,
-            return_assistant_tokens_mask=MARK.search(template) is not None,
-            add_generation_prompt=generation_prompt,
-            **tokenizer.special_tokens_map,  # type: ignore[arg-type]
-        )
+        text, marked = writer.render(hidden, generation_prompt)
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"{source}: the chat template refuses these messages ({roles}): {error}") from error
-    (written,), marked = rendered
-    return Written(written, tuple(marked[0]) if marked else (), typed)
+    return Written(text, marked, typed)
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, written: Written, source: str) -> Tokens:
-    """The ids of a written conversation. Chat templates write the special tokens themselves, so none are added.
+def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
+    """The tokens of a written conversation.
+
+    The tokenizer takes special tokens out of a text before anything else, so the text is cut before each of them: what
+    many rows have in common, such as a system message or the opening of a turn, is tokenised once.
 
     Raises:
         UserError: the tokenizer cannot write as text a special token that a message spells.
     """
     if not written.typed:
-        found = backend(tokenizer).encode(written.text, add_special_tokens=False)
-        return Tokens(found.ids, found.offsets)
+        between = writer.cut.split(written.text)  # text, special token, text, ..., special token, text
+        texts = [special + text for special, text in zip(between[1::2], between[2::2], strict=True)]
+        texts = [between[0], *texts] if between[0] else texts
+        return _joined(texts, (yield writer.written, texts))
     neutral = "".join("x" if character in written.typed else character for character in written.text)
-    expected = backend(tokenizer).encode(neutral, add_special_tokens=False).ids
+    (expected,) = yield writer.written, [neutral]
     spelled = written.text
     for character, special in written.typed.items():
         spelled = spelled.replace(character * len(special), special)
-    tokens, of_text = _piecewise(tokenizer, written.text, spelled)
-    banned = {_id(tokenizer, special) for special in written.typed.values()} & special_ids(tokenizer)
-    if banned & of_text or _piecewise(tokenizer, neutral, neutral)[0].ids != expected:
+    tokens, of_text = yield from _piecewise(writer, written.text, spelled)
+    banned = {_id(writer.rust, special) for special in written.typed.values()} & writer.special
+    if banned & of_text or (yield from _piecewise(writer, neutral, neutral))[0].ids != expected.ids:
         names = ", ".join(written.typed.values())
         raise UserError(f"{source}: a message spells {names}, which this tokenizer cannot write as text: take it out")
     return tokens
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Plain text with the tokens that the tokenizer puts around it; a special token that it spells stays text."""
-    return backend(tokenizer, as_text=True).encode(text, add_special_tokens=True).ids
+def _joined(texts: list[str], pieces: list[Piece]) -> Tokens:
+    ids: list[int] = []
+    placed, begin = [], 0
+    for text, piece in zip(texts, pieces, strict=True):
+        ids += piece.ids
+        placed.append((begin, begin + len(text), piece))
+        begin += len(text)
+    return Tokens(ids, placed)
 
 
-def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def around(writer: Writer) -> Draft[tuple[list[int], list[int]]]:
     """What stands before and after a plain template's text: the tokenizer's own ``[CLS]`` and ``[SEP]``, or BOS.
 
     A template of the model's own writes its special tokens itself: nothing is put around it.
     """
-    if template_of(tokenizer) not in PLAIN_TEMPLATES.values():
+    if not writer.plain:
         return [], []
-    found: Encoding = backend(tokenizer).encode("a", add_special_tokens=True)
-    first = found.special_tokens_mask.index(0)
-    last = len(found.ids) - found.special_tokens_mask[::-1].index(0)
-    return found.ids[:first], found.ids[last:]
+    ((framed, _),) = yield How(writer.rust, framed=True), ["a"]
+    ((bare, _),) = yield How(writer.rust), ["a"]
+    first = next(t for t in range(len(framed)) if framed[t : t + len(bare)] == bare)
+    return framed[:first], framed[first + len(bare) :]
 
 
 # --- special tokens -----------------------------------------------------------------------------------------------
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the special tokens, without the one for unknown words."""
-    return _special(tokenizer, len(tokenizer), str(tokenizer.eos_token))[1]
-
-
-def _id(tokenizer: PreTrainedTokenizerBase, special: str) -> int:
-    found = backend(tokenizer).token_to_id(special)
+def _id(rust: Tokenizer, special: str) -> int:
+    found = rust.token_to_id(special)
     assert found is not None, special
     return found
 
 
 @functools.lru_cache(maxsize=8)
-def _special(tokenizer: Any, size: int, eos: str) -> tuple[re.Pattern[str], frozenset[int]]:
-    """A pattern of the special tokens and their ids; size and EOS say whether the tokenizer was changed."""
-    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = added | {_id(tokenizer, token): token for token in tokenizer.all_special_tokens}
+def _special(tokenizer: Any, size: int, eos: str) -> tuple[re.Pattern[str], re.Pattern[str], frozenset[int]]:
+    """Patterns of the special tokens and of those before which a text may be cut; ids without that of unknown words.
+
+    Size and EOS say whether the tokenizer was changed. A token that takes in white space or depends on what stands
+    beside it, or is looked for in normalised text, is not cut before.
+    """
+    added = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = {id: token.content for id, token in added.items()}
+    ids |= {_id(tokenizer.backend_tokenizer, token): token for token in tokenizer.all_special_tokens}
+    plain = {t.content for t in added.values() if not (t.normalized or t.lstrip or t.single_word)}
     longest_first = sorted(ids.values(), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-    return pattern, frozenset(ids) - ({tokenizer.unk_token_id} - {tokenizer.eos_token_id})
+    every, cut = (
+        "|".join(map(re.escape, some)) or "(?!)" for some in (longest_first, filter(plain.__contains__, longest_first))
+    )
+    without_unknown = frozenset(ids) - ({tokenizer.unk_token_id} - {tokenizer.eos_token_id})
+    return re.compile(every), re.compile(f"({cut})"), without_unknown
 
 
-def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    return _special(tokenizer, len(tokenizer), str(tokenizer.eos_token))[0]
-
-
-def _hide(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[Messages, dict[str, str]]:
+def _hide(writer: Writer, messages: Messages) -> tuple[Messages, dict[str, str]]:
     """The messages with each special token that they spell replaced by as many copies of one private character."""
-    pattern = _pattern(tokenizer)
     contents = [message["content"] for message in messages]
-    spelled = sorted({found for content in contents for found in pattern.findall(content)})
+    spelled = sorted({found for content in contents for found in writer.spelled.findall(content)})
     if not spelled:
         return messages, {}
     taken = set("".join(contents))
@@ -204,46 +294,19 @@ def _hide(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[Messa
     stand_in = dict(zip(spelled, free, strict=False))
 
     def hide(content: str) -> str:
-        return pattern.sub(lambda found: stand_in[found[0]] * len(found[0]), content)
+        return writer.spelled.sub(lambda found: stand_in[found[0]] * len(found[0]), content)
 
     hidden: Messages = tuple({"role": m["role"], "content": hide(m["content"])} for m in messages)
     return hidden, {character: special for special, character in stand_in.items()}
 
 
-def _piecewise(tokenizer: PreTrainedTokenizerBase, text: str, spelled: str) -> tuple[Tokens, set[int]]:
+def _piecewise(writer: Writer, text: str, spelled: str) -> Draft[tuple[Tokens, set[int]]]:
     """Tokens of ``spelled`` where only the special tokens of ``text``, of the same length, are special; text's ids."""
-    tokens, of_text, done = Tokens([], []), set(), 0
-
-    def add_text(start: int, end: int) -> None:
-        found = backend(tokenizer, as_text=True).encode(spelled[start:end], add_special_tokens=False)
-        of_text.update(found.ids)
-        tokens.ids.extend(found.ids)
-        tokens.offsets.extend((start + first, start + last) for first, last in found.offsets)
-
-    for special in _pattern(tokenizer).finditer(text):
-        add_text(done, special.start())
-        tokens.ids.append(_id(tokenizer, special[0]))
-        tokens.offsets.append(special.span())
-        done = special.end()
-    add_text(done, len(text))
-    return tokens, of_text
-
-
-def backend(tokenizer: PreTrainedTokenizerBase, as_text: bool = False) -> Tokenizer:
-    """The tokenizer's Rust half, without the truncation and padding that its file or another call may have set.
-
-    ``as_text``: special tokens that a text spells are not made special tokens of.
-
-    Raises:
-        UserError: it has none.
-    """
-    rust: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-    if rust is None:
-        raise UserError(f"{tokenizer.name_or_path}: {type(tokenizer).__name__} is not a fast tokenizer")
-    if rust.truncation is not None:
-        rust.no_truncation()
-    if rust.padding is not None:
-        rust.no_padding()
-    if rust.encode_special_tokens != as_text:
-        rust.encode_special_tokens = as_text
-    return rust
+    found = [special.span() for special in writer.spelled.finditer(text)]
+    edges = [0, *(edge for span in found for edge in span), len(text)]
+    spans = list(pairwise(edges))  # text and special tokens by turns
+    as_text = yield writer.of_text._replace(offsets=True), [spelled[a:b] for a, b in spans[::2]]
+    marks = [Piece([_id(writer.rust, text[a:b])], [(0, b - a)]) for a, b in spans[1::2]]
+    pieces = [piece for pair in zip(as_text, [*marks, Piece([], [])], strict=True) for piece in pair]
+    placed = [(a, b, piece) for (a, b), piece in zip(spans, pieces, strict=False)]
+    return Tokens([id for piece in pieces for id in piece.ids], placed), {id for piece in as_text for id in piece.ids}

@@ -118,10 +118,12 @@ class DPO:
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
         """The compared answers of a row together, with their pairs; for KTO the labelled answers of a row."""
         loss = self.settings.loss
+        writer = chat.Writer(tokenizer)
 
-        def encode(row: Any) -> Example:
+        def encode(row: Any) -> chat.Draft[Example]:
             _check_row(row, loss)
-            example = _judged(tokenizer, row) if loss == "kto" else chat.comparison(tokenizer, row, learned=True)
+            judged = _judged(writer, row) if loss == "kto" else chat.comparison.draft(writer, row, learned=True)
+            example = yield from judged
             if len({_prompt(sequence) for sequence in example.sequences}) > 1:
                 raise UserError(
                     f"{row.source}: the answers change the ids of the prompt before them: use a template that ends the "
@@ -304,15 +306,14 @@ def _check_row(row: Preference | Ranking | Labelled, loss: str) -> None:
             raise UserError(f"{row.source}: loss {loss} does not read p_chosen: {', '.join(WITH_SOFT_LABELS)} do")
 
 
-def _judged(tokenizer: PreTrainedTokenizerBase, row: Preference | Labelled) -> Example:
+def _judged(writer: chat.Writer, row: Preference | Labelled) -> chat.Draft[Example]:
     """The answers of a row, each marked as good or bad."""
     judged = [(row.completion, row.label)] if isinstance(row, Labelled) else [(row.chosen, True), (row.rejected, False)]
-    return Example(
-        tuple(
-            _constant(chat.completion(tokenizer, row.prompt, answer, row.source), desirable=float(good))
-            for answer, good in judged
-        )
-    )
+    sequences = []
+    for answer, good in judged:
+        sequence = yield from chat.completion.draft(writer, row.prompt, answer, row.source)
+        sequences.append(_constant(sequence, desirable=float(good)))
+    return Example(tuple(sequences))
 
 
 def _constant(sequence: Sequence, **numbers: float) -> Sequence:

@@ -70,8 +70,10 @@ class Pretrain:
     def _examples(
         self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length, chop_length: int
     ) -> Encoded:
-        def encode(row: Any) -> Example:
-            return Example((chat.text(tokenizer, row),))
+        writer = chat.Writer(tokenizer)
+
+        def encode(row: Any) -> chat.Draft[Example]:
+            return Example(((yield from chat.text.draft(writer, row)),))
 
         if self.settings.packing == "documents":
             fallback = min(LONGEST, tokenizer.model_max_length)

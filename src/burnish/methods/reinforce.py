@@ -108,10 +108,11 @@ class Reinforce:
         """Prompts with room for the completion; or scored conversations, with the reward at every token."""
         if _are_prompts(rows):
             return self.sampler.examples(rows, tokenizer, length)
+        writer = chat.Writer(tokenizer)
 
-        def encode(row: Any) -> Example:
+        def encode(row: Any) -> chat.Draft[Example]:
             conversation = Conversation(row.messages, None, row.source)
-            sequence = chat.conversation(tokenizer, conversation, "all", self.settings.learn_eos)
+            sequence = yield from chat.conversation.draft(writer, conversation, "all", self.settings.learn_eos)
             return Example((sequence.with_arrays(advantages=(row.reward,) * len(sequence.tokens)),))
 
         return chat.encode(rows, encode, length)

@@ -50,9 +50,10 @@ class RewardModel:
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
         """The compared answers of a row together, with their pairs."""
+        writer = chat.Writer(tokenizer)
 
-        def encode(row: Any) -> Example:
-            return chat.comparison(tokenizer, row)
+        def encode(row: Any) -> chat.Draft[Example]:
+            return chat.comparison.draft(writer, row)
 
         return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
 

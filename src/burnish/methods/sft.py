@@ -51,9 +51,10 @@ class SFT:
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
         """One sequence a conversation."""
         learn, learn_eos = self.settings.learn, self.settings.learn_eos
+        writer = chat.Writer(tokenizer)
 
-        def encode(row: Any) -> Example:
-            return Example((chat.conversation(tokenizer, row, learn, learn_eos),))
+        def encode(row: Any) -> chat.Draft[Example]:
+            return Example(((yield from chat.conversation.draft(writer, row, learn, learn_eos)),))
 
         return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name, learn, learn_eos))
 

@@ -66,9 +66,10 @@ class StepValue:
         """One sequence a solution."""
         s = self.settings
         check_delimiter(tokenizer, s.delimiter)
+        writer = chat.Writer(tokenizer)
 
-        def encode(row: Any) -> Example:
-            return Example((solution(tokenizer, row, s.learn, s.learn_eos, s.delimiter),))
+        def encode(row: Any) -> chat.Draft[Example]:
+            return Example(((yield from solution.draft(writer, row, s.learn, s.learn_eos, s.delimiter)),))
 
         key = chat.cache_key(tokenizer, self.name, s.learn, s.learn_eos, s.delimiter)
         return chat.encode(rows, encode, length, key)

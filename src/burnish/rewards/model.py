@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import collate, micro_batches
-from burnish.data.chat import Length, answer
+from burnish.data.chat import Length, Writer, answer, results
 from burnish.models.forward import prefers_packed, scores, unwrap
 from burnish.types import Answer, Example, UserError
 
@@ -62,7 +62,9 @@ class ModelReward:
         Raises:
             UserError: an answer that the template refuses, or that is too long even without its prompt.
         """
-        examples = [Example((answer(self.tokenizer, a.prompt, a.text, self.length, source=a.source),)) for a in answers]
+        writer = Writer(self.tokenizer)
+        drafts = (answer.draft(writer, a.prompt, a.text, self.length, source=a.source) for a in answers)
+        examples = [Example((sequence,)) for sequence in results(drafts)]
         device = unwrap(self.model).device
         pad: Any = self.tokenizer.pad_token_id
         found = [0.0] * len(answers)

@@ -78,9 +78,11 @@ class StepReward:
     @torch.no_grad()
     def values(self, answers: list[Answer]) -> list[list[float]]:
         """V of every prefix of each answer, one number for each of its tokens."""
+        writer = chat.Writer(self.tokenizer)
+        prompts = chat.results(chat.prompt.draft(writer, answer.prompt, answer.source) for answer in answers)
         examples = []
-        for answer in answers:
-            tokens = chat.prompt(self.tokenizer, answer.prompt, answer.source) + answer.tokens
+        for answer, prompt in zip(answers, prompts, strict=True):
+            tokens = prompt + answer.tokens
             examples.append(Example((Sequence(tokens, (False,) * len(tokens), answer.source),)))
         found: list[list[float]] = [[] for _ in answers]
         packed = prefers_packed(self.network.policy)

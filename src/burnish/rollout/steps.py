@@ -100,9 +100,10 @@ class Sampler:
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
         """Prompts, of which nothing is learned, with room for the completion."""
+        writer = chat.Writer(tokenizer)
 
-        def encode(row: Any) -> Example:
-            tokens = chat.prompt(tokenizer, row)
+        def encode(row: Any) -> chat.Draft[Example]:
+            tokens = yield from chat.prompt.draft(writer, row)
             return Example((Sequence(tokens, (False,) * len(tokens), row.source),))
 
         if length.max_length is not None:
