@@ -1,5 +1,6 @@
 import json
 import re
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -79,6 +80,16 @@ def test_help_needs_no_torch():
     code = "import sys, burnish.cli; print({'torch', 'transformers', 'datasets', 'yaml'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_help_is_there_at_once():
+    def seconds():
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return spent.ru_utime + spent.ru_stime
+
+    before = seconds()
+    subprocess.run([sys.executable, "-m", "burnish", "--help"], capture_output=True, check=True)
+    assert seconds() - before < 1.5  # seconds of a processor: about 0.3 on a quiet one, where torch alone takes 1
 
 
 def test_help_names_every_command():
