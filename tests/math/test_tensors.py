@@ -183,6 +183,21 @@ def test_warp_gradient():
     assert gradient[0, 3] == 0
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_wide_nucleus_is_found_as_a_narrow_one(top_p):
+    v = 3 * tensors.NUCLEUS
+    spread = torch.tensor([0.0, 0.1, 1.0, 3.0, 20.0], dtype=torch.float64)
+    logits = spread[:, None] * torch.randn(5, v, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept = tensors.warp(logits[None], top_p=top_p)[0].isfinite()
+    for row, found in zip(logits, kept, strict=True):
+        p = row.softmax(-1)
+        ordered = p.sort(descending=True).values
+        count = next(n for n in range(1, v + 1) if math.fsum(ordered[:n].tolist()) >= top_p - 1e-12)
+        assert torch.equal(found, p >= ordered[count - 1])
+        assert torch.equal(tensors.warp(row, top_p=top_p).isfinite(), found)
+    assert kept.sum(-1).max() > tensors.NUCLEUS > kept.sum(-1).min()
+
+
 @pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_warp_refuses_settings_out_of_range(settings):
     (name,) = settings

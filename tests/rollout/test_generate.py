@@ -165,6 +165,17 @@ def test_finished_rows_leave_and_waiting_requests_take_their_places():
     assert max(row for row, _ in rows) == 4
 
 
+def test_prompts_of_similar_length_are_read_together():
+    model = llama()
+    read = []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    run(model, requests(*[101] * 6, *[21] * 6, *[91] * 6), batch_size=18, max_new_tokens=1)
+    hook.remove()
+    assert read == [(12, 100), (6, 20), (18, 1)], "from a thousand tokens on, what is much shorter is read apart"
+
+
 def test_growth_of_the_cache_changes_nothing():
     model = llama()
     (request,) = requests(60)
@@ -221,7 +232,7 @@ def test_a_draw_at_the_edges_has_a_probability(uniform, expected):
 
 def test_banned_tokens_stay_in_the_probabilities():
     logits = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]]).expand(100, 3)
-    uniforms = torch.arange(100, dtype=torch.float64) / 100
+    uniforms = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
     tokens, logprobs = draw(logits, uniforms, Sampling(), torch.tensor([[True, False, False]]))
     assert (tokens == 1).sum() == 60  # 0.3 / (0.3 + 0.2)
     assert logprobs[tokens == 1].tolist() == pytest.approx([math.log(0.3)] * 60)

@@ -13,6 +13,9 @@ from torch.autograd.function import once_differentiable
 BLOCK = 2**18  # logits that are worked on at once: 1 MiB in float32, which stays in a processor's cache
 NOTHING = -1e4  # a log-probability whose exp is 0 in every precision: p log p is 0, and not NaN, where p is 0
 
+NUCLEUS = 512
+"""So many of the largest logits are looked at before all of a row are sorted to find its nucleus."""
+
 
 def same_shape(**tensors: Tensor) -> None:
     """Check that tensors have the shape of the first one: a (B,) tensor would meet a (B, T) one in silence if B == T.
@@ -189,7 +192,8 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
     if temperature == 0:
         greedy = F.one_hot(logits.argmax(-1), logits.shape[-1]).bool()
         return logits.masked_fill(~greedy, -torch.inf)
-    logits = logits / temperature
+    if temperature != 1:
+        logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.detach().topk(top_k).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -199,7 +203,19 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
 
 
 def _smallest_in_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    ordered = logits.sort(-1, descending=True).values
-    probabilities = ordered.softmax(-1)
+    """The smallest logit that top-p keeps, (..., 1)."""
+    total = logits.logsumexp(-1, keepdim=True)
+    few = min(NUCLEUS, logits.shape[-1])
+    smallest, reached = _smallest(logits.topk(few).values, total, top_p)
+    wide = ~reached
+    if few < logits.shape[-1] and bool(wide.any()):  # of these, all have to be sorted
+        smallest[wide] = _smallest(logits[wide].sort(-1, descending=True).values, total[wide], top_p)[0]
+    return smallest
+
+
+def _smallest(ordered: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The smallest of the largest logits before which less than top_p lies, and whether they reach it (...)."""
+    probabilities = (ordered - total).exp()
     before = probabilities.cumsum(-1) - probabilities
-    return torch.where(before < top_p, ordered, torch.inf).amin(-1, keepdim=True)
+    smallest = torch.where(before < top_p, ordered, torch.inf).amin(-1, keepdim=True)
+    return smallest, before[..., -1] >= top_p

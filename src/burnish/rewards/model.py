@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length, Writer, answer, results
 from burnish.models.forward import prefers_packed, scores, unwrap
+from burnish.models.linear import quick_linear
 from burnish.types import Answer, Example, UserError
 
 TOKEN_BUDGET = 8192
@@ -69,7 +70,7 @@ class ModelReward:
         pad: Any = self.tokenizer.pad_token_id
         found = [0.0] * len(answers)
         packed = prefers_packed(self.model)
-        with torch.no_grad():
+        with torch.no_grad(), quick_linear(self.model):
             for group in micro_batches(examples, self.token_budget, packed=packed):
                 batch = collate([examples[i] for i in group], 0 if pad is None else pad, packed=packed).to(device)
                 for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):

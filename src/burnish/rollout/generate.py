@@ -20,11 +20,16 @@ from transformers.cache_utils import DynamicCache
 
 from burnish.math.tensors import precise, warp
 from burnish.models.forward import backbone, evaluating, head, unwrap
+from burnish.models.linear import quick_linear
+from burnish.rollout.attention import by_rows, suits
 from burnish.rollout.cache import SlotCache, layer_windows
 from burnish.types import Completion, Config, UserError
 
 PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, that are read in one forward pass; more would only cost memory."""
+
+FULL_PREFILL = 1024
+"""Prompt tokens of one forward pass from which on padding costs more than another pass."""
 
 DRAW_BLOCK = 128
 """Tokens of the vocabulary that are summed before one of their sums is drawn; 128 divides most vocabularies."""
@@ -118,7 +123,7 @@ class Local:
             raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
         if not requests:
             return []
-        with evaluating(model):
+        with evaluating(model), quick_linear(model):
             rows = _Rows(model, min(self.batch_size, len(requests)), sampling, eos_ids, pad_id, tokenizer)
             return rows.complete(requests)
 
@@ -126,7 +131,7 @@ class Local:
 # --- the distribution ---------------------------------------------------------------------------------------------
 
 
-def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor | None) -> tuple[Tensor, Tensor]:
     """Tokens (B,) by inverting the cumulative distribution at ``uniforms``, and their log-probabilities (B,).
 
     p = softmax(warp(logits)); token = the first v at which sum_{w <= v} p_w > u sum_w p_w, over the w not banned. The
@@ -137,33 +142,35 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned: Tensor) -
         logits: (B, V).
         uniforms: (B,) float64 in [0, 1).
         sampling: temperature, top_k and top_p.
-        banned: (B, V) or (1, V) bool, True for what is not to be sampled.
+        banned: (B, V) or (1, V) bool, True for what is not to be sampled; None where nothing is.
 
     Raises:
         UserError: if a row has logits that are not numbers.
     """
     if sampling.temperature == 0:
-        values, tokens = logits.masked_fill(banned, -torch.inf).max(-1)
+        values, tokens = (logits if banned is None else logits.masked_fill(banned, -torch.inf)).max(-1)
         _check_numbers(values)
         return tokens, torch.zeros_like(precise(values))
     warped = warp(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     largest = warped.amax(-1, keepdim=True)
     weights = (warped - largest).exp_()
-    normaliser = largest[:, 0] + weights.sum(-1).log()
-    weights.masked_fill_(banned, 0.0)
     # In two levels, since a running sum over V numbers is slow on every device.
     blocks = F.pad(weights, (0, -weights.shape[-1] % DRAW_BLOCK)) if weights.shape[-1] % DRAW_BLOCK else weights
     blocks = blocks.unflatten(-1, (-1, DRAW_BLOCK))
     sums = blocks.sum(-1)
+    normaliser = largest[:, 0] + sums.sum(-1).log()
+    if banned is not None:
+        blocks.flatten(1)[:, : weights.shape[-1]].masked_fill_(banned, 0.0)
+        sums = blocks.sum(-1)
     block, rest = _invert(sums, uniforms)
     within, _ = _invert(blocks[torch.arange(len(block), device=block.device), block], rest)
     tokens = block * DRAW_BLOCK + within
-    total = sums.sum(-1)
-    nothing = ~(total > 0)
+    nothing = ~(sums.sum(-1) > 0)
     if bool(nothing.any()):
-        _check_numbers(total)
+        _check_numbers(sums)
         plain = precise(logits) / sampling.temperature
-        tokens = torch.where(nothing, plain.masked_fill(banned, -torch.inf).argmax(-1), tokens)
+        allowed = plain if banned is None else plain.masked_fill(banned, -torch.inf)
+        tokens = torch.where(nothing, allowed.argmax(-1), tokens)
         warped = torch.where(nothing[:, None], plain, warped)
         normaliser = torch.where(nothing, plain.logsumexp(-1), normaliser)
     return tokens, warped.gather(-1, tokens[:, None])[:, 0] - normaliser
@@ -206,18 +213,17 @@ class _Rows:
         self, model: Any, slots: int, sampling: Sampling, eos_ids: Collection[int], pad_id: int | None, tokenizer: Any
     ) -> None:
         base = unwrap(model)
-        config = base.config.get_text_config(decoder=True)
+        self.config = config = base.config.get_text_config(decoder=True)
         self.body, self.head, self.tokenizer, self.sampling = backbone(model), head(model), tokenizer, sampling
         self.device, self.dtype = base.device, base.dtype
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         layers, self.windows = layer_windows(model)
+        self.by_rows = suits(base)
         self.cache = SlotCache(layers, slots, self.device)
         self.slots, self.live, self.length = slots, 0, 0
-
         vocabulary = torch.arange(config.vocab_size, device=self.device)
-        self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
-        self.early = torch.isin(vocabulary, self.eos)  # what is not sampled before min_new_tokens
-        self.never = vocabulary == (-1 if pad_id is None or pad_id in eos_ids else pad_id)
+        self.ends = torch.isin(vocabulary, torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device))
+        self.never = None if pad_id is None or pad_id in eos_ids else (vocabulary == pad_id)[None]
 
         def column(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=self.device)
@@ -252,22 +258,26 @@ class _Rows:
         )
         completions: dict[int, Completion] = {}
         while waiting or self.live:
-            while waiting and (group := self._next(waiting, requests)):
-                self._seat(group, requests)
+            for batch in self._next(waiting, requests):
+                self._seat(batch, requests)
             completions.update(self._retire(self._sample(self._decode()), requests))
         return [completions[index] for index in range(len(requests))]
 
-    def _next(self, waiting: deque[list[int]], requests: list[Request]) -> list[list[int]]:
-        """The groups of equal prompts, of similar length, that take their places now."""
+    def _next(self, waiting: deque[list[int]], requests: list[Request]) -> list[list[list[int]]]:
+        """The groups of equal prompts that take their places now, in batches of similar length."""
         free = self.slots - self.live
         if self.live and free < self.slots // 8:  # reading a prompt alone costs as much as reading several
             return []
-        width = len(requests[waiting[0][0]].tokens)
-        taken: list[list[int]] = []
-        while waiting and len(waiting[0]) <= free and (not taken or (len(taken) + 1) * width <= PREFILL_TOKENS):
+        batches, width = list[list[list[int]]](), 0
+        while waiting and len(waiting[0]) <= free:
+            length = len(requests[waiting[0][0]].tokens)
+            read = len(batches[-1]) * width if batches else 0
+            if not batches or read + width > PREFILL_TOKENS or (read >= FULL_PREFILL and length < width * 3 // 4):
+                batches.append([])
+                width = length
             free -= len(waiting[0])
-            taken.append(waiting.popleft())
-        return taken
+            batches[-1].append(waiting.popleft())
+        return batches
 
     def _seat(self, groups: list[list[int]], requests: list[Request]) -> None:
         """Read each group's prompt once, but for its last token, and give all its requests a slot that begins so."""
@@ -320,8 +330,8 @@ class _Rows:
             seen = column <= positions[..., None]
             if window is not None:
                 seen &= column > positions[..., None] - window
-            zeros = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-            masks[kind] = zeros.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
+            zeros = torch.zeros_like(seen, dtype=self.dtype)[:, None]
+            masks[kind] = zeros.masked_fill_(~seen[:, None], torch.finfo(self.dtype).min)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _decode(self) -> Tensor:
@@ -329,29 +339,32 @@ class _Rows:
         self.length += 1
         positions = self.state["position"][: self.live]
         self.cache.at(positions, self.length)
-        hidden = self.body(
-            input_ids=self.state["input"][: self.live, None],
-            attention_mask=self._mask(positions[:, None], self.length),
-            position_ids=positions[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        with by_rows(self.config, self.by_rows):
+            hidden = self.body(
+                input_ids=self.state["input"][: self.live, None],
+                attention_mask=self._mask(positions[:, None], self.length),
+                position_ids=positions[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+                **({"columns": (positions + 1).tolist()} if self.by_rows else {}),
+            ).last_hidden_state
         return self.head(hidden[:, -1])
 
     def _sample(self, logits: Tensor) -> Tensor:
         """Append a token to every live row; 0 for those that go on, 1 at their limit, 2 at their stop token. (B,)."""
         live = {name: tensor[: self.live] for name, tensor in self.state.items()}
         at = live["count"][:, None].clone()
-        banned = self.never[None]
+        banned = self.never
         if self.sampling.min_new_tokens:
-            banned = banned | (self.early & (at < self.sampling.min_new_tokens))
+            early = self.ends & (at < self.sampling.min_new_tokens)
+            banned = early if banned is None else banned | early
         tokens, logprobs = draw(logits, live["uniforms"].gather(1, at)[:, 0], self.sampling, banned)
         live["tokens"].scatter_(1, at, tokens[:, None])
         live["logprobs"].scatter_(1, at, logprobs[:, None])
         live["input"].copy_(tokens)
         live["count"] += 1
         live["position"] += 1
-        stopped = torch.isin(tokens, self.eos)
+        stopped = self.ends[tokens]
         if self.sampling.stop:
             stopped |= self._completes_stop(live["tokens"], live["count"])
         return torch.where(stopped, 2, (live["count"] >= live["limit"]).long())

@@ -1,0 +1,143 @@
+"""Sampling with Burnish's local generator and with transformers' ``generate``: tokens per CPU second, time, memory.
+
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/generation.py [--vocabulary 49152] [--repeats 7] [--output FILE.json]
+
+Both sides sample at temperature 1 from the same random Llama for the same prompts, one after the other in one process
+on one thread. One token in 64 ends a completion, so that lengths are geometric. Tokens up to that one are counted;
+what transformers computes for a row after its end is not. Burnish also returns the log-probability of every token,
+which is compared with a forward pass.
+"""
+
+import argparse
+import json
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from burnish.math.tensors import token_logprobs
+from burnish.rollout.generate import Local, Request, Sampling, request_seed
+
+END_SHARE = 64  # one token in so many ends a completion
+
+
+def llama(arguments: argparse.Namespace) -> Any:
+    """5.7 million parameters where the vocabulary is 4,096."""
+    config = transformers.LlamaConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=256,
+        intermediate_size=832,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=arguments.key_value_heads,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
+    """Log-normal lengths, the median of which is 64, between 16 and 256."""
+    lengths = (64 * torch.randn(count).mul(0.7).exp()).clamp(16, 256).long().tolist()
+    return [tuple(torch.randint(vocabulary // END_SHARE, vocabulary, (n,)).tolist()) for n in lengths]
+
+
+def peak_mib() -> float:
+    """The most memory this process has held, since ``reset_peak`` where the system can forget."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (kib,) = re.findall(r"VmHWM:\s+(\d+)", status.read_text())
+        return int(kib) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def reset_peak() -> None:
+    """Let the peak begin at what is held now (Linux)."""
+    forget = Path("/proc/self/clear_refs")
+    if forget.exists():
+        forget.write_text("5")
+
+
+def measure(complete: Callable[[int], list[int]], seed: int) -> dict[str, float]:
+    """Tokens of one run, its CPU and wall seconds, and its peak of memory."""
+    reset_peak()
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = sum(complete(seed))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return {"tokens": tokens, "cpu": cpu, "wall": wall, "tokens_per_cpu_second": tokens / cpu, "peak_mib": peak_mib()}
+
+
+@torch.no_grad()
+def main() -> None:
+    """Compare the two sides and print a line for each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--key-value-heads", type=int, default=8, help="of 8 heads")
+    parser.add_argument("--prompts", type=int, default=64, help="all of which are decoded together")
+    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = llama(arguments)
+    ids = prompts(arguments.prompts, arguments.vocabulary)
+    ends = list(range(arguments.vocabulary // END_SHARE))
+    sampling = Sampling(max_new_tokens=arguments.new_tokens)
+    width = max(map(len, ids))
+    padded = torch.tensor([[0] * (width - len(row)) + list(row) for row in ids])
+    attended = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "use_cache": True}
+    settings |= {"max_new_tokens": arguments.new_tokens, "eos_token_id": ends, "pad_token_id": 0}
+
+    def burnish(seed: int) -> list[int]:
+        requests = [Request(row, request_seed(seed, i, 0, 0)) for i, row in enumerate(ids)]
+        done = Local(batch_size=arguments.prompts)(model, requests, sampling, eos_ids=ends, pad_id=0)
+        nonlocal gap
+        if gap is None:
+            gap = 0.0
+            for row, completion in zip(ids, done, strict=True):
+                tokens = torch.tensor([row + completion.tokens])
+                expected = token_logprobs(model(tokens).logits, tokens)[0, len(row) :]
+                gap = max(gap, (expected - torch.tensor(completion.logprobs)).abs().max().item())
+        return [len(completion.tokens) for completion in done]
+
+    def peer(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        new = model.generate(padded, attention_mask=attended, **settings)[:, width:]
+        ended = new < len(ends)
+        return torch.where(ended.any(-1), ended.int().argmax(-1) + 1, new.shape[1]).tolist()
+
+    gap: float | None = None
+    sides = {"burnish": burnish, "transformers": peer}
+    for complete in sides.values():
+        complete(0)
+    print(f"largest gap to the log-probabilities of a forward pass: {gap:.1g}")
+    assert gap is not None and gap < 1e-4, f"log-probabilities differ from a forward pass by {gap}"
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for repeat in range(arguments.repeats):
+        for name, complete in list(sides.items())[:: 1 if repeat % 2 else -1]:
+            runs[name].append(measure(complete, repeat + 1))
+            print(f"{name:12}", "  ".join(f"{key} {value:.4g}" for key, value in runs[name][-1].items()), flush=True)
+    ratios = {}
+    for key in ("cpu", "wall", "peak_mib"):
+        ratios[key] = sorted(
+            theirs[key] / ours[key] * (1.0 if key == "peak_mib" else ours["tokens"] / theirs["tokens"])
+            for ours, theirs in zip(runs["burnish"], runs["transformers"], strict=True)
+        )
+        low, high = ratios[key][0], ratios[key][-1]
+        print(f"{key}: transformers / burnish: {low:.2f} to {high:.2f}, median {statistics.median(ratios[key]):.2f}")
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"gap": gap, "runs": runs, "ratios": ratios}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
