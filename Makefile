@@ -78,13 +78,14 @@ $(PEERS_PPO): benchmarks/peers/ppo-requirements.txt requirements.lock
 	touch $@
 
 METHODS ?= sft dpo reward grpo rloo ppo
+REPEATS ?= 2
 
 # One thread and a process for each run; ratios of CPU seconds, since a machine is seldom quiet.
-bench: $(STAMP) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's: make bench METHODS="sft dpo"
-	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 4096 --repeats 3 --steps 2
+bench: $(STAMP) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in 20 minutes: make bench METHODS="sft dpo" REPEATS=5
+	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 4096 --repeats $(REPEATS) --steps 2
 	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 49152 --repeats 1 --steps 1
 	$(BIN)/python benchmarks/ablations.py $(METHODS) --repeats 1 --steps 2
-	$(BIN)/python benchmarks/scaling.py --repeats 3
+	$(BIN)/python benchmarks/scaling.py --repeats 1
 	for name in $(basename $(notdir $(wildcard benchmarks/encoding.py benchmarks/generation.py))); do \
 		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output benchmarks/results/$$name.json || exit 1; \
 	done

@@ -58,15 +58,15 @@ def head_everywhere() -> None:
         module.token_logprobs = wide
 
 
-ALL = ("sft", "dpo", "reward", "grpo", "rloo", "ppo")
+ROWS = ("sft", "dpo", "reward")
 APART = {"packed": False, "token_budget": 10**9, "shared_prompts": False}
 ABLATIONS = {
-    "packing": Without("packed rows: padded ones, sorted by length", ALL, {"packed": False}),
-    "sorting": Without("packed rows and their order by length", ALL, {"packed": False}, patch=unsorted),
-    "budget": Without("a token budget: the step is one micro-batch", ALL, {"token_budget": 10**9}),
+    "packing": Without("packed rows: padded ones, sorted by length", ROWS, {"packed": False}),
+    "sorting": Without("packed rows and their order by length", ROWS, {"packed": False}, patch=unsorted),
+    "budget": Without("a token budget: the step is one micro-batch", ROWS, {"token_budget": 10**9}),
     "sharing": Without("prompts that run once", ("dpo", "reward"), {"shared_prompts": False}),
     "precomputed": Without("the reference worked out once", ("dpo",), settings={"reference": "live"}),
-    "head": Without("the head on learned tokens only", ("sft", "dpo", "ppo"), patch=head_everywhere),
+    "head": Without("the head on learned tokens only", ("sft", "dpo"), patch=head_everywhere),
     "all": Without("all of this: one padded batch", ("sft", "dpo"), APART, patch=head_everywhere),
 }
 
@@ -84,7 +84,7 @@ def main() -> None:
         for method in options.methods:
             named = [name for name, one in ABLATIONS.items() if method in one.methods]
             pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {name: [] for name in named}
-            for _ in range(options.repeats):
+            for _ in range(options.repeats if named else 0):
                 start = (method, folder, options.vocabulary, "--steps", options.steps)
                 whole = run.side("burnish", *start)
                 for name in named:

@@ -40,7 +40,7 @@ def needed(method: str, sequences: list[tuple[int, list[int]]], vocabulary: int)
     return 3 * policy + (policy if method == "dpo" else 3 * body(sequences) if method == "ppo" else 0)
 
 
-def multiply_rate(seconds: float = 1.0) -> float:
+def multiply_rate(seconds: float = 0.5) -> float:
     """The best rate of float32 matrix products in operations per CPU second, over a few large shapes."""
     import torch
 
