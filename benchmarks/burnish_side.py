@@ -90,8 +90,10 @@ def counted(job: Job, clock: Clock) -> Any:
 
     def complete(model: Any, requests: list[Any], *args: Any, **others: Any) -> list[Completion]:
         done = as_given(job, model, requests) if job.given else local(model, requests, *args, **others)
-        lengths = [(len(request.tokens), [len(one.tokens)]) for request, one in zip(requests, done, strict=True)]
-        clock.sequences.append(lengths)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for request, one in zip(requests, done, strict=True):
+            groups.setdefault(tuple(request.tokens), []).append(len(one.tokens))
+        clock.sequences.append([(len(prompt), answers) for prompt, answers in groups.items()])
         clock.completed.append(sum(len(completion.tokens) for completion in done))
         return done
 
