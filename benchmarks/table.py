@@ -42,6 +42,7 @@ def compared(found: dict[str, Any]) -> list[Any]:
         of_three(found["ratios"]["memory"]),
         f"{first['burnish']:.6f}",
         f"{first['trl']:.6f}",
+        len(found["repeats"]),
         found["machine"]["date"],
     ]
 
@@ -52,7 +53,7 @@ def main() -> None:
     pairs = [read[name] for name in read if name.startswith("cpu-")]
     pairs.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
     head = ["method", "V", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's", "times less memory"]
-    parts = [table("Against TRL", [*head, "loss of step 1", "TRL's", "date"], *map(compared, pairs))]
+    parts = [table("Against TRL", [*head, "step 1", "TRL's", "runs", "date"], *map(compared, pairs))]
     shares = [
         [f["method"], f"{f['vocabulary']:,}", *(f"{middle(f, 'burnish', lambda x, k=k: x[k]) * scale:.0f} {unit}"
         for k, scale, unit in (("multiply_rate", 1e-9, "GFLOP/s"), ("share", 100, "%")))]
