@@ -27,6 +27,7 @@ UNKNOWN = frozenset({"softcap", "s_aux", "position_bias", "sliding_window"})
 """What some models ask of attention that is not computed here."""
 
 
+@torch.compiler.disable  # else a compiled model is compiled again for every set of lengths
 def varlen(
     module: nn.Module,
     query: Tensor,
