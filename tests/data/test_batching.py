@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.batching import RowLoader, attention_mask, collate, micro_batches, permutation, shared_length
+from burnish.data.batching import (
+    RowLoader,
+    attention_mask,
+    bundles,
+    collate,
+    micro_batches,
+    permutation,
+    shared_length,
+)
 from burnish.types import Example, Pair, Sequence, UserError
 
 
@@ -222,3 +230,20 @@ def test_what_is_learned_or_carries_a_number_is_not_shared():
     assert shared_length(Example((plain[0].with_arrays(value=(0.0,) * 5), numbered))) == 0
     assert shared_length(Example((plain[0],))) == 0
     assert shared_length(Example((plain[0], plain[0]))) == 4
+
+
+def test_rollouts_of_a_prompt_are_bundled_as_far_as_they_fit():
+    def rollout(start: int, length: int) -> Example:
+        tokens, learned = (start, start + 1, 3, 4, *range(50, 50 + length)), (False,) * 4 + (True,) * length
+        return Example((Sequence(tokens, learned, "r"),))
+
+    rows = [rollout(1, 3), rollout(7, 3), rollout(1, 2), rollout(1, 3), rollout(7, 3), rollout(1, 2)]
+    assert bundles(rows, None) == [[0, 2, 3, 5], [1, 4]]
+    # three tokens of the prompt run once: 7, 7 + 3, 7 + 3 + 4 with 2 learned ones and the one before them, ...
+    assert bundles(rows, 11) == [[0, 2], [1, 4], [3, 5]]
+    assert bundles(rows, 10) == [[0, 2], [1], [3, 5], [4]]
+    assert bundles(rows, 1) == [[0], [1], [2], [3], [4], [5]]
+    pair = Example((rows[0].sequences[0], rows[2].sequences[0]))
+    learned = Example((Sequence((1, 2, 3), (False, True, True), "r"),))
+    numbered = Example((rows[0].sequences[0].with_arrays(value=(0.0, *(0.5,) * 6)),))
+    assert bundles([rows[0], pair, learned, numbered, learned, numbered], None) == [[0], [1], [2], [3], [4], [5]]

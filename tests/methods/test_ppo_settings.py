@@ -11,10 +11,14 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from burnish import PPO, UserError
+from burnish.models.forward import Warp
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rollout.generate import Sampling
+from burnish.rollout.steps import Sampler
 from burnish.types import Completion
+
+TOP_K = Sampling(max_new_tokens=6, top_k=20)
 
 # --- which parts learn --------------------------------------------------------------------------------------------
 
@@ -172,3 +176,30 @@ def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
     found = run(generator=Liar(), max_gap=0.07, rows=4)
     assert found.experience("gap") == [pytest.approx(0.06, abs=1e-5)]
     assert found.log[0]["ratio"] == pytest.approx(1, abs=1e-5)  # of the trainer's own log-probabilities
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({}, [1, 0]), ({"importance_cap": 2.0}, [8, 0]), ({"sampling": TOP_K}, [1, 8])], ids=str
+)
+def test_what_was_sampled_needs_no_second_pass_of_the_policy(
+    settings: dict, expected: list[int], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, Any, int]] = []
+    logprobs = Sampler.logprobs
+
+    def watched(self: Any, model: Any, batch: Any, how: Any, *rest: Any) -> torch.Tensor:
+        seen.append((model, how, len(batch.ends)))
+        return logprobs(self, model, batch, how, *rest)
+
+    monkeypatch.setattr(Sampler, "logprobs", watched)
+    found = run(rows=16, arguments={"batch": 8}, **settings)
+    policy, reference = found.trainer.network.policy, found.trainer.method.reference.frozen
+    whole = Warp(1.0)
+
+    def rollouts(model: Any, sampled: bool) -> int:
+        return sum(n for m, how, n in seen if m is model and (how == found.trainer.method.sampler.warp) == sampled)
+
+    assert rollouts(reference, whole == found.trainer.method.sampler.warp) == 16
+    # of the second iteration alone for the KL: in the first the policy still is the reference
+    assert [rollouts(policy, True), rollouts(policy, False)] == [2 * expected[0], expected[1]]
+    assert max(found.experience("gap")) < 1e-5

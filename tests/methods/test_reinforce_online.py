@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
 from burnish.rollout.generate import Local, Sampling
+from burnish.training.layout import Layout
 from burnish.types import Answer, Completion, Example, Prompt, Scored, Sequence
 
 FOUR = Sampling(max_new_tokens=6, samples=4)
@@ -242,6 +243,31 @@ def test_the_kl_is_that_of_whole_distributions_whatever_top_k_leaves_out(run: An
     assert line["kl"] == pytest.approx(sum(sums) / 8, abs=1e-4)
     assert line["kl_loss"] == pytest.approx(sum(squares) / 8, abs=1e-5) and line["kl_loss"] > 1e-4
     assert line["policy"] == pytest.approx(sum(policy) / 8, abs=1e-4)
+
+
+def test_a_prompt_runs_once_for_its_completions(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[list[int]] = [[], []]
+    found = []
+    for shared, seen in zip((True, False), widths, strict=True):
+        collate = Layout.collate
+
+        def watched(layout: Any, examples: list[Example], shared=shared, seen=seen, collate=collate) -> Any:
+            layout.shared_prompts = shared
+            batch = collate(layout, examples)
+            seen.append(int((batch.segments > 0).sum()))
+            return batch
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Layout, "collate", watched)
+            found.append(run(rows=2, **SETTINGS["grpo"]))
+    (trainer, (batch,), _), (alone, (same,), _) = found
+    prompt = sum(not on for on in batch[0].sequences[0].trained)
+    assert widths[1][-1] - widths[0][-1] == sum(
+        3 * (sum(not on for on in batch[i].sequences[0].trained) - 1) for i in (0, 4)
+    )
+    assert prompt > 10 and [completion(e) for e in batch] == [completion(e) for e in same]
+    for a, b in zip(trainer.network.parameters(), alone.network.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 def per_token(answers: list[Answer]) -> list[list[float]]:

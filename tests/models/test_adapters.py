@@ -120,11 +120,13 @@ def test_a_reference_is_the_policy_as_it_was(kind, tiny_llama):
     start = logits(policy)
     reference = Reference(policy)
     assert (reference.frozen is None) == (kind == "fresh adapter")  # no second copy where the base will do
+    assert reference.equals(policy)
     after = logits(moved(policy, 0.2))
     with reference.use(policy) as frozen:
         torch.testing.assert_close(logits(frozen), start, atol=1e-6, rtol=1e-6)
         if kind != "fresh adapter":
             assert not any(p.requires_grad for p in frozen.parameters())
+    assert not reference.equals(policy)
     assert torch.equal(logits(policy), after) and not torch.allclose(after, start, atol=1e-3)
 
 

@@ -184,12 +184,15 @@ def test_interval_by_hand() -> None:
 
 
 def test_the_gap_is_a_mean_over_learned_tokens() -> None:
-    mask = torch.tensor([[False, True, True], [False, True, False]])
-    ours, theirs = torch.zeros(2, 3), torch.tensor([[9.0, 0.1, -0.2], [9.0, 0.0, 9.0]])
-    assert mean_gap(ours, theirs, mask, 0.11) == pytest.approx(0.1)
-    for bad in (theirs, theirs.where(mask.logical_not(), math.nan), theirs.where(mask.logical_not(), -math.inf)):
+    def examples(*sampled: float) -> list[Example]:
+        rows = (((9.0, *sampled[:2]), (False, True, True)), ((9.0, sampled[2], 9.0), (False, True, False)))
+        arrays = [{"logprobs": (0.0,) * 3, "sampled": theirs} for theirs, _ in rows]
+        return [Example((Sequence((5,) * 3, on, "row", a),)) for (_, on), a in zip(rows, arrays, strict=True)]
+
+    assert mean_gap(examples(0.1, -0.2, 0.0), 0.11) == pytest.approx(0.1)
+    for bad in ((0.1, -0.2, 0.0), (math.nan,) * 3, (-math.inf,) * 3):
         with pytest.raises(RuntimeError, match="would not be what was sampled"):
-            mean_gap(ours, bad, mask, 0.09)
+            mean_gap(examples(*bad), 0.09)
 
 
 def test_explained_variance_by_hand() -> None:

@@ -64,6 +64,16 @@ def answers(seed: int) -> Example:
     return Example(tuple(both), (Pair(0, 1, margin=0.2, p_better=0.8),))
 
 
+def completions(*arrays: str) -> list[Example]:
+    """Nine completions of three prompts in turn, with arrays of numbers, which prompts have none of."""
+    found = []
+    for i in range(9):
+        start, s = sequence(700 + i % 3).tokens, sequence(800 + i, *arrays)
+        numbers = {name: (0.0,) * (len(start) + 1) + values[1:] for name, values in s.arrays.items()}
+        found.append(Example((Sequence(start + s.tokens, (False,) * len(start) + s.trained, s.source, numbers),)))
+    return found
+
+
 def solved(seed: int) -> Example:
     """A solution in steps, correct where the seed is odd: of another one no token is learned."""
     r, base = random.Random(seed), sequence(600 + seed, "targets")
@@ -150,6 +160,31 @@ def cases(dtype: torch.dtype) -> dict:
         "dpo orpo": (DPO(loss="orpo"), policy(), referred),
         "dpo kto": (DPO(loss="kto", desirable_weight=1.5), policy(), judged),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),
+        "ppo separate, completions": (
+            ppo(critic="separate", reduction="sequence_sum"),
+            policy(),
+            completions("logprobs", "advantages", "values", "returns"),
+        ),
+        "ppo shared, completions": (
+            ppo(critic="shared"),
+            policy(),
+            completions("logprobs", "advantages", "values", "returns"),
+        ),
+        "rloo, completions": (
+            Reinforce(reward, baseline="rloo"),
+            policy(),
+            completions("advantages", "logprobs"),
+        ),
+        "grpo, completions": (
+            Reinforce(reward, reduction="sequence_mean", clip_low=0.2, clip_high=0.3, kl_coef=0.1, **k3),
+            policy(),
+            completions("advantages", "logprobs", "ref_logprobs"),
+        ),
+        "fixed length, completions": (
+            Reinforce(reward, reduction="fixed_length", clip_low=0.2, clip_high=0.3),
+            policy(),
+            completions("advantages", "logprobs"),
+        ),
         "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
     }
 

@@ -30,6 +30,31 @@ def shared_length(example: Example) -> int:
     return max(0, sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) - 1)
 
 
+def prompt(example: Example) -> tuple[int, ...]:
+    """The tokens of a lone sequence that can run once for others that begin with them too; none of another example."""
+    sequence, *others = example.sequences
+    used = 0 if others else _first_used(sequence)
+    return sequence.tokens[:used] if used > 1 else ()  # its last token is not shared
+
+
+def bundles(examples: list[Example], budget: int | None) -> list[list[int]]:
+    """Indices of ``examples``, those with the same prompt together as far as they fit the budget behind it."""
+    found: list[list[int]] = []
+    begun: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    for i, example in enumerate(examples):
+        start = prompt(example)
+        length = sum(len(sequence.tokens) for sequence in example.sequences)
+        bundle, width = begun.get(start, ([], 0))
+        more = length - len(start) + 1 if bundle else length
+        if not start or not bundle or (budget is not None and width + more > budget):
+            bundle, width, more = [], 0, length
+            found.append(bundle)
+        bundle.append(i)
+        if start:
+            begun[start] = bundle, width + more
+    return found
+
+
 def _first_used(sequence: Sequence) -> int:
     return min(
         next((t for t, used in enumerate(values) if used), len(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -132,7 +133,7 @@ class PPO:
             self.settings,
             rows,
             context,
-            experience=lambda batch: self.experience(context.network, batch),
+            experience=lambda sampled: self.experience(context.network, sampled),
             advantages=self.advantages,
             begin=begin,
         )
@@ -167,11 +168,16 @@ class PPO:
             "ratio": losses.ratio(*moved),
         }
 
-    def experience(self, network: Network, batch: MicroBatch) -> dict[str, Tensor]:
-        """What the update needs of a rollout: the trainer's and the reference's log-probabilities, and the values."""
-        hidden = hidden_states(network.policy, batch)
-        logprobs = self.sampler.logprobs(network.policy, hidden, batch, self.reference)
-        return logprobs | {"values": network.values(batch, hidden)}
+    def experience(self, network: Network, sampled: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
+        """What the update needs of rollouts: values, and log-probabilities as in ``Sampler.experience``."""
+        logprobs = self.sampler.experience(network.policy, self.reference, sampled)
+        of_policy = not sampled or isinstance(network.critic, SharedCritic)
+
+        def of(batch: MicroBatch) -> dict[str, Tensor]:
+            hidden = hidden_states(network.policy, batch) if of_policy else None
+            return logprobs(batch, hidden) | {"values": network.values(batch, hidden)}
+
+        return of
 
     def advantages(self, found: Experience) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Generalised advantages of scores less the KL, and the returns that the critic should predict."""
@@ -188,6 +194,4 @@ class PPO:
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
-        return self.sampler.evaluate(
-            rows, context, lambda batch: self.experience(context.network, batch), self.settings.evaluation
-        )
+        return self.sampler.evaluate(rows, context, self.reference, self.settings.evaluation)

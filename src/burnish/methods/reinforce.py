@@ -130,8 +130,14 @@ class Reinforce:
             )
         if "learn_eos" in s.model_fields_set:
             raise UserError("method.learn_eos belongs to scored rows: of a completion every token is learned")
-        experience = self._experience(context)
-        return RolloutLoader(self.sampler, s, rows, context, experience=experience, advantages=self.advantages)
+        return RolloutLoader(
+            self.sampler,
+            s,
+            rows,
+            context,
+            experience=lambda sampled: self.sampler.experience(context.network.policy, self.reference, sampled),
+            advantages=self.advantages,
+        )
 
     def _check_reward(self) -> None:
         if not self.sampler.rewards:
@@ -195,11 +201,6 @@ class Reinforce:
 
     # --- completions of prompts -----------------------------------------------------------------------------------
 
-    def _experience(self, context: Context) -> Any:
-        """The function that takes log-probabilities of rollouts before the update."""
-        policy = context.network.policy
-        return lambda batch: self.sampler.logprobs(policy, hidden_states(policy, batch), batch, self.reference)
-
     def advantages(self, found: Experience) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Scores less the KL, where it counts in the reward, less the baseline."""
         s, arrays = self.settings, found.arrays
@@ -261,7 +262,7 @@ class Reinforce:
         """
         if _are_prompts(rows):
             self._check_reward()
-            return self.sampler.evaluate(rows, context, self._experience(context), self.settings.evaluation)
+            return self.sampler.evaluate(rows, context, self.reference, self.settings.evaluation)
         examples = self.examples(rows, context.tokenizer, context.length).examples
         return context.evaluate(self._compared(examples, context))
 

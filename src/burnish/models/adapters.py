@@ -111,6 +111,13 @@ class Reference:
         fresh = isinstance(policy, peft.PeftModel) and is_fresh(policy)
         self.frozen = None if fresh else copy.deepcopy(policy).eval().requires_grad_(False)
 
+    def equals(self, policy: nn.Module) -> bool:
+        """Whether ``policy`` has not moved since."""
+        if self.frozen is None:
+            return isinstance(policy, peft.PeftModel) and is_fresh(policy)
+        with self.use(policy) as frozen:
+            return all(torch.equal(a, b) for a, b in zip(frozen.parameters(), policy.parameters(), strict=True))
+
     @contextmanager
     def use(self, policy: nn.Module) -> Iterator[nn.Module]:
         """Give the reference of ``policy`` for as long as the context lasts."""

@@ -127,7 +127,8 @@ def interval(name: str, values: list[float]) -> dict[str, float]:
 def evaluation(rollouts: list[Rollout], examples: list[Example], start: Mapping[str, float]) -> dict[str, float]:
     """Means over rollouts with intervals: score, each reward, KL (k1) of whole completions, win rate over ``start``.
 
-    ``examples`` are those of the rollouts, with ``kl_logprobs`` and ``ref_logprobs`` where there is a reference;
+    ``examples`` are those of the rollouts, where there is a reference with ``ref_logprobs`` and, unless the sampler's
+    serve, with ``kl_logprobs`` or ``logprobs``;
     ``start`` the scores of prompts before training, by source, where they were measured.
     """
     scores = [r.score for r in rollouts]
@@ -136,7 +137,9 @@ def evaluation(rollouts: list[Rollout], examples: list[Example], start: Mapping[
         metrics |= interval(f"reward_{name}", [r.rewards[name] for r in rollouts])
     arrays = [example.sequences[0].arrays for example in examples]
     if all("ref_logprobs" in a for a in arrays):
-        metrics |= interval("kl", [math.fsum(a["kl_logprobs"]) - math.fsum(a["ref_logprobs"]) for a in arrays])
+        ours = [next(a[name] for name in ("kl_logprobs", "logprobs", "sampled") if name in a) for a in arrays]
+        theirs = [a["ref_logprobs"] for a in arrays]
+        metrics |= interval("kl", [math.fsum(x) - math.fsum(y) for x, y in zip(ours, theirs, strict=True)])
     pairs = [(r.score, start[r.answer.source]) for r in rollouts if r.answer.source in start]
     if pairs:
         won = interval("win_rate", [(after > before) + 0.5 * (after == before) for after, before in pairs])
@@ -181,13 +184,20 @@ def final_scores(
     return scores
 
 
-def mean_gap(logprobs: Tensor, sampled: Tensor, mask: Tensor, limit: float) -> float:
-    """Mean gap over learned tokens between the trainer's and the sampler's log-probabilities, (N, T) each.
+def mean_gap(examples: list[Example], limit: float) -> float:
+    """Mean gap over learned tokens between the trainer's ``logprobs`` and the sampler's, ``sampled``.
 
     Raises:
         RuntimeError: the gap is above the limit: what would be learned is not what was sampled.
     """
-    gap = torch.where(mask, (logprobs - sampled).abs(), 0.0).sum().item() / max(int(mask.sum()), 1)
+    gaps = [
+        abs(ours - theirs)
+        for example in examples
+        for s in example.sequences
+        for ours, theirs, on in zip(s.arrays["logprobs"], s.arrays["sampled"], s.trained, strict=True)
+        if on
+    ]
+    gap = math.fsum(gaps) / max(len(gaps), 1)
     if not gap <= limit:
         raise RuntimeError(
             f"the sampler's and the trainer's log-probabilities differ by {gap:.2g} a token on average (limit "

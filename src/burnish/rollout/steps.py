@@ -124,31 +124,44 @@ class Sampler:
         assert len(fitting) == len(examples), "every prompt has a source of its own"
         return fitting, [example.sequences[0].tokens for example in examples]
 
-    def logprobs(
-        self, policy: nn.Module, hidden: Tensor, batch: MicroBatch, reference: Reference | None
-    ) -> dict[str, Tensor]:
-        """Log-probabilities (B, T) of the learned tokens: ``logprobs`` as they are sampled.
+    def logprobs(self, policy: nn.Module, batch: MicroBatch, how: Warp, hidden: Tensor | None = None) -> Tensor:
+        """Log-probabilities (B, T) of the learned tokens; ``hidden`` (B, T, H) are the hidden states, where known."""
+        hidden = hidden_states(policy, batch) if hidden is None else hidden
+        return token_logprobs(policy, hidden, batch, batch.trained, how, "off")[0]
 
-        With a reference also ``kl_logprobs`` and ``ref_logprobs``, the policy's and its own at the same temperature.
+    def experience(
+        self, policy: nn.Module, reference: Reference | None, sampled: bool
+    ) -> Callable[..., dict[str, Tensor]]:
+        """A function of rollouts and, where known, the policy's hidden states: log-probabilities (B, T) of each token.
+
+        Those of the policy where the sampler's do not serve for them: ``logprobs`` as tokens are sampled, unless
+        ``sampled``. With a reference its own, ``ref_logprobs``, and ``kl_logprobs``, the policy's at the same
+        temperature, unless they are those of sampling. A policy that is the reference still has the reference's, so
+        that its KL is 0.
         """
+        # without top-k and top-p, which may leave out of the reference what the policy sampled
+        whole = Warp(self.sampling.temperature or 1.0)
+        alike = reference is not None and reference.equals(policy)
 
-        def of(model: nn.Module, hidden: Tensor, how: Warp) -> Tensor:
-            return token_logprobs(model, hidden, batch, batch.trained, how, "off")[0]
-
-        arrays = {"logprobs": of(policy, hidden, self.warp)}
-        if reference is not None:
-            # without top-k and top-p, which may leave out of the reference what the policy sampled
-            whole = Warp(self.sampling.temperature or 1.0)
-            arrays["kl_logprobs"] = arrays["logprobs"] if whole == self.warp else of(policy, hidden, whole)
+        def of(batch: MicroBatch, hidden: Tensor | None = None) -> dict[str, Tensor]:
+            arrays = {} if sampled else {"logprobs": self.logprobs(policy, batch, self.warp, hidden)}
+            if reference is None:
+                return arrays
             with reference.use(policy) as model:
-                arrays["ref_logprobs"] = of(model, hidden_states(model, batch), whole)
-        return arrays
+                arrays["ref_logprobs"] = self.logprobs(model, batch, whole)
+            if alike:
+                arrays["kl_logprobs"] = arrays["ref_logprobs"]
+            elif whole != self.warp:
+                arrays["kl_logprobs"] = self.logprobs(policy, batch, whole, hidden)
+            return arrays
+
+        return of
 
     def evaluate(
         self,
         rows: list[Row],
         context: Context,
-        experience: Callable[[MicroBatch], Mapping[str, Tensor]],
+        reference: Reference | None,
         how: Literal["sampled", "greedy"] = "sampled",
     ) -> dict[str, float]:
         """Completions of held-out prompts: score, every reward, KL to the reference, lengths, win rate over the start.
@@ -162,7 +175,10 @@ class Sampler:
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
         rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
-        examples = context.annotate(experience, [Example((r.sequence,)) for r in rollouts])
+        examples = [Example((r.sequence,)) for r in rollouts]
+        if reference is not None:
+            measure = self.experience(context.network.policy, reference, sampled=how == "sampled")
+            examples = context.annotate(measure, examples)
         metrics = evaluation(rollouts, examples, self.start_scores)
         for r in rollouts:
             self.start_scores.setdefault(r.answer.source, r.score)
@@ -196,7 +212,8 @@ class RolloutLoader:
         settings: of the method.
         rows: prompts.
         context: of the run.
-        experience: what is measured of rollouts before the update, (B, T) arrays: ``logprobs`` at least.
+        experience: told whether the sampler's log-probabilities serve, gives what measures rollouts before the update:
+            (B, T) arrays, ``logprobs`` among them where the sampler's do not.
         advantages: the (N, T) arrays that the loss reads, ``advantages`` among them, and metrics.
         begin: told the number of the iteration before each of its steps.
     """
@@ -208,7 +225,7 @@ class RolloutLoader:
         rows: list[Row],
         context: Context,
         *,
-        experience: Callable[[MicroBatch], Mapping[str, Tensor]],
+        experience: Callable[[bool], Callable[[MicroBatch], Mapping[str, Tensor]]],
         advantages: Callable[[Experience], tuple[dict[str, Tensor], dict[str, float]]],
         begin: Callable[[int], None] = lambda iteration: None,
     ) -> None:
@@ -257,21 +274,38 @@ class RolloutLoader:
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
         rollouts = collect(*what, self.context, self.sampler.generator)
         seconds = time.perf_counter() - began
-        examples = self.context.annotate(self.experience, [Example((r.sequence,)) for r in rollouts])
+        examples, gap = self._measured([Example((r.sequence,)) for r in rollouts])
         found, metrics = self._estimate(rollouts, examples)
         self.pending = with_arrays(examples, **found)
         tokens = sum(len(r.answer.tokens) for r in rollouts)
         self.context.log(
-            summary(rollouts) | metrics | {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
+            summary(rollouts)
+            | metrics
+            | {"gap": gap, "generated_per_second": tokens / seconds, "generation_seconds": seconds}
         )
         if self.iteration % self.settings.show_every == 0:
             self.context.samples(samples(rollouts[:4], "train"))
+
+    def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
+        """Rollouts with what the update needs of them, and the gap between sampler and trainer.
+
+        The policy runs over one rollout in eight to see whether the sampler's log-probabilities serve; over all of
+        them where the gap is more than rounding, or tokens are weighed by it.
+        """
+        annotate, limit = self.context.annotate, self.settings.max_gap
+        gap, sampled = 0.0, False
+        if self.settings.importance_cap is None:
+            own = self.sampler.experience(self.context.network.policy, None, sampled=False)
+            gap = mean_gap(annotate(own, examples[::CHECKED]), limit)
+            sampled = gap <= ROUNDING
+        examples = annotate(self.experience(sampled), examples)
+        return examples, gap if sampled else mean_gap(examples, limit)
 
     def _estimate(self, rollouts: list[Rollout], examples: list[Example]) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The arrays that the loss reads, (N, T) each, and metrics; the KL coefficient moves on."""
         s, batch = self.settings, collate(examples, 0)
         mask, arrays = batch.trained, {name: x.double() for name, x in batch.arrays.items()}
-        gap = mean_gap(arrays["logprobs"], arrays["sampled"], mask, s.max_gap)
+        arrays.setdefault("logprobs", arrays["sampled"])
         ours, theirs = (arrays.get(name, arrays["logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
         if s.score_normalise:
             self.moments = self.moments.update(torch.tensor([r.score for r in rollouts]))
@@ -290,14 +324,14 @@ class RolloutLoader:
         if s.importance_cap is not None:
             weights = truncated_importance(arrays["logprobs"], arrays["sampled"], mask, s.importance_cap)
             found["advantages"] = found["advantages"] * weights
-        metrics["gap"] = gap
         if "ref_logprobs" in arrays:
             mean_kl = torch.where(mask, estimate(ours, theirs, "k1"), 0.0).sum(1).mean().item()
             penalised = scores.mean().item() - self.kl.coef * mean_kl
             metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalised}
         if s.kl_target is not None:
             self.kl = self.kl.update(metrics["kl"], len(rollouts))
-        return found, metrics
+        # a prompt that carries no numbers runs once for all its completions
+        return {name: x.where(mask, 0.0) for name, x in found.items()}, metrics
 
     def _mini_batch(self, update: int) -> list[Example]:
         """The examples of one optimizer step; every pass has a fresh permutation of the batch."""
@@ -343,4 +377,6 @@ class RolloutLoader:
         self.pending = [Example((Sequence(**sequence),)) for sequence in state["pending"]]
 
 
+CHECKED = 8  # one rollout in so many shows whether the sampler's log-probabilities are the trainer's
+ROUNDING = 1e-5  # nats a token: with a larger gap the ratios of an update would not begin at 1
 PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped")

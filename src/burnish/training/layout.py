@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
-from burnish.data.batching import collate, micro_batches
+from burnish.data.batching import bundles, collate, micro_batches, prompt
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.models.heads import Network
 from burnish.types import Example, MicroBatch, UserError
@@ -41,8 +42,13 @@ class Layout:
             raise UserError(f"packed: {model} does not keep the sequences of a row apart: take this setting away")
 
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
-        """Indices of examples, a list for each micro-batch."""
-        return micro_batches(examples, budget, packed=bool(self.packed), shared=self._shared(examples))
+        """Indices of examples, a list for each micro-batch; those behind the same prompt stand side by side."""
+        together = bundles(examples, budget)
+        if len(together) == len(examples) or not self._can_share:
+            return micro_batches(examples, budget, packed=bool(self.packed), shared=self._shared(examples))
+        joined = [_join([examples[i] for i in bundle]) for bundle in together]
+        groups = micro_batches(joined, budget, packed=bool(self.packed), shared=True)
+        return [[i for bundle in group for i in together[bundle]] for group in groups]
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """Micro-batches of one process; every process gets equally many, an empty one where they run out."""
@@ -55,7 +61,12 @@ class Layout:
         return [self.collate(batch) for batch in mine]
 
     def collate(self, examples: list[Example]) -> MicroBatch:
-        """One micro-batch of examples, on the device."""
+        """One micro-batch of examples, on the device; neighbours behind the same prompt run it once."""
+        neighbours = [
+            list(run) for start, runs in groupby(examples, prompt) for run in ([runs] if start else zip(runs))
+        ]
+        if len(neighbours) < len(examples) and self._can_share:
+            examples = [_join(run) for run in neighbours]
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
         return batch.to(self.device)
@@ -66,6 +77,11 @@ class Layout:
     @functools.cached_property
     def _can_share(self) -> bool:
         return self.shared_prompts and can_share(self.network.policy)
+
+
+def _join(examples: list[Example]) -> Example:
+    """One example of the sequences of those that have one each."""
+    return examples[0] if len(examples) == 1 else Example(tuple(e.sequences[0] for e in examples))
 
 
 def _silent(example: Example) -> Example:
