@@ -87,8 +87,9 @@ bench: $(STAMP) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in
 	$(if $(LARGE),$(BIN)/python benchmarks/run.py $(LARGE) --vocabularies 49152 --repeats 1 --steps 1)
 	$(BIN)/python benchmarks/ablations.py $(METHODS) --repeats 1 --steps 2
 	$(BIN)/python benchmarks/scaling.py --repeats 1
+	mkdir -p runs/bench
 	for name in $(basename $(notdir $(wildcard benchmarks/encoding.py benchmarks/generation.py))); do \
-		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output benchmarks/results/$$name.json || exit 1; \
+		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output runs/bench/$$name.json || exit 1; \
 	done
 	$(BIN)/python benchmarks/table.py
 

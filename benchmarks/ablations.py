@@ -1,7 +1,7 @@
 """Burnish against itself with one thing taken away at a time.
 
 ``python benchmarks/ablations.py sft dpo --repeats 3`` alternates whole runs with runs without each thing that a method
-has, and writes ``benchmarks/results/ablations-4096.json``. To add one, add a line to ``ABLATIONS``.
+has, and writes to ``benchmarks/results.json``. To add one, add a line to ``ABLATIONS``.
 """
 
 from __future__ import annotations

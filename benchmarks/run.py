@@ -1,7 +1,7 @@
 """Burnish against TRL: alternating runs in processes of their own, equal losses, ratios of tokens a second and memory.
 
-``python benchmarks/run.py sft dpo --vocabularies 4096 --repeats 5`` writes ``benchmarks/results/cpu-sft-4096.json`` and
-so on. It fails where the two sides do not compute the same.
+``python benchmarks/run.py sft dpo --vocabularies 4096 --repeats 5`` writes to ``benchmarks/results.json``. It fails
+where the two sides do not compute the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results.json"
 METHODS = ("sft", "dpo", "reward", "grpo", "rloo", "ppo")
 ONLINE = ("grpo", "rloo", "ppo")
 TOLERANCE = 1e-4
@@ -75,9 +75,9 @@ def machine() -> dict[str, Any]:
 
 
 def write(name: str, found: dict[str, Any]) -> None:
-    """Keep results."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    """Keep results under a name, beside those that were there."""
+    read = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps(read | {name: found}, indent=1) + "\n", "utf-8")
 
 
 def check(method: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/speed.md`` from the files of ``benchmarks/results``."""
+"""Writes the tables of ``docs/speed.md`` from ``benchmarks/results.json``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compared(found: dict[str, Any]) -> list[Any]:
 
 def main() -> None:
     """Put the tables where the page has its marks."""
-    read = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    read = json.loads(RESULTS.read_text("utf-8"))
     pairs = [read[name] for name in read if name.startswith("cpu-")]
     pairs.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
     head = ["method", "V", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's", "times less memory"]
