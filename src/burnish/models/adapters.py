@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from burnish.models.bases import Base
+from burnish.models.linear import use_onednn
 from burnish.models.quantise import Kind
 from burnish.types import Config, UserError
 
@@ -109,7 +110,7 @@ class Reference:
 
     def __init__(self, policy: nn.Module) -> None:
         fresh = isinstance(policy, peft.PeftModel) and is_fresh(policy)
-        self.frozen = None if fresh else copy.deepcopy(policy).eval().requires_grad_(False)
+        self.frozen = None if fresh else use_onednn(copy.deepcopy(policy)).eval().requires_grad_(False)
 
     def equals(self, policy: nn.Module) -> bool:
         """Whether ``policy`` has not moved since."""

@@ -22,6 +22,7 @@ from burnish.math.tensors import precise
 from burnish.models import bases
 from burnish.models.adapters import trained_on, wrap
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
+from burnish.models.linear import use_onednn
 from burnish.models.quantise import is_quantised
 from burnish.protocols import Method
 from burnish.types import MicroBatch, Terms, UserError
@@ -154,8 +155,8 @@ class Network(nn.Module):
 
     def __init__(self, policy: nn.Module, critic: nn.Module | None = None) -> None:
         super().__init__()
-        self.policy = policy
-        self.critic = critic
+        self.policy = use_onednn(policy)
+        self.critic = critic if critic is None else use_onednn(critic)
         # asked by transformers of the model that is trained: what is trained here never is, though a base may be
         self.is_quantized = False
 

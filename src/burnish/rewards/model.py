@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length, Writer, answer, results
 from burnish.models.forward import prefers_packed, scores, unwrap
-from burnish.models.linear import quick_linear
+from burnish.models.linear import use_onednn
 from burnish.types import Answer, Example, UserError
 
 TOKEN_BUDGET = 8192
@@ -50,7 +50,7 @@ class ModelReward:
         Raises:
             UserError: no such label, or there are several and none is named; no mean and std to normalise by.
         """
-        self.model = model.eval().requires_grad_(False)
+        self.model = use_onednn(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Length(max_length=longest(unwrap(model).config, tokenizer), on_long="truncate_left")
@@ -70,7 +70,7 @@ class ModelReward:
         pad: Any = self.tokenizer.pad_token_id
         found = [0.0] * len(answers)
         packed = prefers_packed(self.model)
-        with torch.no_grad(), quick_linear(self.model):
+        with torch.no_grad():
             for group in micro_batches(examples, self.token_budget, packed=packed):
                 batch = collate([examples[i] for i in group], 0 if pad is None else pad, packed=packed).to(device)
                 for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from burnish.math.tensors import precise, warp
 from burnish.models.forward import backbone, evaluating, head, unwrap
-from burnish.models.linear import quick_linear
+from burnish.models.linear import use_onednn
 from burnish.rollout.attention import by_rows, suits
 from burnish.rollout.cache import SlotCache, layer_windows
 from burnish.types import Completion, Config, UserError
@@ -123,7 +123,7 @@ class Local:
             raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
         if not requests:
             return []
-        with evaluating(model), quick_linear(model):
+        with evaluating(use_onednn(model)):
             rows = _Rows(model, min(self.batch_size, len(requests)), sampling, eos_ids, pad_id, tokenizer)
             return rows.complete(requests)
 
