@@ -41,6 +41,13 @@ def unsorted() -> None:
     layout.micro_batches = in_order
 
 
+def products_of_torch() -> None:
+    """Linear layers as they are in PyTorch."""
+    from burnish.models import linear
+
+    linear.has_onednn = lambda: False
+
+
 def head_everywhere() -> None:
     """The head runs on every token that has one before it."""
     from burnish.methods import ppo, reinforce
@@ -61,20 +68,24 @@ def head_everywhere() -> None:
 ROWS = ("sft", "dpo", "reward")
 APART = {"packed": False, "token_budget": 10**9, "shared_prompts": False}
 ABLATIONS = {
-    "packing": Without("packed rows: padded ones, sorted by length", ROWS, {"packed": False}),
+    "products": Without("oneDNN's products: PyTorch's own", (*ROWS, "grpo", "ppo"), patch=products_of_torch),
+    "packing": Without("packed rows: padded ones, sorted by length", (*ROWS, "grpo"), {"packed": False}),
     "sorting": Without("packed rows and their order by length", ROWS, {"packed": False}, patch=unsorted),
     "budget": Without("a token budget: the step is one micro-batch", ROWS, {"token_budget": 10**9}),
-    "sharing": Without("prompts that run once", ("dpo", "reward"), {"shared_prompts": False}),
+    "sharing": Without("prompts that run once", ("dpo", "reward", "grpo"), {"shared_prompts": False}),
+    "sampled": Without(
+        "the sampler's log-probabilities: another pass", ("grpo", "ppo"), settings={"importance_cap": 1e9}
+    ),
     "precomputed": Without("the reference worked out once", ("dpo",), settings={"reference": "live"}),
     "head": Without("the head on learned tokens only", ("sft", "dpo"), patch=head_everywhere),
-    "all": Without("all of this: one padded batch", ("sft", "dpo"), APART, patch=head_everywhere),
+    "all": Without("all of this but oneDNN: one padded batch", ("sft", "dpo"), APART, patch=head_everywhere),
 }
 
 
 def main() -> None:
     """Read the command line, run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("methods", nargs="*", default=["sft", "dpo"])
+    parser.add_argument("methods", nargs="*", default=["sft", "dpo", "grpo"])
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)

@@ -7,7 +7,8 @@ the head counts where a log-probability is used, and attention where a token may
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from workload import BODY
 
@@ -40,8 +41,8 @@ def needed(method: str, sequences: list[tuple[int, list[int]]], vocabulary: int)
     return 3 * policy + (policy if method == "dpo" else 3 * body(sequences) if method == "ppo" else 0)
 
 
-def multiply_rate(seconds: float = 0.5) -> float:
-    """The best rate of float32 matrix products in operations per CPU second, over a few large shapes."""
+def multiply_rate(product: Callable[[Any, Any], Any], seconds: float = 0.5) -> float:
+    """The best rate of a float32 matrix product in operations per CPU second, over a few large shapes."""
     import torch
 
     best = 0.0
@@ -51,7 +52,7 @@ def multiply_rate(seconds: float = 0.5) -> float:
         while time.process_time() - began < seconds:
             start = time.process_time()
             for _ in range(3):
-                torch.mm(a, b)
+                product(a, b)
             times.append((time.process_time() - start) / 3)
         best = max(best, 2 * n**3 / min(times))
     return best

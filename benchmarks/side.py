@@ -116,7 +116,14 @@ def tokens_of(job: Job, clock: Clock) -> int:
 
 
 def share_of_machine(job: Job, clock: Clock, cpu: float) -> dict[str, float]:
-    """The rate of matrix products, and the share of it that the measured steps reach; online of their updates alone."""
+    """Rates of matrix products, and the share of each that the measured steps reach; online of their updates alone.
+
+    ``torch.mm``, and oneDNN's product where Burnish uses it.
+    """
+    import torch
+
+    from burnish.models import linear
+
     size = len(job.rows) // (job.warmup + job.steps)
     parts = [row["tokens"] for row in job.rows[job.warmup * size :]]
     sequences = [(part["prompt"], part["answers"]) for part in parts]
@@ -124,8 +131,12 @@ def share_of_machine(job: Job, clock: Clock, cpu: float) -> dict[str, float]:
         sequences = [one for batch in clock.sequences for one in batch]
     passes = 4 if job.method == "ppo" else 1
     operations = passes * flops.needed(job.method, sequences, job.options.vocabulary)
-    rate = flops.multiply_rate()
-    return {"multiply_rate": rate, "share": operations / (clock.update if job.method in ONLINE else cpu) / rate}
+    reached = operations / (clock.update if job.method in ONLINE else cpu)
+    rates = {"mm": flops.multiply_rate(torch.mm)}
+    rates["fastest"] = max(rates["mm"], flops.multiply_rate(linear.product) if linear.has_onednn() else 0.0)
+    return {f"{name}_rate": rate for name, rate in rates.items()} | {
+        f"{name}_share": reached / rate for name, rate in rates.items()
+    }
 
 
 def measure(side: str, job: Job) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 SEED = 7
 MEDIAN, SIGMA, SHORTEST, LONGEST_ROW = 120, 0.8, 16, 512
-LONGEST, STOP = 64, 2.82 / 64  # (1 - exp(-x)) / x is 1 / 3 at x = 2.82
+LONGEST, STOP = 128, 2.82 / 128  # (1 - exp(-x)) / x is 1 / 3 at x = 2.82
 BODY = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 832, "num_attention_heads": 4}
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>"]
 TEMPLATE = """\

@@ -77,7 +77,7 @@ def varlen(
     return torch.cat(attended, 1), None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _after(prefix: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask (length, prefix + length) of tokens that see a prefix, and each other causally."""
     hidden = torch.ones(length, prefix + length, dtype=torch.bool, device=device).triu(prefix + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -11,6 +13,10 @@ FEW_ROWS = 8
 
 LARGE = 2**20
 """Weights from which on it pays for few rows too."""
+
+# oneDNN keeps the code it made for every shape, by default for 1,024 of them; micro-batches have ever new lengths, and
+# what is kept for those would come to 100 MB.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 def has_onednn() -> bool:
