@@ -27,7 +27,7 @@ from rich.table import Table
 from burnish.data import chat
 from burnish.methods.sft import SFT
 from burnish.models import loading
-from burnish.types import Conversation
+from burnish.types import Conversation, Messages, Row
 
 WORDS = (
     "the a model learns to write what people like and how it works in every day of life with numbers such as 12 or "
@@ -37,17 +37,18 @@ END = "message['content'] + '<|im_end|>' + '\n'"
 ANSWER = f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{{{{ {END} }}}}{{% endgeneration %}}"
 
 
-def chat_rows(count: int, seed: int = 0) -> list[Conversation]:
+def chat_rows(count: int, seed: int = 0) -> list[Row]:
     """Conversations of one turn each, 5 to 12 words asked and 5 to 15 said."""
     rng, words = random.Random(seed), WORDS.split()
 
     def say(low: int, high: int) -> str:
         return " ".join(rng.choices(words, k=rng.randint(low, high))).capitalize() + "."
 
-    turns = [
-        ({"role": "user", "content": say(5, 12)}, {"role": "assistant", "content": say(5, 15)}) for _ in range(count)
-    ]
-    return [Conversation(messages, None, f"chat.jsonl:{line}") for line, messages in enumerate(turns, 1)]
+    rows: list[Row] = []
+    for line in range(1, count + 1):
+        messages: Messages = ({"role": "user", "content": say(5, 12)}, {"role": "assistant", "content": say(5, 15)})
+        rows.append(Conversation(messages, None, f"chat.jsonl:{line}"))
+    return rows
 
 
 def templates(chatml: str) -> dict[str, str]:
@@ -64,7 +65,7 @@ def templates(chatml: str) -> dict[str, str]:
     }
 
 
-def measure(rows: list[Any], tokenizer: Any, rounds: int) -> dict[str, float]:
+def measure(rows: list[Row], tokenizer: Any, rounds: int) -> dict[str, float]:
     """Rows a second by the clock and by CPU seconds, first and from the cache, and mean tokens of a row."""
     best: dict[str, float] = {}
     for _ in range(rounds):

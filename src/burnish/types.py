@@ -160,7 +160,7 @@ Row = Text | Conversation | Preference | Ranking | Prompt | Labelled | Scored | 
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sequence:
     """Token ids and, of the same length, which of them are learned.
 
@@ -176,11 +176,10 @@ class Sequence:
     arrays: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, values in {"trained": self.trained, **self.arrays}.items():
-            if len(values) != len(self.tokens):
-                raise ValueError(
-                    f"{self.source}: {name} must align with tokens: got {len(values)}, expected {len(self.tokens)}"
-                )
+        size = len(self.tokens)
+        for name, values in (("trained", self.trained), *self.arrays.items()):
+            if len(values) != size:
+                raise ValueError(f"{self.source}: {name} must align with tokens: got {len(values)}, expected {size}")
         if self.trained and self.trained[0]:
             raise ValueError(f"{self.source}: the first token of a sequence has no predecessor and cannot be learned")
 
@@ -199,7 +198,7 @@ class Pair(NamedTuple):
     p_better: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Example:
     """What must stay together in one micro-batch: one sequence, or those that are compared.
 

@@ -108,3 +108,22 @@ def test_a_text_cut_at_its_special_tokens_is_tokenised_as_one(
         )
         whole = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         assert prompt(tokenizer, row.messages) == tuple(whole)
+
+
+def test_what_rows_have_in_common_is_made_once(
+    monkeypatch: pytest.MonkeyPatch, byte_tokenizer: Callable[..., Any]
+) -> None:
+    asked: list[str] = []
+    make = drafts.make
+
+    def counted(wanted: Any) -> Any:
+        asked.extend(text for texts in wanted.values() for text in texts)
+        return make(wanted)
+
+    monkeypatch.setattr(drafts, "make", counted)
+    monkeypatch.setattr(drafts, "AT_ONCE", 20)
+    writer = Writer(byte_tokenizer(UNMARKED))
+    drafts.results(conversation.draft(writer, turns(f"Is {n} odd?", f"{n % 2}")) for n in range(200))
+    opening = "<|im_start|>assistant\n"
+    assert asked.count(opening) <= drafts.CHUNKS  # by the chunks that began before the first had an answer
+    assert sum(text.startswith("<|im_start|>user") for text in asked) == 200

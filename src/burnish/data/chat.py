@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from burnish.data.drafts import Draft, OneRow, Piece, results
 from burnish.data.lengths import Length, cache_key, encode, fit
-from burnish.data.templates import PLAIN_TEMPLATES, Tokens, Writer, Written, around, set_template, tokenise, write
+from burnish.data.templates import PLAIN_TEMPLATES, Tokens, Writer, Written, set_template, tokenise, write
 from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text, UserError
 
 __all__ = [
@@ -190,20 +190,22 @@ def conversation(
 
 
 def _opened(writer: Writer, messages: Messages, source: str) -> Draft[list[int]]:
-    before, _ = yield from around(writer)
+    before, _ = writer.around
     tokens = yield from tokenise(writer, write(writer, messages, source, generation_prompt=True), source)
     return before + tokens.ids
 
 
 def _closed(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
     """The tokens of a whole conversation; where the tokenizer ends a text with EOS, it is not ended twice."""
-    before, after = yield from around(writer)
+    before, after = writer.around
     tokens = yield from tokenise(writer, written, source)
     if after and tokens.ids[-len(after) :] == after:
         after = []
-    end = len(written.text)
-    frame = [(0, 0, Piece(before, [(0, 0)] * len(before)))], [(end, end, Piece(after, [(0, 0)] * len(after)))]
-    return Tokens(before + tokens.ids + after, frame[0] + tokens.pieces + frame[1])
+    if not before and not after:
+        return tokens
+    frame = [Piece(ids, [(0, 0)] * len(ids)) for ids in (before, after)]
+    pieces = [frame[0], *tokens.pieces, frame[1]]
+    return Tokens(before + tokens.ids + after, ["", *tokens.texts, ""], pieces)
 
 
 # --- masks --------------------------------------------------------------------------------------------------------

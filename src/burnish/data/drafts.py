@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 AT_ONCE = 512  # rows of a chunk
+FEW = 8  # texts of a chunk
 CHUNKS = 3  # one that is worked on here, one in the tokenizer, and one that waits for it
 _LOCK = threading.Lock()  # whether special tokens stay text is a switch of the whole tokenizer
 
@@ -101,19 +102,20 @@ def outcomes(drafts: Iterable[Draft[T]]) -> Iterator[T | UserError]:
     remaining = iter(drafts)
     chunks = enumerate(iter(lambda: list(islice(remaining, AT_ONCE)), []))
     finished: dict[int, list[T | UserError]] = {}
-    running: deque[tuple[int, Generator[Wanted, Any, list[Any]], Future[Wanted] | None]] = deque()
+    running: deque[tuple[int, Generator[Wanted, Any, list[Any]], Future[Made] | None]] = deque()
+    common: Made = defaultdict(dict)
     shown = 0
     with ThreadPoolExecutor(1) as worker:
         while True:
             if len(running) < CHUNKS and (started := next(chunks, None)) is not None:
-                number, chunk, future = started[0], _chunk(started[1]), None
+                number, chunk, future = started[0], _chunk(started[1], common), None
             elif running:
                 number, chunk, future = running.popleft()
             else:
                 return
             try:
                 asked = chunk.send(future.result() if future else None)
-                running.append((number, chunk, worker.submit(_tokenise, asked)))
+                running.append((number, chunk, worker.submit(make, asked)))
             except StopIteration as done:
                 finished[number] = done.value
             while shown in finished:
@@ -121,42 +123,51 @@ def outcomes(drafts: Iterable[Draft[T]]) -> Iterator[T | UserError]:
                 shown += 1
 
 
-Wanted = dict[How, dict[str, Any]]
+Wanted = dict[How, list[str]]
+Made = dict[How, dict[str, Piece]]
 
 
-def _chunk(drafts: list[Draft[T]]) -> Generator[Wanted, Any, list[Any]]:
-    """Outcomes of drafts that ask together; a text is tokenised once, however many ask for it."""
+def _chunk(drafts: list[Draft[T]], common: Made) -> Generator[Wanted, Any, list[Any]]:
+    """Outcomes of drafts that ask together; a text is tokenised once, however many ask for it.
+
+    Where a whole chunk lacks only a few texts, they are what rows have in common: kept for the chunks that follow.
+    """
     found: list[Any] = [None] * len(drafts)
-    known: dict[How, dict[str, Piece]] = {}
-    going: list[tuple[int, Draft[T], Ask | None]] = [(i, draft, None) for i, draft in enumerate(drafts)]
+    known: Made = defaultdict(dict, {how: dict(pieces) for how, pieces in common.items()})
+    going: list[tuple[int, Draft[T], How | None, list[str]]] = [(i, draft, None, []) for i, draft in enumerate(drafts)]
     while going:
-        asking: list[tuple[int, Draft[T], Ask | None]] = []
-        wanted: Wanted = {}
-        for i, draft, ask in going:
+        asking: list[tuple[int, Draft[T], How | None, list[str]]] = []
+        asked: defaultdict[How, list[str]] = defaultdict(list)
+        for i, draft, how, texts in going:
             try:
+                answer = None if how is None else [known[how][text] for text in texts]
                 while True:
-                    here = {} if ask is None else known[ask[0]]
-                    ask = draft.send(None if ask is None else [here[text] for text in ask[1]])  # type: ignore[arg-type]
-                    have = known.setdefault(ask[0], {})
-                    lacking = [text for text in ask[1] if text not in have]
-                    if lacking:
-                        wanted.setdefault(ask[0], {}).update(dict.fromkeys(lacking))
-                        asking.append((i, draft, ask))
+                    how, texts = draft.send(answer)  # type: ignore[arg-type]
+                    try:
+                        answer = list(map(known[how].__getitem__, texts))
+                    except KeyError:
                         break
+                asked[how] += texts
+                asking.append((i, draft, how, texts))
             except StopIteration as done:
                 found[i] = done.value
             except UserError as error:
                 found[i] = error
         going = asking
-        if wanted:
-            for how, made in (yield wanted).items():
+        if asked:
+            lacking = {
+                how: [text for text in dict.fromkeys(texts) if text not in known[how]] for how, texts in asked.items()
+            }
+            for how, made in (yield lacking).items():
                 known[how].update(made)
+                if len(made) <= FEW:
+                    common[how].update(made)
     return found
 
 
-def _tokenise(wanted: Wanted) -> Wanted:
+def make(wanted: Wanted) -> Made:
     """The pieces of texts, without the truncation and padding that a tokenizer's file or another call may have set."""
-    made: Wanted = {}
+    made: Made = {}
     with _LOCK:
         for how, texts in wanted.items():
             rust = how.rust
@@ -167,7 +178,7 @@ def _tokenise(wanted: Wanted) -> Wanted:
             if rust.encode_special_tokens != how.as_text:
                 rust.encode_special_tokens = how.as_text
             encode = rust.encode_batch if how.offsets else rust.encode_batch_fast
-            found = encode(list(texts), add_special_tokens=how.framed)
-            pieces = (Piece(e.ids, e.offsets if how.offsets else []) for e in found)
+            found = encode(texts, add_special_tokens=how.framed)
+            pieces = [Piece(e.ids, e.offsets if how.offsets else []) for e in found]
             made[how] = dict(zip(texts, pieces, strict=True))
     return made

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -161,8 +162,8 @@ def fit(row: Row, function: Callable[[Any], Draft[Example]], length: Length) -> 
 def _fitted(
     row: Row, example: Example, function: Callable[[Any], Draft[Example]], length: Length
 ) -> Draft[tuple[list[Example], str]]:
-    longest, limit, how = _longest(example), length.max_length, length.on_long or "error"
-    if limit is None or longest <= limit:
+    limit, how = length.max_length, length.on_long or "error"
+    if limit is None or (longest := _longest(example)) <= limit:
         return [example], ""
     what = f"{longest} tokens, max_length {limit}"
     prompted = isinstance(row, Preference | Ranking | Labelled | Prompt)
@@ -318,8 +319,8 @@ def _keep(encoded: Encoded, path: Path) -> None:
 
     sequences = [s for example in encoded.examples for s in example.sequences]
     tensors = {
-        "tokens": np.array([token for s in sequences for token in s.tokens], dtype=np.int64),
-        "trained": np.array([learned for s in sequences for learned in s.trained], dtype=np.bool_),
+        "tokens": np.fromiter(chain.from_iterable(s.tokens for s in sequences), np.int64),
+        "trained": np.frombuffer(b"".join(bytes(s.trained) for s in sequences), np.bool_),
         "lengths": np.array([len(s.tokens) for s in sequences], dtype=np.int64),
         "sequences": np.array([len(example.sequences) for example in encoded.examples], dtype=np.int64),
         "pairs": np.array([pair for e in encoded.examples for pair in e.pairs], dtype=np.float64).reshape(-1, 5),

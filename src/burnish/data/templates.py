@@ -7,9 +7,10 @@ import functools
 import re
 from functools import cached_property
 from itertools import pairwise
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from burnish.data.drafts import Draft, How, Piece
+from burnish.data.drafts import Draft, How, Piece, make
 from burnish.types import Messages, UserError
 
 if TYPE_CHECKING:
@@ -62,25 +63,27 @@ class Written(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Token ids, and the pieces of text they were made from: ``Tokens([1, 9], [(0, 5, Piece([1, 9], []))])``.
+    """Token ids, and the pieces of text they were made from: ``Tokens([1, 9], ["Hello"], [Piece([1, 9], [])])``.
 
-    A piece is given with its first character and the one behind its last; its offsets count from its own start.
+    The offsets of a piece count from its own start.
     """
 
     ids: list[int]
-    pieces: list[tuple[int, int, Piece]]
+    texts: list[str]
+    pieces: list[Piece]
 
     def inside(self, first: int, last: int) -> tuple[int, int] | None:
         """The first token that lies in these characters, and the one behind the last that does; None for no token."""
-        start, stop, done = None, 0, 0
-        for begin, end, (ids, offsets) in self.pieces:
+        start, stop, done, begin = None, 0, 0, 0
+        for text, (ids, offsets) in zip(self.texts, self.pieces, strict=True):
+            end = begin + len(text)
             if begin <= last and end > first:
                 near, far = first - begin, last - begin
                 hits = (t for t, offset in enumerate(offsets) if _overlap(offset, near, far))
                 if (hit := next(hits, None)) is not None:
                     start = done + hit if start is None else start
                     stop = done + next(t + 1 for t in reversed(range(len(ids))) if _overlap(offsets[t], near, far))
-            done += len(ids)
+            done, begin = done + len(ids), end
         return None if start is None else (start, stop)
 
 
@@ -155,6 +158,18 @@ class Writer:
         return How(self.rust, offsets=self.marks)
 
     @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """What stands before and after a plain template's text: the tokenizer's own ``[CLS]`` and ``[SEP]``, or BOS.
+
+        A template of the model's own writes its special tokens itself: nothing is put around it.
+        """
+        if not self.plain:
+            return [], []
+        framed, bare = (make({how: ["a"]})[how]["a"].ids for how in (How(self.rust, framed=True), How(self.rust)))
+        first = next(t for t in range(len(framed)) if framed[t : t + len(bare)] == bare)
+        return framed[:first], framed[first + len(bare) :]
+
+    @cached_property
     def _compiled(self) -> tuple[Any, dict[str, Any]]:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -216,7 +231,7 @@ def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
     """
     if not written.typed:
         between = writer.cut.split(written.text)  # text, special token, text, ..., special token, text
-        texts = [special + text for special, text in zip(between[1::2], between[2::2], strict=True)]
+        texts = list(map(add, between[1::2], between[2::2]))
         texts = [between[0], *texts] if between[0] else texts
         return _joined(texts, (yield writer.written, texts))
     neutral = "".join("x" if character in written.typed else character for character in written.text)
@@ -234,25 +249,9 @@ def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
 
 def _joined(texts: list[str], pieces: list[Piece]) -> Tokens:
     ids: list[int] = []
-    placed, begin = [], 0
-    for text, piece in zip(texts, pieces, strict=True):
-        ids += piece.ids
-        placed.append((begin, begin + len(text), piece))
-        begin += len(text)
-    return Tokens(ids, placed)
-
-
-def around(writer: Writer) -> Draft[tuple[list[int], list[int]]]:
-    """What stands before and after a plain template's text: the tokenizer's own ``[CLS]`` and ``[SEP]``, or BOS.
-
-    A template of the model's own writes its special tokens itself: nothing is put around it.
-    """
-    if not writer.plain:
-        return [], []
-    ((framed, _),) = yield How(writer.rust, framed=True), ["a"]
-    ((bare, _),) = yield How(writer.rust), ["a"]
-    first = next(t for t in range(len(framed)) if framed[t : t + len(bare)] == bare)
-    return framed[:first], framed[first + len(bare) :]
+    for piece in pieces:
+        ids += piece[0]
+    return Tokens(ids, texts, pieces)
 
 
 # --- special tokens -----------------------------------------------------------------------------------------------
@@ -286,9 +285,9 @@ def _special(tokenizer: Any, size: int, eos: str) -> tuple[re.Pattern[str], re.P
 def _hide(writer: Writer, messages: Messages) -> tuple[Messages, dict[str, str]]:
     """The messages with each special token that they spell replaced by as many copies of one private character."""
     contents = [message["content"] for message in messages]
-    spelled = sorted({found for content in contents for found in writer.spelled.findall(content)})
-    if not spelled:
+    if writer.spelled.search("".join(contents)) is None:
         return messages, {}
+    spelled = sorted({found for content in contents for found in writer.spelled.findall(content)})
     taken = set("".join(contents))
     free = (chr(code) for code in PRIVATE if chr(code) not in taken)
     stand_in = dict(zip(spelled, free, strict=False))
@@ -308,5 +307,5 @@ def _piecewise(writer: Writer, text: str, spelled: str) -> Draft[tuple[Tokens, s
     as_text = yield writer.of_text._replace(offsets=True), [spelled[a:b] for a, b in spans[::2]]
     marks = [Piece([_id(writer.rust, text[a:b])], [(0, b - a)]) for a, b in spans[1::2]]
     pieces = [piece for pair in zip(as_text, [*marks, Piece([], [])], strict=True) for piece in pair]
-    placed = [(a, b, piece) for (a, b), piece in zip(spans, pieces, strict=False)]
-    return Tokens([id for piece in pieces for id in piece.ids], placed), {id for piece in as_text for id in piece.ids}
+    tokens = _joined([spelled[a:b] for a, b in spans] + [""], pieces)
+    return tokens, {id for piece in as_text for id in piece.ids}
