@@ -1,5 +1,7 @@
 """Attention over packed rows without a mask: equal to one sequence a row, for whoever can have it."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ WITHOUT = [hf.Gemma2Config, hf.MptConfig, hf.Lfm2Config]
 PADDED = {"side": "left", "pad_to": 90}
 
 
-def model_of(config: type, **settings: object) -> torch.nn.Module:
+def model_of(config: type, **settings: object) -> Any:
     torch.manual_seed(0)
     return hf.AutoModelForCausalLM.from_config(config(**SIZES, **settings)).eval()
 

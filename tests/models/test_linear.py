@@ -1,6 +1,7 @@
 """Linear layers by oneDNN against torch's own."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ class Quantized(nn.Linear):
 @pytest.mark.parametrize("known", [pytest.param(True, marks=needs_onednn), False])
 def test_only_plain_layers_change_and_only_for_what_the_kernel_takes(known, monkeypatch):
     monkeypatch.setattr(module, "has_onednn", lambda: known)
-    model = nn.Sequential(nn.Linear(4, 4), Quantized(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), Quantized(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
     model[3].forward = lambda input: input  # another library's
     use_onednn(model)
     quick = Linear if known else nn.Linear

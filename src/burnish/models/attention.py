@@ -27,7 +27,6 @@ UNKNOWN = frozenset({"softcap", "s_aux", "position_bias", "sliding_window"})
 """What some models ask of attention that is not computed here."""
 
 
-@torch.compiler.disable  # else a compiled model is compiled again for every set of lengths
 def varlen(
     module: nn.Module,
     query: Tensor,
@@ -117,5 +116,6 @@ def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, run
     return cast(Tensor, out)[None]
 
 
-AttentionInterface.register(NAME, varlen)
+# a compiled model leaves it out, else it would be compiled again for every set of lengths
+AttentionInterface.register(NAME, torch.compiler.disable(varlen))
 AttentionMaskInterface.register(NAME, sdpa_mask)
