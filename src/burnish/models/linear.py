@@ -59,12 +59,12 @@ class Linear(nn.Linear):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """X weight^T + bias, (..., N), of x (..., H), weight (N, H) and bias (N,), without a gradient."""
+    """The product x weight^T + bias, (..., N), of x (..., H), weight (N, H) and bias (N,), without a gradient."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class Product(torch.autograd.Function):
-    """x weight^T + bias, and its gradients."""
+    """The product x weight^T + bias, and its gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
@@ -75,7 +75,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Dx = g weight, dweight = g^T x, dbias = the sum of g."""
+        """Of x g weight, of the weight g^T x, of the bias the sum of g over rows."""
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)

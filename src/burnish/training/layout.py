@@ -10,7 +10,7 @@ import torch
 
 from burnish.data.batching import bundles, collate, micro_batches, prompt
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
-from burnish.models.heads import Network
+from burnish.models.heads import Network, SharedCritic, StepValueHead
 from burnish.types import Example, MicroBatch, UserError
 
 BUDGET_ON_CPU = 512
@@ -76,7 +76,9 @@ class Layout:
 
     @functools.cached_property
     def _can_share(self) -> bool:
-        return self.shared_prompts and can_share(self.network.policy)
+        critic = self.network.critic
+        own = [] if critic is None or isinstance(critic, SharedCritic | StepValueHead) else [critic]
+        return self.shared_prompts and all(can_share(model) for model in (self.network.policy, *own))
 
 
 def _join(examples: list[Example]) -> Example:
