@@ -163,11 +163,18 @@ def test_a_fault_keeps_its_traceback_and_exits_with_1(here, pipeline):
 
 
 def test_the_environment_is_set_unless_the_user_did(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    call("recipes")
+    assert cli.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert cli.os.environ["GOMP_SPINCOUNT"] == "10000"
+    assert cli.os.environ["TOKENIZERS_PARALLELISM"] == "false"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     call("recipes")
     assert cli.os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert cli.os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert "GOMP_SPINCOUNT" not in cli.os.environ
 
 
 def test_recipes_lists_names_and_descriptions(tmp_path, monkeypatch):

@@ -11,6 +11,9 @@ from torch.autograd.function import once_differentiable
 FEW_ROWS = 8
 """Below so many rows oneDNN takes longer to start than it saves."""
 
+FEW_COLUMNS = 64
+"""A result of fewer columns takes up to five times as long as its transpose."""
+
 LARGE = 2**20
 """Weights from which on it pays for few rows too."""
 
@@ -81,6 +84,13 @@ class Product(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         return (
             product(gradient, weight.t()) if of_x else None,
-            product(rows.t(), x.flatten(0, -2).t()) if of_weight else None,
+            _of_weight(rows, x.flatten(0, -2)) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
+
+
+def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    """g^T x, (N, H); by its transpose where x has few columns, as in LoRA's second factor."""
+    if x.size(1) < FEW_COLUMNS:
+        return product(x.t(), gradient.t()).t()
+    return product(gradient.t(), x.t())
