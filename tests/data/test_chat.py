@@ -341,3 +341,11 @@ def test_minilm() -> None:
     assert [sequence.tokens.count(id) for id in (101, 102)] == [1, 1]
     assert tokenizer.decode(sequence.tokens[1:9]) == "is it [ sep ] good? yes"
     assert len(sequence.tokens) == 2 + 8 + 4 + 300
+
+
+@pytest.mark.parametrize("reads", ["messages.append(1)", "messages.__class__", "loop._length"])
+def test_the_sandbox_stays_closed_however_often_a_template_asks(byte_tokenizer: Any, reads: str) -> None:
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ loop.first }}{{ " + reads + ".x }}{% endfor %}")
+    for _ in range(2):
+        with pytest.raises(UserError, match="refuses these messages"):
+            conversation(tokenizer, TWO)

@@ -84,6 +84,14 @@ def test_rows_limits_what_is_fine_tuned_on(archive: Path, tmp_path: Path) -> Non
     assert len(read(tmp_path / "data" / "sft.jsonl")) == 7
 
 
+def test_a_system_message_stands_in_every_row_and_changes_no_draw(archive: Path, tmp_path: Path) -> None:
+    for name, system in (("with", "You review films."), ("without", None)):
+        films.prepare(tmp_path / name, 0, archive=str(archive), pairs=20, pairs_held_out=2, prompts=5, system=system)
+    for path in (tmp_path / "with" / "data").iterdir():
+        plain = read(tmp_path / "without" / "data" / path.name)
+        assert read(path) == [{"system": "You review films."} | row for row in plain]
+
+
 def test_soft_pairs_carry_the_share_of_raters(archive: Path, tmp_path: Path) -> None:
     films.prepare(tmp_path, 0, archive=str(archive), pairs=20, pairs_held_out=1, prompts=1, soft=True)
     for row in read(tmp_path / "data" / "pairs.jsonl"):

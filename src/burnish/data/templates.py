@@ -174,6 +174,7 @@ class Writer:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         template: Any = _compile_jinja_template(self.source)
+        _remember_verdicts(template.environment)
         return template, {**template.globals, "tools": None, "documents": None, **self.tokenizer.special_tokens_map}
 
     def render(self, messages: Messages, generation_prompt: bool) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -201,6 +202,22 @@ class Writer:
         if id not in self._blank:
             self._blank[id] = not self.rust.decode([id], skip_special_tokens=False).strip()
         return self._blank[id]
+
+
+def _remember_verdicts(sandbox: Any) -> None:
+    """Make a sandbox ask once for each type and name whether a template may read it: ``loop.first`` of every row.
+
+    Its verdict depends on nothing else.
+    """
+    judge, verdicts = type(sandbox).is_safe_attribute, {}
+
+    def is_safe_attribute(found: Any, name: str, value: Any) -> bool:
+        known = verdicts.get((type(found), name))
+        if known is None:
+            known = verdicts[type(found), name] = judge(sandbox, found, name, value)
+        return known
+
+    sandbox.is_safe_attribute = is_safe_attribute
 
 
 def write(writer: Writer, messages: Messages, source: str, generation_prompt: bool = False) -> Written:

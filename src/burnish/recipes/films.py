@@ -81,6 +81,7 @@ def prepare(
     prompts: int = 512,
     gap: float = 1.0,
     soft: bool = False,
+    system: str | None = None,
 ) -> None:
     """Write ``data/*.jsonl`` into a folder; the same seed writes the same bytes.
 
@@ -101,6 +102,7 @@ def prepare(
         prompts: requests to be answered in PPO.
         gap: the mean ratings of a pair differ by more than this.
         soft: give each pair the share of raters that would choose as the means do, as ``p_chosen``.
+        system: a system message before every request.
 
     Raises:
         UserError: the archive is missing or another one, or a share or a gap leaves nothing.
@@ -114,18 +116,21 @@ def prepare(
     count = max(1, round(held_out * len(snippets)))
     unseen, seen = snippets[:count], snippets[count:]
     requests = [wording.format(film) for wording, film in itertools.product(WORDINGS, FILMS)]
-    data = folder / "data"
-    write_rows(data / "sft.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in seen[:rows]])
-    write_rows(data / "sft-eval.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in unseen[:rows_held_out]])
+
+    def write(name: str, rows: list[dict[str, Any]]) -> None:
+        write_rows(folder / "data" / name, [{"system": system} | row for row in rows] if system else rows)
+
+    write("sft.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in seen[:rows]])
+    write("sft-eval.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in unseen[:rows_held_out]])
     preferred = compared(rng, requests, seen, pairs, gap, soft)
-    write_rows(data / "pairs.jsonl", preferred)
-    write_rows(data / "pairs-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in preferred])
+    write("pairs.jsonl", preferred)
+    write("pairs-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in preferred])
     held = compared(rng, requests, unseen, pairs_held_out, gap, soft)
-    write_rows(data / "pairs-eval.jsonl", held)
-    write_rows(data / "prompts.jsonl", [{"prompt": rng.choice(requests)} for _ in range(prompts)])
+    write("pairs-eval.jsonl", held)
+    write("prompts.jsonl", [{"prompt": rng.choice(requests)} for _ in range(prompts)])
     others = itertools.product(UNSEEN_WORDINGS, UNSEEN_FILMS)
-    write_rows(data / "prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
-    write_rows(data / "pairs-eval-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in held])
+    write("prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
+    write("pairs-eval-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in held])
 
 
 def vader(answers: list[Answer]) -> list[float]:
