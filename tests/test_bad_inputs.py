@@ -108,6 +108,11 @@ RECIPES = {
         "output_dir: here",
         ["r.yaml:8: stages.sft.trainer.output_dir", "set out:"],
     ),
+    "the device, which is not a setting": (
+        "learning_rate: 1e-4",
+        "use_cpu: true",
+        ["r.yaml:8: stages.sft.trainer.use_cpu", "CUDA_VISIBLE_DEVICES="],
+    ),
     "text for a number": (
         "max_length: 64",
         "max_length: long",

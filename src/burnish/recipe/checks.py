@@ -44,6 +44,7 @@ OWNED = IGNORED | {
     "remove_unused_columns": "a method decides which columns it reads",
     "label_names": "a method decides what it learns",
     "parallelism_config": "it can only be given from Python",
+    "use_cpu": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES= before the command hides it",
     "do_train": "a stage always trains",
     "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",
     "do_predict": "use burnish generate",
