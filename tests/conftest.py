@@ -176,9 +176,8 @@ def artifacts() -> Callable[..., dict[str, dict[str, list[float]]]]:
         folders = [path for path in folders if any((path / name).is_file() for name in kinds)]
         command = [sys.executable, str(Path(__file__).parent / "artifacts_job.py"), *map(str, folders)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["OMP_NUM_THREADS"] = str(
-            torch.get_num_threads()
-        )  # sums in another order would be rounded otherwise
+        # sums in another order would be rounded otherwise
+        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in stages}

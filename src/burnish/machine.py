@@ -73,7 +73,10 @@ def advice(facts: dict[str, str]) -> list[str]:
     """What would make this machine faster or safer, in full sentences."""
     found = []
     if facts["OMP_WAIT_POLICY"].upper() != "PASSIVE":
-        found.append("set OMP_WAIT_POLICY=PASSIVE: threads that wait then sleep, instead of slowing down all others.")
+        found.append(
+            "set OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000: threads that wait then sleep, instead of slowing down"
+            " all others."
+        )
     usable = int(facts["cores"].split()[0])
     if int(facts["threads"]) > usable:
         found.append(f"{facts['threads']} threads share {usable} cores: set threads: {usable} in the recipe.")

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from burnish.data.chat import answer, comparison, conversation, prompt, set_template, text
+from burnish.data.templates import Writer, write
 from burnish.types import (
     Conversation,
     Message,
@@ -344,8 +345,8 @@ def test_minilm() -> None:
 
 
 @pytest.mark.parametrize("reads", ["messages.append(1)", "messages.__class__", "loop._length"])
-def test_the_sandbox_stays_closed_however_often_a_template_asks(byte_tokenizer: Any, reads: str) -> None:
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ loop.first }}{{ " + reads + ".x }}{% endfor %}")
+def test_the_sandbox_stays_closed_when_it_remembers(byte_tokenizer: Any, reads: str) -> None:
+    writer = Writer(byte_tokenizer("{% for m in messages %}{{ loop.first }}{{ " + reads + ".x }}{% endfor %}"))
     for _ in range(2):
         with pytest.raises(UserError, match="refuses these messages"):
-            conversation(tokenizer, TWO)
+            write(writer, TWO.messages, "chat.jsonl:1")

@@ -14,9 +14,9 @@ needs_onednn = pytest.mark.skipif(not has_onednn(), reason="no oneDNN for AVX-51
 SHAPES = [(1, 24), (9, 24), (3, 1, 24), (2, 64, 24), (0, 24)]
 
 
-def pair(size: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
+def pair(size: int, bias: bool, width: int = 24) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(0)
-    plain = nn.Linear(24, size, bias=bias)
+    plain = nn.Linear(width, size, bias=bias)
     quick = use_onednn(copy.deepcopy(plain))
     assert type(quick) is Linear
     assert type(plain) is nn.Linear
@@ -36,11 +36,11 @@ def test_the_products_are_those_of_torch(shape, bias, size):
 
 @needs_onednn
 @pytest.mark.parametrize("expanded", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (9, module.FEW_COLUMNS + 1)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_gradients_are_those_of_torch(shape, bias, expanded):
     found = []
-    layers = pair(40, bias)
+    layers = pair(40, bias, shape[-1])
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(shape, generator=draw)
     weights = torch.randn(*shape[:-1], 40, generator=draw)
