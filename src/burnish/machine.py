@@ -74,8 +74,8 @@ def advice(facts: dict[str, str]) -> list[str]:
     found = []
     if facts["OMP_WAIT_POLICY"].upper() != "PASSIVE":
         found.append(
-            "set OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000: threads that wait then sleep, instead of slowing down"
-            " all others."
+            "set OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000: threads that wait then sleep, instead of slowing"
+            " down all others."
         )
     usable = int(facts["cores"].split()[0])
     if int(facts["threads"]) > usable:
