@@ -1,6 +1,9 @@
 """Linear layers by oneDNN against torch's own."""
 
 import copy
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -86,3 +89,33 @@ def test_only_plain_layers_change_and_only_for_what_the_kernel_takes(known, monk
     assert torch.equal(model[2](x.double()), double)
     with torch.autocast("cpu", torch.bfloat16):
         assert model[0](x).dtype == torch.bfloat16
+
+
+EVER_NEW_LENGTHS = """
+import torch
+from torch import nn
+from burnish.models.linear import use_onednn
+
+def resident():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+torch.set_num_threads(1)
+layers = use_onednn(nn.Sequential(nn.Linear(256, 832), nn.Linear(832, 256), nn.Linear(256, 256)))
+for length in range(100, 240):
+    layers(torch.randn(length, 256, requires_grad=True)).sum().backward()
+    if length == 110:
+        early = resident()
+print(resident() - early)
+"""
+
+
+@needs_onednn
+def test_what_is_kept_for_shapes_does_not_grow_with_their_number():
+    limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    own = {name: value for name, value in os.environ.items() if name not in limits}
+    grown = [
+        float(subprocess.check_output([sys.executable, "-c", EVER_NEW_LENGTHS], env=own | given))
+        for given in ({}, dict.fromkeys(limits, "1024"))
+    ]
+    assert grown[0] < grown[1] / 4, grown

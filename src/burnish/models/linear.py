@@ -17,9 +17,10 @@ FEW_COLUMNS = 64
 LARGE = 2**20
 """Weights from which on it pays for few rows too."""
 
-# oneDNN keeps the code it made for every shape, by default for 1,024 of them; micro-batches have ever new lengths, and
-# what is kept for those would come to 100 MB.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# oneDNN, and PyTorch's own layer above it, keep what they made for the last 1,024 shapes; micro-batches have ever new
+# lengths, and what is kept for those came to 300 MB. A pass through a model has some 20 shapes of its own.
+for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "32")
 
 
 def has_onednn() -> bool:
