@@ -178,6 +178,20 @@ def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
     assert found.log[0]["ratio"] == pytest.approx(1, abs=1e-5)  # of the trainer's own log-probabilities
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_lie_about_a_rollout_that_is_not_looked_at_before_is_found_by_the_first_step(run: Any, epochs: int) -> None:
+    from burnish.rollout.generate import Local
+
+    class Liar(Local):
+        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
+            first, second, *others = super().__call__(*args, **named)
+            return [first, second._replace(logprobs=tuple(x - 0.3 for x in second.logprobs)), *others]
+
+    with pytest.raises(RuntimeError, match=r"differ by 0\.\d+ a token on average \(limit 0\.05\)"):
+        run(generator=Liar(), epochs=epochs)
+    run(generator=Liar(), epochs=epochs, max_gap=0.5)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"), [({}, [1, 0]), ({"importance_cap": 2.0}, [8, 0]), ({"sampling": TOP_K}, [1, 8])], ids=str
 )

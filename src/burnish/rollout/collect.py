@@ -185,11 +185,7 @@ def final_scores(
 
 
 def mean_gap(examples: list[Example], limit: float) -> float:
-    """Mean gap over learned tokens between the trainer's ``logprobs`` and the sampler's, ``sampled``.
-
-    Raises:
-        RuntimeError: the gap is above the limit: what would be learned is not what was sampled.
-    """
+    """Mean gap over learned tokens between the trainer's ``logprobs`` and the sampler's, ``sampled`` (``within``)."""
     gaps = [
         abs(ours - theirs)
         for example in examples
@@ -197,7 +193,15 @@ def mean_gap(examples: list[Example], limit: float) -> float:
         for ours, theirs, on in zip(s.arrays["logprobs"], s.arrays["sampled"], s.trained, strict=True)
         if on
     ]
-    gap = math.fsum(gaps) / max(len(gaps), 1)
+    return within(math.fsum(gaps) / max(len(gaps), 1), limit)
+
+
+def within(gap: float, limit: float) -> float:
+    """The gap between sampler and trainer, nats a token.
+
+    Raises:
+        RuntimeError: it is above the limit, or not a number: what would be learned is not what was sampled.
+    """
     if not gap <= limit:
         raise RuntimeError(
             f"the sampler's and the trainer's log-probabilities differ by {gap:.2g} a token on average (limit "

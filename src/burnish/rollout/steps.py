@@ -6,6 +6,7 @@ measures of a rollout before the update, and how that becomes advantages.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -34,6 +35,7 @@ from burnish.rollout.collect import (
     samples,
     summary,
     with_arrays,
+    within,
 )
 from burnish.rollout.generate import Local, Sampling
 from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, UserError
@@ -261,6 +263,7 @@ class RolloutLoader:
         epoch = self.epoch
         order = permutation(len(self.prompts), self.context.seed, epoch)
         while self.epoch == epoch:
+            self._check_first_step()
             if not self.pending:
                 self._collect(order[self.position : self.position + self.batch])
             self.begin(self.iteration)
@@ -290,7 +293,7 @@ class RolloutLoader:
         """Rollouts with what the update needs of them, and the gap between sampler and trainer.
 
         The policy runs over one rollout in eight to see whether the sampler's log-probabilities serve; over all of
-        them where the gap is more than rounding, or tokens are weighed by it.
+        them where the gap is more than rounding, or tokens are weighed by it. The rest are compared by the first step.
         """
         annotate, limit = self.context.annotate, self.settings.max_gap
         gap, sampled = 0.0, False
@@ -349,6 +352,15 @@ class RolloutLoader:
             self.position += self.batch
             if self.position >= len(self.prompts):
                 self.epoch, self.position = self.epoch + 1, 0
+
+    def _check_first_step(self) -> None:
+        """Stop the run if the first step of an update began with a policy other than the one that sampled.
+
+        It compares all tokens of its rollouts for nothing, by the root of the mean square, which no mean gap exceeds.
+        """
+        steps = self.settings.epochs * self.settings.mini_batches
+        if self.update == 1 % steps and self.iteration + self.update > 0:
+            within(math.sqrt(2 * self.context.last().get("approxkl", 0.0)), self.settings.max_gap)
 
     def _moved_too_far(self) -> bool:
         """Whether the rest of the update is left out, because the last step took the policy too far."""
