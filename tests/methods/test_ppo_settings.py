@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    MistralForSequenceClassification,
+)
 
 from burnish import PPO, UserError
 from burnish.models.forward import Warp
@@ -176,6 +182,29 @@ def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
     found = run(generator=Liar(), max_gap=0.07, rows=4)
     assert found.experience("gap") == [pytest.approx(0.06, abs=1e-5)]
     assert found.log[0]["ratio"] == pytest.approx(1, abs=1e-5)  # of the trainer's own log-probabilities
+
+
+def test_a_critic_with_a_window_of_its_own_decides_how_rows_lie(run: Any, tiny_tokenizer: Any) -> None:
+    shape = {"vocab_size": len(tiny_tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": tiny_tokenizer.pad_token_id}
+
+    def start(window: int | None) -> dict[str, Any]:
+        """A policy that sees all, and a reward model, of which the critic is made, that sees a window."""
+        torch.manual_seed(0)
+        policy = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=None))
+        scorer = MistralForSequenceClassification(MistralConfig(**shape, **heads, sliding_window=window, num_labels=1))
+        reward = [NamedReward("reward", 1.0, ModelReward(scorer, tiny_tokenizer))]
+        return {"model": policy, "reward": reward, "sampling": Sampling(max_new_tokens=6, samples=2), "rows": 4}
+
+    for window, fits in ((None, True), (4, False)):
+        how = {"optim": "sgd"}  # of Adam's steps the least rounding decides
+        found = run(**start(window), arguments=how)
+        layout = found.trainer.layout
+        assert (layout.packed, layout._can_share) == (fits, fits)
+        padded = run(**start(window), arguments=how | {"own": {"packed": False, "shared_prompts": False}})
+        for name in ("policy", "value"):
+            ours, theirs = ([line[name] for line in run.log] for run in (found, padded))
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -166,6 +166,11 @@ class Network(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("policy"), name)
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """What runs over the tokens of a batch: the policy, and a critic that is more than a head on it."""
+        return [self.policy, *([self.critic] if isinstance(self.critic, PreTrainedModel | PeftModel) else [])]
+
     def forward(self, method: Method, batch: MicroBatch) -> Terms:
         """The terms of one micro-batch."""
         return method.loss(self, batch)
@@ -182,12 +187,11 @@ class Network(nn.Module):
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn on activation checkpointing in the policy and in a critic of its own."""
-        for part in (self.policy, self.critic):
-            if isinstance(part, PreTrainedModel | PeftModel):
-                unwrap(part).activation_checkpointing_enable(**kwargs)
-            if isinstance(part, PeftModel):
+        for model in self.models:
+            unwrap(model).activation_checkpointing_enable(**kwargs)
+            if isinstance(model, PeftModel):
                 # what is computed again has a gradient only where its input has one, and embeddings are frozen
-                unwrap(part).enable_input_require_grads()
+                unwrap(model).enable_input_require_grads()
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy as transformers and peft do, and the critic beside it."""

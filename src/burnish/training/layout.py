@@ -10,7 +10,7 @@ import torch
 
 from burnish.data.batching import bundles, collate, micro_batches, prompt
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
-from burnish.models.heads import Network, SharedCritic, StepValueHead
+from burnish.models.heads import Network
 from burnish.types import Example, MicroBatch, UserError
 
 BUDGET_ON_CPU = 512
@@ -36,9 +36,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.packed is None:
-            self.packed = prefers_packed(self.network.policy)
-        elif self.packed and not can_pack(self.network.policy):
-            model = type(unwrap(self.network.policy)).__name__
+            self.packed = all(prefers_packed(model) for model in self.network.models)
+        elif self.packed and (unfit := [model for model in self.network.models if not can_pack(model)]):
+            model = type(unwrap(unfit[0])).__name__
             raise UserError(f"packed: {model} does not keep the sequences of a row apart: take this setting away")
 
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
@@ -76,9 +76,7 @@ class Layout:
 
     @functools.cached_property
     def _can_share(self) -> bool:
-        critic = self.network.critic
-        own = [] if critic is None or isinstance(critic, SharedCritic | StepValueHead) else [critic]
-        return self.shared_prompts and all(can_share(model) for model in (self.network.policy, *own))
+        return self.shared_prompts and all(can_share(model) for model in self.network.models)
 
 
 def _join(examples: list[Example]) -> Example:
