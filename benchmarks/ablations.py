@@ -27,7 +27,7 @@ class Without(NamedTuple):
 
 def unsorted() -> None:
     """Micro-batches take rows as they come, under the same budget."""
-    from burnish.training import layout
+    from burnish.models import layout
 
     def in_order(examples: list[Any], budget: int | None, **_: Any) -> list[list[int]]:
         groups: list[list[int]] = [[]]

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from burnish.data import chat, rows
-from burnish.data.batching import collate, micro_batches
 from burnish.inference import TOKEN_BUDGET, Loaded, load, logprobs
 from burnish.math.estimates import best_of_k, bootstrap, pass_at_k
 from burnish.methods.pretrain import Pretrain
@@ -30,6 +29,7 @@ from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import Warp, evaluating, scores, unwrap
 from burnish.models.heads import Network
+from burnish.models.layout import Layout
 from burnish.pipeline import model_reference, named_reward
 from burnish.protocols import Context
 from burnish.recipe.evaluation import Evaluation
@@ -232,14 +232,14 @@ def _measure_rewards(reference: str, found: list[Row], evaluation: Evaluation) -
         chat.set_template(tokenizer, evaluation.template)
     model = loading.load_reward_model(reference).to("cuda" if torch.cuda.is_available() else "cpu")
     examples, changed = RewardModel().examples(found, tokenizer, _length(model, tokenizer, evaluation))
-    pad: Any = tokenizer.pad_token_id
+    pad_id: Any = tokenizer.pad_token_id
+    layout = Layout([model], unwrap(model).device, pad_id or 0)
     accuracies: dict[str, float] = {}
     margins: dict[str, float] = {}
     with evaluating(model):
-        for group in micro_batches(examples, TOKEN_BUDGET):
-            part = [examples[i] for i in group]
-            found_scores = iter(scores(model, collate(part, pad or 0).to(unwrap(model).device)).tolist())
-            for example in part:
+        for group, batch in layout.batches(examples, TOKEN_BUDGET):
+            found_scores = iter(scores(model, batch).tolist())
+            for example in (examples[i] for i in group):
                 mine = [next(found_scores) for _ in example.sequences]
                 differences = [mine[pair.better] - mine[pair.worse] for pair in example.pairs]
                 accuracies[example.source] = fmean(map(_share, differences))

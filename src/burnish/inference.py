@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from burnish.data import chat, rows
-from burnish.data.batching import collate, micro_batches
 from burnish.models import loading
 from burnish.models.forward import PLAIN, Warp, evaluating, hidden_states, token_logprobs, unwrap
+from burnish.models.layout import Layout
 from burnish.recipe.places import OVERRIDE, Document, complain, mistakes
 from burnish.rollout.beams import Beams, search
 from burnish.rollout.collect import eos_ids
@@ -208,13 +208,13 @@ def logprobs(model: Any, sequences: list[Sequence], how: Warp = PLAIN, budget: i
     """Log-probabilities of each sequence's trained tokens, given those before them."""
     found: list[list[float]] = [[] for _ in sequences]
     examples = [Example((sequence,)) for sequence in sequences]
-    device = unwrap(model).device
+    layout = Layout([model], unwrap(model).device)
     with evaluating(model):
-        for group in micro_batches(examples, budget):
-            batch = collate([examples[i] for i in group], 0).to(device)
+        for group, batch in layout.batches(examples, budget):
             values, _ = token_logprobs(model, hidden_states(model, batch), batch, batch.trained, how, "off")
-            for i, row, mask in zip(group, values, batch.trained, strict=True):
-                found[i] = row[mask].tolist()
+            learned = values[batch.trained].split([sum(sequences[i].trained) for i in group])
+            for i, mine in zip(group, learned, strict=True):
+                found[i] = mine.tolist()
     return found
 
 

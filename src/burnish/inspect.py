@@ -19,9 +19,9 @@ from burnish.data.batching import shared_length
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
 from burnish.models.adapters import AdapterConfig
+from burnish.models.layout import default_budget
 from burnish.pipeline import model_reference
 from burnish.recipe import Data, Recipe, Stage, StageData, StageModel, method_class, sources
-from burnish.training.layout import default_budget
 from burnish.types import Encoded, Example, Prompt, Sequence, UserError
 
 SHOWN_ROWS = 2

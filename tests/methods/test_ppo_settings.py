@@ -187,12 +187,13 @@ def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
 def test_a_critic_with_a_window_of_its_own_decides_how_rows_lie(run: Any, tiny_tokenizer: Any) -> None:
     shape = {"vocab_size": len(tiny_tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": tiny_tokenizer.pad_token_id}
+    common: dict[str, Any] = shape | heads | {"num_labels": 1}
 
     def start(window: int | None) -> dict[str, Any]:
         """A policy that sees all, and a reward model, of which the critic is made, that sees a window."""
         torch.manual_seed(0)
-        policy = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=None))
-        scorer = MistralForSequenceClassification(MistralConfig(**shape, **heads, sliding_window=window, num_labels=1))
+        policy = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
+        scorer = MistralForSequenceClassification(MistralConfig(**common, sliding_window=window))
         reward = [NamedReward("reward", 1.0, ModelReward(scorer, tiny_tokenizer))]
         return {"model": policy, "reward": reward, "sampling": Sampling(max_new_tokens=6, samples=2), "rows": 4}
 

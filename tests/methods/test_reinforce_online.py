@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
+from burnish.models.layout import Layout
 from burnish.rollout.generate import Local, Sampling
-from burnish.training.layout import Layout
 from burnish.types import Answer, Completion, Example, Prompt, Scored, Sequence
 
 FOUR = Sampling(max_new_tokens=6, samples=4)

@@ -78,6 +78,18 @@ def test_answers_of_any_length_are_scored_as_alone(reward, answer):
         assert found == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_question_runs_once_for_its_answers(reward, answer, monkeypatch):
+    widths = []
+    score_ = reward()
+    run = score_.network.values
+    monkeypatch.setattr(score_.network, "values", lambda batch: (widths.append(batch.tokens.numel()), run(batch))[1])
+    answers = [answer("3+4=7\n7-2=5\n"), answer("9\n"), answer("1\n2\n3\n")]
+    apart = sum((score_([one]), widths.pop())[1] for one in answers)
+    score_(answers)
+    asked = len(chat.prompt(score_.tokenizer, QUESTION))
+    assert widths == [apart - 2 * (asked - 1)]
+
+
 @pytest.mark.parametrize("text", ["3+4=7\n7-2", "3+4=7", "", "\n\n"])
 def test_an_answer_without_an_end_of_its_last_step_fails(text, reward, answer):
     for finish in ("stop", "length"):

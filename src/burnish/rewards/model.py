@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import collate, micro_batches
 from burnish.data.chat import Length, Writer, answer, results
-from burnish.models.forward import prefers_packed, scores, unwrap
+from burnish.models.forward import scores, unwrap
+from burnish.models.layout import Layout
 from burnish.models.linear import use_onednn
 from burnish.types import Answer, Example, UserError
 
@@ -57,6 +58,12 @@ class ModelReward:
         self.token_budget = token_budget
         self.mean, self.std = stored_scale(unwrap(model).config) if normalise else (0.0, 1.0)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """How answers lie in a batch."""
+        pad_id: Any = self.tokenizer.pad_token_id
+        return Layout([self.model], unwrap(self.model).device, pad_id or 0)
+
     def __call__(self, answers: list[Answer], /) -> list[float]:
         """One logit for each answer, in their order.
 
@@ -66,13 +73,9 @@ class ModelReward:
         writer = Writer(self.tokenizer)
         drafts = (answer.draft(writer, a.prompt, a.text, self.length, source=a.source) for a in answers)
         examples = [Example((sequence,)) for sequence in results(drafts)]
-        device = unwrap(self.model).device
-        pad: Any = self.tokenizer.pad_token_id
         found = [0.0] * len(answers)
-        packed = prefers_packed(self.model)
         with torch.no_grad():
-            for group in micro_batches(examples, self.token_budget, packed=packed):
-                batch = collate([examples[i] for i in group], 0 if pad is None else pad, packed=packed).to(device)
+            for group, batch in self.layout.batches(examples, self.token_budget):
                 for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):
                     found[i] = (value - self.mean) / self.std
         return found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
-from burnish.data.batching import collate, micro_batches
 from burnish.data.solutions import step_ends
-from burnish.models.forward import prefers_packed, unwrap
+from burnish.models.forward import unwrap
 from burnish.models.heads import Network, StepValueHead
+from burnish.models.layout import Layout
 from burnish.rewards.model import TOKEN_BUDGET
 from burnish.types import Answer, Example, Sequence, UserError
 
@@ -45,6 +46,11 @@ class StepReward:
         self.delimiter = network.critic.delimiter
         self.steps = steps
         self.token_budget = token_budget
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How answers lie in a batch; a prompt runs once for all its answers."""
+        return Layout(self.network.models, unwrap(self.network.policy).device)
 
     def __call__(self, answers: list[Answer], /) -> list[list[float]]:
         """One number for each token of each answer.
@@ -82,12 +88,10 @@ class StepReward:
         prompts = chat.results(chat.prompt.draft(writer, answer.prompt, answer.source) for answer in answers)
         examples = []
         for answer, prompt in zip(answers, prompts, strict=True):
-            tokens = prompt + answer.tokens
-            examples.append(Example((Sequence(tokens, (False,) * len(tokens), answer.source),)))
+            asked = (False,) * len(prompt) + (True,) * len(answer.tokens)
+            examples.append(Example((Sequence(prompt + answer.tokens, asked, answer.source),)))
         found: list[list[float]] = [[] for _ in answers]
-        packed = prefers_packed(self.network.policy)
-        for group in micro_batches(examples, self.token_budget, packed=packed):
-            batch = collate([examples[i] for i in group], 0, packed=packed).to(unwrap(self.network.policy).device)
+        for group, batch in self.layout.batches(examples, self.token_budget):
             values = self.network.values(batch).flatten().tolist()
             for i, end in zip(group, batch.ends.tolist(), strict=True):
                 found[i] = values[end + 1 - len(answers[i].tokens) : end + 1]

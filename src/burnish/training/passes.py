@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from burnish.models.heads import Network
+from burnish.models.layout import Layout
 from burnish.protocols import Method
-from burnish.training.layout import Layout
 from burnish.types import Example, MicroBatch, Term, Terms, UserError
 
 BUDGET_OF_EVALUATION = 4096  # tokens, where training puts a step into one micro-batch

@@ -28,10 +28,10 @@ from burnish.data import streaming
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
 from burnish.models.heads import Network
+from burnish.models.layout import Layout, default_budget
 from burnish.protocols import Context, Method
 from burnish.training import checkpoint
 from burnish.training.arguments import warn_ignored
-from burnish.training.layout import Layout, default_budget
 from burnish.training.metrics import Recorder
 from burnish.training.passes import Passes, add
 from burnish.types import Example, Row, Term, Terms, UserError
@@ -115,7 +115,7 @@ class Trainer(transformers.Trainer):
         )
         self.network: Network = network
         pad_id = self.tokenizer.pad_token_id or 0
-        self.layout = Layout(network, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
+        self.layout = Layout(network.models, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
         self.passes = Passes(network, self.layout, self.accelerator)
         self.loader = None
         self._pending: dict[str, list[float]] = {}

@@ -1,16 +1,17 @@
-"""How the examples of a step become micro-batches: settings that change memory and speed, never a result."""
+"""How examples become micro-batches: settings that change memory and speed, never a result."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
+from torch import nn
 
 from burnish.data.batching import bundles, collate, micro_batches, prompt
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
-from burnish.models.heads import Network
 from burnish.types import Example, MicroBatch, UserError
 
 BUDGET_ON_CPU = 512
@@ -24,20 +25,20 @@ def default_budget(device: torch.device) -> int | None:
 
 @dataclass
 class Layout:
-    """Lays examples out for a network; the settings are those of ``burnish.Trainer``."""
+    """Lays examples out for models that all read them; the settings are those of ``burnish.Trainer``."""
 
-    network: Network
+    models: list[nn.Module]
     device: torch.device
-    pad_id: int
-    side: str
-    pad_to: int
-    packed: bool | None
-    shared_prompts: bool
+    pad_id: int = 0
+    side: str = "right"
+    pad_to: int = 0
+    packed: bool | None = None
+    shared_prompts: bool = True
 
     def __post_init__(self) -> None:
         if self.packed is None:
-            self.packed = all(prefers_packed(model) for model in self.network.models)
-        elif self.packed and (unfit := [model for model in self.network.models if not can_pack(model)]):
+            self.packed = all(prefers_packed(model) for model in self.models)
+        elif self.packed and (unfit := [model for model in self.models if not can_pack(model)]):
             model = type(unwrap(unfit[0])).__name__
             raise UserError(f"packed: {model} does not keep the sequences of a row apart: take this setting away")
 
@@ -49,6 +50,11 @@ class Layout:
         joined = [_join([examples[i] for i in bundle]) for bundle in together]
         groups = micro_batches(joined, budget, packed=bool(self.packed), shared=True)
         return [[i for bundle in group for i in together[bundle]] for group in groups]
+
+    def batches(self, examples: list[Example], budget: int | None) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Every micro-batch, with the indices of its examples in their order there."""
+        for group in self.groups(examples, budget):
+            yield group, self.collate([examples[i] for i in group])
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """Micro-batches of one process; every process gets equally many, an empty one where they run out."""
@@ -76,7 +82,7 @@ class Layout:
 
     @functools.cached_property
     def _can_share(self) -> bool:
-        return self.shared_prompts and all(can_share(model) for model in self.network.models)
+        return self.shared_prompts and all(can_share(model) for model in self.models)
 
 
 def _join(examples: list[Example]) -> Example:
