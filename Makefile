@@ -82,15 +82,14 @@ LARGE ?= $(filter sft dpo grpo,$(METHODS))
 REPEATS ?= 2
 
 # One thread and a process for each run; ratios of CPU seconds, since a machine is seldom quiet.
-bench: $(STAMP) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in 20 minutes: make bench METHODS="sft dpo" REPEATS=5
+bench: $(SMALL) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in 20 minutes: make bench METHODS="sft dpo" REPEATS=5
 	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 4096 --repeats $(REPEATS) --steps 2
 	$(if $(LARGE),$(BIN)/python benchmarks/run.py $(LARGE) --vocabularies 49152 --repeats 1 --steps 1)
 	$(BIN)/python benchmarks/ablations.py $(METHODS) --repeats 1 --steps 2
 	$(BIN)/python benchmarks/scaling.py --repeats 1
-	mkdir -p runs/bench
-	for name in $(basename $(notdir $(wildcard benchmarks/encoding.py benchmarks/generation.py))); do \
-		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output runs/bench/$$name.json || exit 1; \
-	done
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generation.py --repeats $(REPEATS)
+	$(BIN)/python benchmarks/encoding.py
+	$(BIN)/python benchmarks/startup.py --repeats $(REPEATS)
 	$(BIN)/python benchmarks/table.py
 
 lint: $(STAMP) ## check style, format, types and layers

@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    found = []
     with run.models(options.vocabulary) as folder:
         for method in options.methods:
             named = [name for name, one in ABLATIONS.items() if method in one.methods]
@@ -100,13 +99,16 @@ def main() -> None:
                 whole = run.side("burnish", *start)
                 for name in named:
                     pairs[name].append((whole, run.side("burnish", *start, "--without", name)))
+            found = []
             for name in named:
                 speeds = [b["tokens"] / b["cpu"] / a["tokens"] * a["cpu"] for a, b in pairs[name]]
                 memory = median(b["peak"] / a["peak"] for a, b in pairs[name])
                 what = ABLATIONS[name].what
-                found.append({"method": method, "without": what, "speed": median(speeds), "memory": memory})
+                found.append({"without": what, "speed": median(speeds), "memory": memory})
                 print(f"{method:7} {what:45} speed {median(speeds):5.2f} x  memory {memory:5.2f} x", flush=True)
-    run.write(f"ablations-{options.vocabulary}", {"machine": run.machine(), "ablations": found})
+            if found:
+                written = {"method": method, "machine": run.machine(), "ablations": found}
+                run.write(f"ablations-{method}-{options.vocabulary}", written)
 
 
 if __name__ == "__main__":

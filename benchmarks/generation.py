@@ -1,6 +1,6 @@
 """Sampling with Burnish's local generator and with transformers' ``generate``: tokens per CPU second, time, memory.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/generation.py [--vocabulary 49152] [--repeats 7] [--output FILE.json]
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/generation.py [--vocabulary 49152] [--repeats 7]
 
 Both sides sample at temperature 1 from the same random Llama for the same prompts, one after the other in one process
 on one thread. One token in 64 ends a completion, so that lengths are geometric. Tokens up to that one are counted;
@@ -9,7 +9,6 @@ which is compared with a forward pass.
 """
 
 import argparse
-import json
 import re
 import resource
 import statistics
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import run
 import torch
 import transformers
 
@@ -84,7 +84,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="all of which are decoded together")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -135,8 +134,8 @@ def main() -> None:
         )
         low, high = ratios[key][0], ratios[key][-1]
         print(f"{key}: transformers / burnish: {low:.2f} to {high:.2f}, median {statistics.median(ratios[key]):.2f}")
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"gap": gap, "runs": runs, "ratios": ratios}, indent=1) + "\n")
+    found = {"vocabulary": arguments.vocabulary, "machine": run.machine(), "gap": gap, "runs": runs, "ratios": ratios}
+    run.write(f"generation-{arguments.vocabulary}", found)
 
 
 if __name__ == "__main__":

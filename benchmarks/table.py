@@ -47,6 +47,20 @@ def compared(found: dict[str, Any]) -> list[Any]:
     ]
 
 
+def sampled(found: dict[str, Any]) -> list[Any]:
+    """A row of the table of generation."""
+    speeds, peaks = (
+        [
+            f"{median(one[what] for one in found['runs'][side]) / unit:,.{digits}f}"
+            for side in ("burnish", "transformers")
+        ]
+        for what, unit, digits in (("tokens_per_cpu_second", 1, 0), ("peak_mib", 1024, 2))
+    )
+    ratios = found["ratios"]["cpu"]
+    ratio = of_three([ratios[0], median(ratios), ratios[-1]])
+    return [f"{found['vocabulary']:,}", *speeds, ratio, *peaks, len(ratios)]
+
+
 def main() -> None:
     """Put the tables where the page has its marks."""
     read = json.loads(RESULTS.read_text("utf-8"))
@@ -63,12 +77,30 @@ def main() -> None:
     parts.append(
         table("Against the machine", ["method", "V", "torch.mm", "share of it", "oneDNN", "share of it"], *shares)
     )
-    for name in [name for name in read if name.startswith("ablations")]:
-        rows = [[x["method"], x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"] for x in read[name]["ablations"]]
-        parts.append(table("One thing taken away", ["method", "without", "speed", "peak memory"], *rows))
+    ablated = [read[name] for name in read if name.startswith("ablations-")]
+    ablated.sort(key=lambda found: METHODS.index(found["method"]))
+    rows = [
+        [found["method"], x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"]
+        for found in ablated
+        for x in found["ablations"]
+    ]
+    parts.append(table("One thing taken away", ["method", "without", "speed", "peak memory"], *rows))
     for name in [name for name in read if name.startswith("scaling")]:
         rows = [[x["case"], f"{x['time']:.2f}", f"{x['peak']:.2f}"] for x in read[name]["cases"]]
         parts.append(table("Linear cost", ["case", "CPU time", "peak memory"], *rows))
+    if generated := [read[name] for name in read if name.startswith("generation-")]:
+        head = ["V", "tokens / CPU s", "generate's", "times as fast", "peak GiB", "generate's", "runs"]
+        parts.append(table("Generation against transformers", head, *map(sampled, generated)))
+    if "encoding" in read:
+        rows = [
+            [name, f"{x['tokens']:.0f}", *(f"{x[key]:,.0f}" for key in ("first_wall", "first_cpu", "cached_wall"))]
+            for name, x in read["encoding"]["templates"].items()
+        ]
+        head = ["template", "tokens a row", "rows / s", "rows / CPU s", "rows / s from the cache"]
+        parts.append(table("Encoding chat rows, two cores", head, *rows))
+    if "startup" in read:
+        rows = [[what, of_three(seconds)] for what, seconds in read["startup"]["seconds"].items()]
+        parts.append(table("Starting", ["until", "seconds"], *rows))
     page = ROOT / "docs" / "speed.md"
     before, rest = page.read_text("utf-8").split(START)
     after = rest.split(END)[1]

@@ -1,0 +1,65 @@
+"""How long until a user sees something: ``burnish --help``, and the first optimizer step of ``burnish run tiny``.
+
+    python benchmarks/startup.py --repeats 5
+
+Seconds by the clock. The first step comes behind a stage that makes 12,000 rows and a model, and behind the rows'
+encoding and an evaluation; it runs in a new folder with an empty cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import run
+
+BURNISH = run.ROOT / ".venv" / "bin" / "burnish"
+LIMIT = 120.0  # seconds
+
+
+def of_help() -> float:
+    """Until ``burnish --help`` has ended."""
+    began = time.perf_counter()
+    subprocess.run([BURNISH, "--help"], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def of_first_step() -> float:
+    """Until the first step of the first stage that trains is in its metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder, "runs", "tiny", "sft", "metrics.jsonl")
+        environment = os.environ | {"BURNISH_CACHE": f"{folder}/cache"}
+        began = time.perf_counter()
+        with subprocess.Popen(
+            [BURNISH, "run", "tiny"], cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+        ) as running:
+            try:
+                while not metrics.exists() or '"step": 1,' not in metrics.read_text("utf-8"):
+                    if running.poll() is not None or time.perf_counter() - began > LIMIT:
+                        raise SystemExit(f"burnish run tiny took no step in {time.perf_counter() - began:.0f} s")
+                    time.sleep(0.02)
+                return time.perf_counter() - began
+            finally:
+                running.terminate()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    found = {}
+    for what, measure in {"burnish --help": of_help, "first step of burnish run tiny": of_first_step}.items():
+        seconds = sorted(measure() for _ in range(options.repeats))
+        found[what] = [seconds[0], median(seconds), seconds[-1]]
+        print(f"{what:32} {found[what][1]:5.2f} s  ({seconds[0]:.2f} to {seconds[-1]:.2f})", flush=True)
+    run.write("startup", {"machine": run.machine(), "seconds": found})
+
+
+if __name__ == "__main__":
+    main()
