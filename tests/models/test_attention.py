@@ -9,7 +9,7 @@ import transformers as hf
 
 from burnish.data.batching import collate
 from burnish.models import attention
-from burnish.models.forward import has_varlen, hidden_states
+from burnish.models.forward import has_varlen, hidden_states, prefers_packed
 from burnish.types import Example, MicroBatch, Runs, Sequence
 
 SIZES = {
@@ -110,20 +110,42 @@ def test_recomputed_activations_see_the_same_runs():
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
-def test_the_flash_kernel_gets_the_keys_of_a_parent_before_those_of_each_child(monkeypatch):
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        """What the kernel documents, sequence by sequence."""
-        assert window_size == (-1, 0)
-        assert enable_gqa == (q.shape[1] != k.shape[1])
-        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        out = []
-        for (a, b), (c, d) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
-            one, keys, values = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
-            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
-            out.append(F.scaled_dot_product_attention(one, keys, values, seen, scale=scale, enable_gqa=True))
-        return torch.cat(out, 1).transpose(0, 1)
+def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What the kernel of a GPU documents, sequence by sequence."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    out = []
+    for (a, b), (c, d) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
+        one, keys, values = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+        seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        out.append(F.scaled_dot_product_attention(one, keys, values, seen, scale=scale, enable_gqa=True))
+    return torch.cat(out, 1).transpose(0, 1)
 
+
+@pytest.mark.parametrize("config", [hf.LlamaConfig, hf.Qwen3Config], ids=lambda config: config.model_type)
+def test_with_autocast_the_flash_kernel_gets_half_precision_of_float32_weights(config, monkeypatch):
+    calls = []
+
+    def watched(*args, **named):
+        calls.append({x.dtype for x in args[:3]})
+        return flash(*args, **named)
+
+    monkeypatch.setattr(attention, "varlen_attn", watched)
+    monkeypatch.setattr(attention, "has_kernel", lambda dtype, device: dtype is torch.bfloat16)
+    model = model_of(config)
+    expected = hidden_states(model, collate(EXAMPLES, 0)).flatten(0, 1)[collate(EXAMPLES, 0).ends]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert prefers_packed(model)
+        calls.clear()
+        batch = collate(EXAMPLES, 0, packed=True, shared=True)
+        found = hidden_states(model, batch).flatten(0, 1)[batch.ends]
+    assert calls == [{torch.bfloat16}] * 2
+    assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+def test_the_flash_kernel_gets_the_keys_of_a_parent_before_those_of_each_child(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", flash)
     runs = Runs((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
     draw = torch.Generator().manual_seed(0)

@@ -61,8 +61,9 @@ def varlen(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if unknown := {name for name in UNKNOWN if kwargs.get(name) is not None}:
         raise ValueError(f"packed attention has no {', '.join(sorted(unknown))}")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        return on_gpu(query, key, value, scaling, runs), None
+    dtype = computed_in(query.dtype, query.device)
+    if has_kernel(dtype, query.device) and not dropout:
+        return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, runs), None
     groups = query.shape[1] // key.shape[1]
     parts = [x.split(runs.lengths, 2) for x in (query, repeat_kv(key, groups), repeat_kv(value, groups))]
     attended = []
@@ -74,6 +75,16 @@ def varlen(
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
         attended.append(out.transpose(1, 2))
     return torch.cat(attended, 1), None
+
+
+def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What products of numbers are computed in: autocast's dtype where that is on, else their own."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
+def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether one call computes all runs: the flash kernel of a GPU, which knows half precision alone."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from burnish.data.batching import attention_mask, collate
 from burnish.math.tensors import logprobs_and_entropy, precise, previous, warp
 from burnish.models import attention
+from burnish.models.attention import computed_in, has_kernel
 from burnish.types import Example, MicroBatch, Sequence, UserError
 
 LOGITS_AT_ONCE = 2**26  # elements of a chunk of logits: 256 MiB in float32
@@ -131,9 +132,13 @@ def has_varlen(model: nn.Module) -> bool:
 
 
 def prefers_packed(model: nn.Module) -> bool:
-    """Whether packed rows, which have no padding, are the fastest: on a CPU, and where a GPU has a kernel for them."""
+    """Whether packed rows, which have no padding, are the fastest: on a CPU, and where a GPU has a kernel for them.
+
+    With autocast it is to be asked as the model is to run.
+    """
     base = unwrap(model)
-    return (base.device.type == "cpu" or base.dtype in (torch.bfloat16, torch.float16)) and has_varlen(model)
+    fast = base.device.type == "cpu" or has_kernel(computed_in(base.dtype, base.device), base.device)
+    return fast and has_varlen(model)
 
 
 _tried: WeakSet[nn.Module] = WeakSet()
@@ -176,7 +181,8 @@ def _same_states(model: nn.Module, trial: list[Example], **layout: Any) -> bool:
         return False
     finally:
         model.train(training)
-    return bool((found - expected).abs().max() <= ROUNDING.get(expected.dtype, 1e-3) * expected.abs().max())
+    rounding = ROUNDING.get(computed_in(expected.dtype, expected.device), 1e-3)
+    return bool((found - expected).abs().max() <= rounding * expected.abs().max())
 
 
 def token_logprobs(

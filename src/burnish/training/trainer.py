@@ -115,7 +115,8 @@ class Trainer(transformers.Trainer):
         )
         self.network: Network = network
         pad_id = self.tokenizer.pad_token_id or 0
-        self.layout = Layout(network.models, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
+        with self.accelerator.autocast():
+            self.layout = Layout(network.models, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
         self.passes = Passes(network, self.layout, self.accelerator)
         self.loader = None
         self._pending: dict[str, list[float]] = {}
