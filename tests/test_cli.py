@@ -189,7 +189,7 @@ def test_schema_is_json():
 
 def test_doctor_says_what_there_is():
     shown = call("doctor").stdout
-    for name in ("python", "torch", "cores", "threads", "memory", "GPU", "bfloat16", "GFLOP/s", "bitsandbytes", "vllm"):
+    for name in ("python", "torch", "cores", "threads", "memory", "GPU", "bfloat16", "GFLOP/s", "bitsandbytes"):
         assert name in shown
 
 
