@@ -92,21 +92,10 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.pad(logprobs_at(previous(logits), tokens)[:, 1:], (1, 0))
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits): H = -sum_v p_v log p_v, in nats, in [0, ln V].
-
-    Args:
-        logits: (..., V); -inf marks what cannot be sampled.
-
-    Returns:
-        (...).
-    """
-    logprobs = precise(logits).log_softmax(-1)
-    return -(logprobs.exp() * torch.where(logprobs == -torch.inf, 0, logprobs)).sum(-1)
-
-
 def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True) -> tuple[Tensor, Tensor]:
-    """``logprobs_at`` and ``entropy`` from one softmax; for the backward pass the logits are kept and nothing else.
+    """``logprobs_at`` and the entropy H = -sum_v p_v log p_v, in [0, ln V], from one softmax.
+
+    For the backward pass the logits are kept and nothing else.
 
     Args:
         logits: (N, V); half precision is computed in float32, -inf marks what cannot be sampled.
