@@ -233,17 +233,17 @@ def _measure_rewards(reference: str, found: list[Row], evaluation: Evaluation) -
     model = loading.load_reward_model(reference).to("cuda" if torch.cuda.is_available() else "cpu")
     examples, changed = RewardModel().examples(found, tokenizer, _length(model, tokenizer, evaluation))
     pad_id: Any = tokenizer.pad_token_id
-    layout = Layout([model], unwrap(model).device, pad_id or 0)
-    accuracies: dict[str, float] = {}
-    margins: dict[str, float] = {}
+    layout = Layout([model], pad_id=pad_id or 0)
+    differences: list[list[float]] = [[] for _ in examples]
     with evaluating(model):
         for group, batch in layout.batches(examples, TOKEN_BUDGET):
             found_scores = iter(scores(model, batch).tolist())
-            for example in (examples[i] for i in group):
-                mine = [next(found_scores) for _ in example.sequences]
-                differences = [mine[pair.better] - mine[pair.worse] for pair in example.pairs]
-                accuracies[example.source] = fmean(map(_share, differences))
-                margins[example.source] = fmean(differences)
+            for i in group:
+                mine = [next(found_scores) for _ in examples[i].sequences]
+                differences[i] = [mine[pair.better] - mine[pair.worse] for pair in examples[i].pairs]
+    pairs = list(zip(examples, differences, strict=True))
+    accuracies = {example.source: fmean(map(_share, mine)) for example, mine in pairs}
+    margins = {example.source: fmean(mine) for example, mine in pairs}
     return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=_said(changed))
 
 

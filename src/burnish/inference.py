@@ -208,7 +208,7 @@ def logprobs(model: Any, sequences: list[Sequence], how: Warp = PLAIN, budget: i
     """Log-probabilities of each sequence's trained tokens, given those before them."""
     found: list[list[float]] = [[] for _ in sequences]
     examples = [Example((sequence,)) for sequence in sequences]
-    layout = Layout([model], unwrap(model).device)
+    layout = Layout([model])
     with evaluating(model):
         for group, batch in layout.batches(examples, budget):
             values, _ = token_logprobs(model, hidden_states(model, batch), batch, batch.trained, how, "off")

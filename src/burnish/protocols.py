@@ -16,7 +16,8 @@ class StepLoader(Protocol):
     """Yields one optimizer step at a time: the examples of all processes, the same list in each of them.
 
     Iterating goes on from the loader's state, through the end of the current epoch. An empty list is a step that
-    changes nothing (an update epoch that was stopped early).
+    changes nothing (an update epoch that was stopped early). A loader may also have ``check()``, which is called when
+    the gradient of a step is there and before it is taken: an error that it raises stops the run.
     """
 
     def __len__(self) -> int:

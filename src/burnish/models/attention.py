@@ -79,7 +79,8 @@ def varlen(
 
 def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What products of numbers are computed in: autocast's dtype where that is on, else their own."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else dtype
 
 
 def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from peft import PeftModel
@@ -110,7 +110,10 @@ def can_share(model: nn.Module) -> bool:
 
     Not those of an encoder, which sees both ways, nor with ALiBi, which counts the columns between two tokens.
     """
-    return _causal_without_windows(model) and _same_states(model, _trial(model, 3), shared=True)
+    base = unwrap(model)
+    if base not in _shares:
+        _shares[base] = _causal_without_windows(model) and _same_states(model, _trial(model, 3), shared=True)
+    return _shares[base]
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -142,6 +145,7 @@ def prefers_packed(model: nn.Module) -> bool:
 
 
 _tried: WeakSet[nn.Module] = WeakSet()
+_shares: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _causal_without_windows(model: nn.Module) -> bool:
@@ -164,7 +168,6 @@ def _trial(model: nn.Module, *answers: int) -> list[Example]:
     return [Example(tuple(islice(rows, n))) for n in answers]
 
 
-@torch.no_grad()
 def _same_states(model: nn.Module, trial: list[Example], **layout: Any) -> bool:
     """Whether a few tokens, in evaluation mode, have the same hidden states in this layout as one sequence a row."""
     base = unwrap(model)
@@ -172,15 +175,12 @@ def _same_states(model: nn.Module, trial: list[Example], **layout: Any) -> bool:
     # convolutions and recurrences carry what they have seen into the next sequence of the row
     if config.is_encoder_decoder or getattr(base, "_is_stateful", False) or not ATTENTION.issuperset(_layers(config)):
         return False
-    training = model.training
-    model.eval()
     batches = (batch.to(base.device) for batch in (collate(trial, 0), collate(trial, 0, **layout)))
     try:
-        expected, found = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in batches)
+        with evaluating(model):
+            expected, found = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in batches)
     except (RuntimeError, ValueError, TypeError):  # it takes no mask of four dimensions
         return False
-    finally:
-        model.train(training)
     rounding = ROUNDING.get(computed_in(expected.dtype, expected.device), 1e-3)
     return bool((found - expected).abs().max() <= rounding * expected.abs().max())
 

@@ -169,7 +169,8 @@ class Network(nn.Module):
     @property
     def models(self) -> list[nn.Module]:
         """What runs over the tokens of a batch: the policy, and a critic that is more than a head on it."""
-        return [self.policy, *([self.critic] if isinstance(self.critic, PreTrainedModel | PeftModel) else [])]
+        alone = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
+        return [self.policy, self.critic] if alone else [self.policy]  # type: ignore[list-item]
 
     def forward(self, method: Method, batch: MicroBatch) -> Terms:
         """The terms of one micro-batch."""

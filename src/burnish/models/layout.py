@@ -25,10 +25,13 @@ def default_budget(device: torch.device) -> int | None:
 
 @dataclass
 class Layout:
-    """Lays examples out for models that all read them; the settings are those of ``burnish.Trainer``."""
+    """Lays examples out for models that all read them; the settings are those of ``burnish.Trainer``.
+
+    Batches lie on ``device``, or where it is None on that of the first model.
+    """
 
     models: list[nn.Module]
-    device: torch.device
+    device: torch.device | None = None
     pad_id: int = 0
     side: str = "right"
     pad_to: int = 0
@@ -75,7 +78,7 @@ class Layout:
             examples = [_join(run) for run in neighbours]
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
-        return batch.to(self.device)
+        return batch.to(self.device or unwrap(self.models[0]).device)
 
     def _shared(self, examples: list[Example]) -> bool:
         return any(len(example.sequences) > 1 for example in examples) and self._can_share

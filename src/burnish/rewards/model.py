@@ -62,7 +62,7 @@ class ModelReward:
     def layout(self) -> Layout:
         """How answers lie in a batch."""
         pad_id: Any = self.tokenizer.pad_token_id
-        return Layout([self.model], unwrap(self.model).device, pad_id or 0)
+        return Layout([self.model], pad_id=pad_id or 0)
 
     def __call__(self, answers: list[Answer], /) -> list[float]:
         """One logit for each answer, in their order.

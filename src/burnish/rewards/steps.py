@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data import chat
 from burnish.data.solutions import step_ends
-from burnish.models.forward import unwrap
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import Layout
 from burnish.rewards.model import TOKEN_BUDGET
@@ -50,7 +49,7 @@ class StepReward:
     @cached_property
     def layout(self) -> Layout:
         """How answers lie in a batch; a prompt runs once for all its answers."""
-        return Layout(self.network.models, unwrap(self.network.policy).device)
+        return Layout(self.network.models)
 
     def __call__(self, answers: list[Answer], /) -> list[list[float]]:
         """One number for each token of each answer.

@@ -185,7 +185,11 @@ def final_scores(
 
 
 def mean_gap(examples: list[Example], limit: float) -> float:
-    """Mean gap over learned tokens between the trainer's ``logprobs`` and the sampler's, ``sampled`` (``within``)."""
+    """Mean gap over learned tokens between the trainer's ``logprobs`` and the sampler's, ``sampled``.
+
+    Raises:
+        RuntimeError: it is above the limit (``within``).
+    """
     gaps = [
         abs(ours - theirs)
         for example in examples
@@ -196,15 +200,15 @@ def mean_gap(examples: list[Example], limit: float) -> float:
     return within(math.fsum(gaps) / max(len(gaps), 1), limit)
 
 
-def within(gap: float, limit: float) -> float:
-    """The gap between sampler and trainer, nats a token.
+def within(gap: float, limit: float, how: str = "on average") -> float:
+    """The gap between sampler and trainer, nats a token; ``how`` says what was made of those of all tokens.
 
     Raises:
         RuntimeError: it is above the limit, or not a number: what would be learned is not what was sampled.
     """
     if not gap <= limit:
         raise RuntimeError(
-            f"the sampler's and the trainer's log-probabilities differ by {gap:.2g} a token on average (limit "
+            f"the sampler's and the trainer's log-probabilities differ by {gap:.2g} a token {how} (limit "
             f"{limit:g}): what is learned would not be what was sampled; if this is expected, raise method.max_gap"
         )
     return gap

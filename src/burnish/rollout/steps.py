@@ -66,7 +66,7 @@ class RolloutConfig(Config):
     )
     evaluation: Literal["sampled", "greedy"] = Field("sampled", description="how held-out prompts are completed")
     max_gap: float = Field(
-        0.05, gt=0, description="mean gap of log-probabilities between sampler and trainer that stops the run"
+        0.05, gt=0, description="gap of log-probabilities between sampler and trainer, nats a token, that stops the run"
     )
     show_every: int = Field(5, ge=1, description="iterations between tables of samples")
 
@@ -263,7 +263,6 @@ class RolloutLoader:
         epoch = self.epoch
         order = permutation(len(self.prompts), self.context.seed, epoch)
         while self.epoch == epoch:
-            self._check_first_step()
             if not self.pending:
                 self._collect(order[self.position : self.position + self.batch])
             self.begin(self.iteration)
@@ -292,14 +291,15 @@ class RolloutLoader:
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
         """Rollouts with what the update needs of them, and the gap between sampler and trainer.
 
-        The policy runs over one rollout in eight to see whether the sampler's log-probabilities serve; over all of
-        them where the gap is more than rounding, or tokens are weighed by it. The rest are compared by the first step.
+        The policy runs over one rollout in eight, others each time, to see whether the sampler's log-probabilities
+        serve; over all of them where the gap is more than rounding, or tokens are weighed by it.
         """
         annotate, limit = self.context.annotate, self.settings.max_gap
         gap, sampled = 0.0, False
         if self.settings.importance_cap is None:
             own = self.sampler.experience(self.context.network.policy, None, sampled=False)
-            gap = mean_gap(annotate(own, examples[::CHECKED]), limit)
+            first = self.iteration % min(CHECKED, len(examples))
+            gap = mean_gap(annotate(own, examples[first::CHECKED]), limit)
             sampled = gap <= ROUNDING
         examples = annotate(self.experience(sampled), examples)
         return examples, gap if sampled else mean_gap(examples, limit)
@@ -353,14 +353,17 @@ class RolloutLoader:
             if self.position >= len(self.prompts):
                 self.epoch, self.position = self.epoch + 1, 0
 
-    def _check_first_step(self) -> None:
-        """Stop the run if the first step of an update began with a policy other than the one that sampled.
+    def check(self) -> None:
+        """Stop the run, before the first step of an update is taken, if its policy is not the one that sampled.
 
-        It compares all tokens of its rollouts for nothing, by the root of the mean square, which no mean gap exceeds.
+        The step has compared all tokens of its rollouts for nothing: approxkl is half the mean square of their gaps.
+
+        Raises:
+            RuntimeError: the root of the mean square, which no mean exceeds, is above the limit.
         """
-        steps = self.settings.epochs * self.settings.mini_batches
-        if self.update == 1 % steps and self.iteration + self.update > 0:
-            within(math.sqrt(2 * self.context.last().get("approxkl", 0.0)), self.settings.max_gap)
+        if self.update == 1 % (self.settings.epochs * self.settings.mini_batches):
+            gap = math.sqrt(2 * self.context.last().get("approxkl", 0.0))
+            within(gap, self.settings.max_gap, "in the first step (root of the mean square)")
 
     def _moved_too_far(self) -> bool:
         """Whether the rest of the update is left out, because the last step took the policy too far."""

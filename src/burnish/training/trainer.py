@@ -223,6 +223,8 @@ class Trainer(transformers.Trainer):
         self._check_counts(sums, {name: counts[name] for name in weights})
         self._last = sums
         add(self._sums, sums)
+        if (check := getattr(self.loader, "check", None)) is not None:
+            check()
         # averaged over processes when it is logged
         return loss_sum * world_size
 
