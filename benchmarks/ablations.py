@@ -107,8 +107,8 @@ def main() -> None:
                 found.append({"without": what, "speed": median(speeds), "memory": memory})
                 print(f"{method:7} {what:45} speed {median(speeds):5.2f} x  memory {memory:5.2f} x", flush=True)
             if found:
-                written = {"method": method, "machine": run.machine(), "ablations": found}
-                run.write(f"ablations-{method}-{options.vocabulary}", written)
+                where = {"method": method, "vocabulary": options.vocabulary, "machine": run.machine()}
+                run.write(f"ablations-{method}-{options.vocabulary}", where | {"ablations": found})
 
 
 if __name__ == "__main__":

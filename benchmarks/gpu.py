@@ -2,14 +2,15 @@
 
     python benchmarks/gpu.py --peak 989
 
-Weights are random and kept in float32, products are computed in bfloat16 by autocast. ``--peak`` is the data sheet's
-rate of dense bfloat16 products in TFLOP/s. ``--small`` takes a tiny model, float32 and any device: it shows that the
-script works, and measures nothing.
+Weights are random and kept in float32, products of passes are computed in bfloat16 by autocast; sampling is in float32,
+so that an update's log-probabilities are measured again. ``--peak`` is the data sheet's rate of dense bfloat16 products
+in TFLOP/s. ``--small`` takes a tiny model and any device: it shows that the script works, and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
 from typing import Any
@@ -88,10 +89,12 @@ def operations(shape: dict[str, Any], rows: int, length: int) -> float:
 
 
 def peak_memory() -> float:
-    """GiB, since the last time it was asked."""
+    """GiB, since the last time it was asked; what nothing holds any more is let go."""
     if not torch.cuda.is_available():
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return peak
 
@@ -104,9 +107,8 @@ def sft(shape: dict[str, Any], batch: int, length: int, steps: int, peak: float,
     with tempfile.TemporaryDirectory() as out:
         trainer(shape, SFT(), made, arguments, out, token_budget=length, callbacks=[clock]).train()
     done = operations(shape, batch, length) * steps / clock.seconds
-    measured = machine.matmul_rate(
-        torch.bfloat16 if torch.cuda.is_available() else torch.float32, 8192 if peak else 512
-    )
+    size, dtype = (8192, torch.bfloat16) if torch.cuda.is_available() else (512, torch.float32)
+    measured = machine.matmul_rate(dtype, size)
     found = {"tokens_per_second": batch * length * steps / clock.seconds, "of_measured_rate": done / measured}
     return found | ({"of_peak": done / peak / 1e12} if peak else {}) | {"peak_gib": peak_memory()}
 

@@ -61,16 +61,15 @@ def models(vocabulary: int) -> Iterator[Path]:
 
 def machine() -> dict[str, Any]:
     """Where the numbers come from."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text("utf-8").splitlines() if known.exists() else []
     names = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": ", ".join(sorted(names)) or platform.processor(),
         "cores": os.cpu_count(),
-        "threads": 1,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
-        "trl": "1.16.0, and 1.12.0 for PPO",
     }
 
 
@@ -113,7 +112,8 @@ def compare(method: str, vocabulary: int, folder: Path, repeats: int, *arguments
         if method not in ONLINE:
             steps = check(method, pair["burnish"], pair["trl"])
         pairs.append(pair)
-    found = {"method": method, "vocabulary": vocabulary, "machine": machine(), "arguments": list(arguments)}
+    where = machine() | {"threads": 1, "trl": "1.12.0" if method == "ppo" else "1.16.0"}
+    found = {"method": method, "vocabulary": vocabulary, "machine": where, "arguments": list(arguments)}
     return found | {"ratios": ratios(pairs), "equal": steps, "repeats": pairs}
 
 

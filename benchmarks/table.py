@@ -78,13 +78,13 @@ def main() -> None:
         table("Against the machine", ["method", "V", "torch.mm", "share of it", "oneDNN", "share of it"], *shares)
     )
     ablated = [read[name] for name in read if name.startswith("ablations-")]
-    ablated.sort(key=lambda found: METHODS.index(found["method"]))
+    ablated.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
     rows = [
-        [found["method"], x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"]
+        [found["method"], f"{found['vocabulary']:,}", x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"]
         for found in ablated
         for x in found["ablations"]
     ]
-    parts.append(table("One thing taken away", ["method", "without", "speed", "peak memory"], *rows))
+    parts.append(table("One thing taken away", ["method", "V", "without", "speed", "peak memory"], *rows))
     for name in [name for name in read if name.startswith("scaling")]:
         rows = [[x["case"], f"{x['time']:.2f}", f"{x['peak']:.2f}"] for x in read[name]["cases"]]
         parts.append(table("Linear cost", ["case", "CPU time", "peak memory"], *rows))
@@ -97,7 +97,7 @@ def main() -> None:
             for name, x in read["encoding"]["templates"].items()
         ]
         head = ["template", "tokens a row", "rows / s", "rows / CPU s", "rows / s from the cache"]
-        parts.append(table("Encoding chat rows, two cores", head, *rows))
+        parts.append(table(f"Encoding chat rows, {read['encoding']['machine']['cores']} cores", head, *rows))
     if "startup" in read:
         rows = [[what, of_three(seconds)] for what, seconds in read["startup"]["seconds"].items()]
         parts.append(table("Starting", ["until", "seconds"], *rows))

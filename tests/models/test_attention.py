@@ -1,5 +1,6 @@
 """Attention over packed rows without a mask: equal to one sequence a row, for whoever can have it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 
 from burnish.data.batching import collate
-from burnish.models import attention
+from burnish.models import attention, forward
 from burnish.models.forward import has_varlen, hidden_states, prefers_packed
 from burnish.types import Example, MicroBatch, Runs, Sequence
 
@@ -143,6 +144,20 @@ def test_with_autocast_the_flash_kernel_gets_half_precision_of_float32_weights(c
         found = hidden_states(model, batch).flatten(0, 1)[batch.ends]
     assert calls == [{torch.bfloat16}] * 2
     assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+def test_on_a_gpu_rows_are_packed_where_passes_are_in_half_precision(monkeypatch):
+    """Of a model that stands for one on a GPU: only its place and its dtype are read."""
+    monkeypatch.setattr(forward, "has_varlen", lambda model: True)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert not prefers_packed(model)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert torch.get_autocast_dtype("cuda") is torch.float16 and prefers_packed(model)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    model.dtype = torch.bfloat16
+    assert prefers_packed(model)
 
 
 def test_the_flash_kernel_gets_the_keys_of_a_parent_before_those_of_each_child(monkeypatch):

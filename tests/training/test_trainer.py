@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainingArguments, get_linear_schedule
 
 from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer
 from burnish.data.rows import load
+from burnish.models import layout
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.rollout.generate import Sampling
 from burnish.training import checkpoint
@@ -410,6 +411,14 @@ def test_packing_is_refused_where_a_model_does_not_keep_sequences_apart(make):
     with pytest.raises(UserError, match="packed: Lfm2ForCausalLM does not keep the sequences of a row apart"):
         make(SFT(), model, ROWS, packed=True)
     make(SFT(), model, ROWS)
+
+
+def test_how_rows_lie_is_decided_in_the_precision_of_the_passes(make, monkeypatch):
+    seen = []
+    monkeypatch.setattr(layout, "prefers_packed", lambda model: bool(seen.append(torch.is_autocast_enabled("cpu"))))
+    for half in (False, True):
+        make(bf16=half)
+    assert seen == [False, True]
 
 
 def test_mixed_precision_trains(make):
