@@ -82,7 +82,7 @@ LARGE ?= $(filter sft dpo grpo,$(METHODS))
 REPEATS ?= 2
 
 # One thread and a process for each run; ratios of CPU seconds, since a machine is seldom quiet.
-bench: $(SMALL) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in 20 minutes: make bench METHODS="sft dpo" REPEATS=5
+bench: $(SMALL) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in half an hour: make bench METHODS="sft dpo" REPEATS=5
 	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 4096 --repeats $(REPEATS) --steps 2
 	$(if $(LARGE),$(BIN)/python benchmarks/run.py $(LARGE) --vocabularies 49152 --repeats 1 --steps 1)
 	$(BIN)/python benchmarks/ablations.py $(METHODS) --repeats 1 --steps 2
