@@ -8,6 +8,7 @@ that it could before.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -98,20 +99,9 @@ def _after(prefix: int, length: int, dtype: torch.dtype, device: torch.device) -
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, runs: Runs) -> Tensor:
     """One call of the flash kernel; the keys of a parent are read in front of those of each of its children."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    starts, seen, sources = [], [], []
-    column = 0
-    for length, parent in zip(runs.lengths, runs.parents, strict=True):
-        starts.append(column)
-        before = range(0) if parent is None else range(starts[parent], starts[parent] + runs.lengths[parent])
-        sources += [*before, *range(column, column + length)]
-        seen.append(len(before) + length)
-        column += length
-    if len(sources) > column:
-        index = torch.tensor(sources, device=k.device)
+    index, of_queries, of_keys, longest = _plan(runs, q.device)
+    if index is not None:
         k, v = k[index], v[index]
-    of_queries, of_keys = (
-        torch.tensor([0, *sizes], device=q.device).cumsum(0, dtype=torch.int32) for sizes in (runs.lengths, seen)
-    )
     # aligned at the last column, as it must be where there are more keys than queries
     out = varlen_attn(
         q,
@@ -120,12 +110,33 @@ def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, run
         of_queries,
         of_keys,
         max(runs.lengths),
-        max(seen),
+        longest,
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return cast(Tensor, out)[None]
+
+
+@lru_cache(maxsize=8)
+def _plan(runs: Runs, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, int]:
+    """Columns that are read as keys, None for all in order; where queries and keys of each run begin; most keys.
+
+    The same for every layer of a pass, so that a device gets it once.
+    """
+    starts, seen, sources = [], [], []
+    column = 0
+    for length, parent in zip(runs.lengths, runs.parents, strict=True):
+        starts.append(column)
+        before = range(0) if parent is None else range(starts[parent], starts[parent] + runs.lengths[parent])
+        sources += [*before, *range(column, column + length)]
+        seen.append(len(before) + length)
+        column += length
+    of_queries, of_keys = (
+        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (runs.lengths, seen)
+    )
+    index = torch.tensor(sources, device=device) if len(sources) > column else None
+    return index, of_queries, of_keys, max(seen)
 
 
 # a compiled model leaves it out, else it would be compiled again for every set of lengths
