@@ -305,6 +305,19 @@ def test_a_bad_row(here, name, row, expected):
     assert len(message.splitlines()) == 1
 
 
+def test_a_reward_that_scores_nothing(here):
+    (here / "prompts.jsonl").write_text(json.dumps({"text": CHAT["messages"], "reward": 1.0}) + "\n")
+    stage = SFT[SFT.index("  - name: ppo") :].replace("{name: ppo, kl_coef: 0.1}", "{name: reinforce}")
+    stage = stage.replace("{stage: sft}", "model").replace("{model: {stage: reward}}, ", "")
+    (here / "r.yaml").write_text(f"name: tiny\nstages:\n{stage}")
+    for command in ("inspect", "run"):
+        message = error(command, "r.yaml")
+        assert "stages.ppo.reward: it scores completions of prompts, and no row" in message
+    (here / "r.yaml").write_text((here / "r.yaml").read_text().replace("train: ", "eval: held.jsonl, train: "))
+    (here / "held.jsonl").write_text(json.dumps({"prompt": "Hi"}) + "\n")
+    assert CliRunner().invoke(app, ["inspect", "r.yaml"]).exit_code == 0
+
+
 def test_a_file_without_rows(here):
     (here / "chat.jsonl").write_text("")
     assert "chat.jsonl: no rows" in error("inspect", "r.yaml")

@@ -20,7 +20,7 @@ from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
 from burnish.models.adapters import AdapterConfig
 from burnish.models.layout import default_budget
-from burnish.pipeline import model_reference
+from burnish.pipeline import check_rewards, model_reference
 from burnish.recipe import Data, Recipe, Stage, StageData, StageModel, method_class, sources
 from burnish.types import Encoded, Example, Prompt, Sequence, UserError
 
@@ -95,6 +95,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
         if getattr(stage.data, split) is not None:
             read = _read(recipe, stage.data, split, found.kinds)
             splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
+    check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
         console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")
     console.print(_counts(splits))

@@ -96,11 +96,24 @@ def _check(recipe: Recipe) -> None:
         if stage.adapter is not None and (kind := stage.adapter.quantise) is not None:
             quantise.require(kind, f"stages.{stage.name}.adapter.quantise")
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore
+        splits: dict[str, rows.Rows | RowStream] = {}
         for split in training.splits:
             if not any(isinstance(part.source, StageData) for part in training.data.parts(split)):
-                found = training.rows(split)
+                found = splits[split] = training.rows(split)
                 if isinstance(found, RowStream):
                     found.take(1)
+        if len(splits) == len(training.splits):
+            check_rewards(stage, splits)
+
+
+def check_rewards(stage: Stage, splits: Mapping[str, rows.Rows | RowStream]) -> None:
+    """Raise a UserError where rewards are named and no row is a prompt, whose completions they would score."""
+    found = [part.rows for part in splits.values() if isinstance(part, rows.Rows)]
+    if stage.reward and not any(isinstance(row, Prompt) for part in found for row in part):
+        raise UserError(
+            f"stages.{stage.name}.reward: it scores completions of prompts, and no row of data.train and data.eval is "
+            "a prompt: scored rows carry their own rewards: take this key away"
+        )
 
 
 def _clear(folder: Path) -> None:
@@ -243,6 +256,7 @@ class _Training:
             f"trained ({summary['trainable share']:.1%}), {summary['dtype']}, pad/eos/bos {summary['pad/eos/bos']}"
         )
         splits = {split: self.rows(split) for split in self.splits}
+        check_rewards(self.stage, splits)
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
         counts = {s: self._counts(found, trainer) for s, found in splits.items() if isinstance(found, rows.Rows)}
         said = (f"{split}: {_said(counts[split]) if split in counts else 'read as a stream'}" for split in splits)
