@@ -174,6 +174,7 @@ def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> Non
     wait_for(b"> ")
     os.write(parent, b"/system brief\n")
     wait_for(rb"\[system message set\]")
+    wait_for(b"> ")  # a Ctrl-D that comes before the line is read is none
     os.write(parent, b"\x04")
     assert process.wait(20) == 0
     os.close(parent)
