@@ -252,7 +252,7 @@ class RolloutLoader:
         if s.kl_target is not None:
             self.kl.update(0.0, self.batch * samples_each)  # a horizon that is too short is told before sampling
         self.epoch = self.position = self.iteration = self.update = 0
-        self.stopped = False
+        self.stopped = self.sampled = False
         self.moments = Moments()
         self.pending: list[Example] = []
 
@@ -295,14 +295,14 @@ class RolloutLoader:
         serve; over all of them where the gap is more than rounding, or tokens are weighed by it.
         """
         annotate, limit = self.context.annotate, self.settings.max_gap
-        gap, sampled = 0.0, False
+        gap, self.sampled = 0.0, False
         if self.settings.importance_cap is None:
             own = self.sampler.experience(self.context.network.policy, None, sampled=False)
             first = self.iteration % min(CHECKED, len(examples))
             gap = mean_gap(annotate(own, examples[first::CHECKED]), limit)
-            sampled = gap <= ROUNDING
-        examples = annotate(self.experience(sampled), examples)
-        return examples, gap if sampled else mean_gap(examples, limit)
+            self.sampled = gap <= ROUNDING
+        examples = annotate(self.experience(self.sampled), examples)
+        return examples, gap if self.sampled else mean_gap(examples, limit)
 
     def _estimate(self, rollouts: list[Rollout], examples: list[Example]) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The arrays that the loss reads, (N, T) each, and metrics; the KL coefficient moves on."""
@@ -357,11 +357,12 @@ class RolloutLoader:
         """Stop the run, before the first step of an update is taken, if its policy is not the one that sampled.
 
         The step has compared all tokens of its rollouts for nothing: approxkl is half the mean square of their gaps.
+        Where the trainer's own log-probabilities are the old ones, all rollouts were compared before.
 
         Raises:
             RuntimeError: the root of the mean square, which no mean exceeds, is above the limit.
         """
-        if self.update == 1 % (self.settings.epochs * self.settings.mini_batches):
+        if self.sampled and self.update == 1 % (self.settings.epochs * self.settings.mini_batches):
             gap = math.sqrt(2 * self.context.last().get("approxkl", 0.0))
             within(gap, self.settings.max_gap, "in the first step (root of the mean square)")
 
@@ -394,4 +395,4 @@ class RolloutLoader:
 
 CHECKED = 8  # one rollout in so many shows whether the sampler's log-probabilities are the trainer's
 ROUNDING = 1e-5  # nats a token: with a larger gap the ratios of an update would not begin at 1
-PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped")
+PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped", "sampled")
