@@ -244,7 +244,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(stage, step, done, home, mon
         prompts = folder / "prepare" / "data" / "prompts.jsonl"
         whole = prompts.read_bytes()
         prompts.write_bytes(whole + whole.splitlines(keepends=True)[0])
-        with pytest.raises(UserError, match=r"prompts.jsonl is not what ppo began with: put it back, or start with"):
+        with pytest.raises(UserError, match=r"prompts.jsonl is not what stage prepare wrote: it has other bytes"):
             run(home, folder)
         prompts.write_bytes(whole)
     torch.manual_seed(123)

@@ -11,11 +11,10 @@ import torch
 import transformers as hf
 from rich.console import Console
 
-from burnish import pipeline
+from burnish import files, pipeline
 from burnish.models import loading
 from burnish.models.bases import recorded, weights_hash
 from burnish.recipe import load
-from burnish.training import checkpoint
 from burnish.training.display import Display
 from burnish.types import UserError
 
@@ -107,7 +106,7 @@ def test_every_folder_loads_without_burnish_and_gives_the_same_logits(done, arti
 def test_an_adapter_records_its_base_by_name_and_hash(done):
     for stage, base in BASES.items():
         folder = str(done / base / "model")
-        for place in (done / stage / "adapter", checkpoint.latest(done / stage)):
+        for place in (done / stage / "adapter", files.latest(done / stage)[0]):
             assert place is not None
             assert recorded(place) == (folder, weights_hash(folder))
     assert (done / "ppo" / "adapter" / "value_head.safetensors").is_file()

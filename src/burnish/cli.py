@@ -239,8 +239,8 @@ def evaluate(
 ) -> None:
     """Measure a model on rows: perplexity, pair accuracy, rewards, KL, pass@k, win rate, with 95 % intervals."""
     from burnish import evaluate as measuring
+    from burnish.files import write_text
     from burnish.recipe.evaluation import load_evaluation
-    from burnish.training.checkpoint import write_text
 
     evaluation = load_evaluation(recipe or [])
     _make_room(output)

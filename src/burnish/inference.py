@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from burnish.data import chat, rows
+from burnish.files import write_text
 from burnish.models import loading
 from burnish.models.forward import PLAIN, Warp, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
@@ -22,7 +23,6 @@ from burnish.recipe.places import OVERRIDE, Document, complain, mistakes
 from burnish.rollout.beams import Beams, search
 from burnish.rollout.collect import eos_ids
 from burnish.rollout.generate import Local, Request, Sampling, request_seed
-from burnish.training.checkpoint import write_text
 from burnish.types import Completion, Config, Example, Prompt, Sequence, UserError
 
 AT_ONCE = 64

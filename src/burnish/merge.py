@@ -11,11 +11,11 @@ import torch
 from peft import PeftModel, TaskType
 from transformers import AutoConfig
 
+from burnish import files
 from burnish.math.tensors import precise
 from burnish.models import bases, loading
 from burnish.models.heads import VALUE_HEAD
 from burnish.models.quantise import is_quantised
-from burnish.training import checkpoint
 from burnish.types import UserError
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -64,7 +64,7 @@ def merge(
         before = _logits(model)
         tokenizer = loading.load_tokenizer(str(folder) if _has_tokenizer(folder) else reference)
         model.get_base_model().config.pad_token_id = tokenizer.pad_token_id
-        with checkpoint.writing(target) as staging:
+        with files.writing(target) as staging:
             merged: Any = model.merge_and_unload()
             merged.to(stored or torch.float32).save_pretrained(staging)
             tokenizer.save_pretrained(staging)
@@ -84,7 +84,7 @@ def merge(
 
 def start_from(adapter: str, folder: Path, *, say: Callable[[str], None], trust_remote_code: bool = False) -> str:
     """A whole model in ``folder`` made of an adapter that training starts from, unless it is there already."""
-    if not checkpoint.is_complete(folder):
+    if files.damage(folder) is not None:
         shutil.rmtree(folder, ignore_errors=True)
         merge(adapter, output=folder, say=lambda line: None, trust_remote_code=trust_remote_code)
     say(f"{adapter} is an adapter: merged into its base before the new one is added: {folder}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,20 +20,24 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as hf_logging
 
-from burnish import merge
+from burnish import files, merge
 from burnish.data import chat, rows
 from burnish.data.lengths import sort_changes
 from burnish.data.streaming import RowStream, StreamLoader
+from burnish.inputs import Checksums, of_code, of_model, of_rows, verify
+from burnish.lock import locked
 from burnish.models import loading, quantise
 from burnish.models.adapters import add_adapter
 from burnish.recipe import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class, sources
+from burnish.recipe.blocks import NAME
 from burnish.recipe.evaluation import Evaluation
 from burnish.recipe.loading import differences
 from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.training import checkpoint, report
+from burnish.training import report
+from burnish.training.arguments import OWN
 from burnish.training.display import Display, RunCallback
 from burnish.training.metrics import Recorder, read_metrics
 from burnish.training.trainer import Trainer
@@ -46,6 +53,9 @@ DEFAULTS: dict[str, Any] = {
     "report_to": "none",
     "disable_tqdm": True,
 }
+MANIFEST = "manifest.json"
+REMOVING = ".manifest.json.removing"
+FORMAT = 1  # of a run's folder
 VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
 
@@ -64,26 +74,49 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
     hf_logging.disable_progress_bar()
     logging.getLogger("burnish").setLevel(logging.ERROR)  # rows cut or dropped are told once, with their stage
     _check(recipe)
-    if fresh:
-        _clear(folder)
-    manifest = _open(recipe)
-    with display or Display() as screen:
-        for number, (stage, entry) in enumerate(zip(recipe.stages, manifest["stages"], strict=True), start=1):
-            screen.stage(stage.name, number, len(recipe.stages))
-            if entry["state"] == "done":
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: no folder can be made for the run: {error.strerror}") from error
+    with locked(folder):
+        if fresh or (folder / REMOVING).is_file():
+            _clear(folder)
+        manifest = _open(recipe)
+        with display or Display() as screen:
+            if other := _other_versions(manifest):
+                screen.message(f"this run began with {other}: results may differ in their last digits")
+            _run_stages(recipe, manifest, screen)
+            manifest["state"] = "done"
+            _write(folder, manifest)
+            report.write(folder)
+    return folder
+
+
+def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> None:
+    """Run every stage that is not done, in order."""
+    folder, checksums = recipe.folder, Checksums(manifest["checksums"])
+    entries = {entry["name"]: entry for entry in manifest["stages"]}
+    for number, stage in enumerate(recipe.stages, start=1):
+        screen.stage(stage.name, number, len(recipe.stages))
+        entry = entries[stage.name]
+        if entry["state"] == "done":
+            if (folder / stage.name).is_dir():
                 screen.message("done before")
                 continue
-            began = time.monotonic()
-            training = None if stage.run else _Training(recipe, stage)
-            entry |= {"state": "running"} | ({"data": training.hashes(entry.get("data"))} if training else {})
-            _write(folder, manifest)
-            found = training.run(screen) if training else _run_function(recipe, stage)
-            entry |= found | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
-            _write(folder, manifest)
-        manifest["state"] = "done"
+            screen.message(f"{folder / stage.name} is gone: the stage runs again")
+            entry.clear()
+            entry |= _pending(stage)
+            manifest["state"] = "running"
+        began = time.monotonic()
+        verify(recipe, stage, entries, checksums)
+        training = None if stage.run else _Training(recipe, stage)
+        entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
         _write(folder, manifest)
-        report.write(folder)
-    return folder
+        found = training.run(screen) if training else _run_function(recipe, stage)
+        for name, checksum in found["files"].items():
+            checksums.note(folder / stage.name / name, checksum)
+        entry |= found | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
+        _write(folder, manifest)
 
 
 def _check(recipe: Recipe) -> None:
@@ -117,12 +150,31 @@ def check_rewards(stage: Stage, splits: Mapping[str, rows.Rows | RowStream]) -> 
 
 
 def _clear(folder: Path) -> None:
-    """Remove a run, and nothing else that the folder may hold."""
-    path = folder / "manifest.json"
-    if path.is_file():
-        for stage in json.loads(path.read_text("utf-8"))["stages"]:
-            shutil.rmtree(folder / stage["name"], ignore_errors=True)
-        path.unlink()
+    """Remove a run, and nothing else that the folder may hold.
+
+    The manifest takes another name first, so that no stage counts as done while others are removed; where the process
+    is killed on the way, the next run removes the rest.
+
+    Raises:
+        UserError: the manifest is not one, or a stage's folder is a link to somewhere else. Nothing was removed.
+    """
+    for manifest in (folder / REMOVING, folder / MANIFEST):
+        if not manifest.is_file():
+            continue
+        places = [folder / entry["name"] for entry in _read(manifest)["stages"]]
+        if linked := [place for place in places if place.is_symlink()]:
+            raise UserError(
+                f"{linked[0]} is a link to {os.readlink(linked[0])}, and --fresh removes only what lies in {folder}: "
+                "remove the link yourself"
+            )
+        manifest.replace(folder / REMOVING)
+        files.sync(folder)
+        for place in places:
+            if place.is_dir():
+                shutil.rmtree(place)
+        files.remove_leftovers(folder)
+        (folder / "report.html").unlink(missing_ok=True)
+        (folder / REMOVING).unlink()
 
 
 # --- the manifest --------------------------------------------------------------------------------------------------
@@ -130,47 +182,80 @@ def _clear(folder: Path) -> None:
 
 def _open(recipe: Recipe) -> dict[str, Any]:
     """The manifest of the run as it stands, or a new one."""
-    path = recipe.folder / "manifest.json"
+    path = recipe.folder / MANIFEST
     resolved = recipe.resolved()
     if path.is_file():
-        manifest = json.loads(path.read_text("utf-8"))
+        manifest = _read(path)
+        if manifest.get("format") != FORMAT:
+            raise UserError(
+                f"{recipe.folder} holds a run of another version of Burnish: start over with --fresh, or name another "
+                "folder with out=FOLDER"
+            )
         different = next(differences(manifest["recipe"], resolved, ""), None)
         if different is not None:
             raise UserError(
                 f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
                 "folder with out=FOLDER"
             )
+        if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
+            raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
         return manifest
     if taken := [stage.name for stage in recipe.stages if (recipe.folder / stage.name).exists()]:
         raise UserError(
             f"{recipe.folder} holds {taken[0]}, but no manifest.json that says what made it: remove it, or name "
             "another folder with out=FOLDER"
         )
-    recipe.folder.mkdir(parents=True, exist_ok=True)
     return {
+        "format": FORMAT,
         "name": recipe.name,
         "state": "running",
         "recipe": resolved,
-        "versions": {name: version(name) for name in VERSIONS} | {"python": platform.python_version()},
+        "versions": _versions(),
         "machine": {
             "processor": platform.machine(),
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         },
-        "stages": [
-            {
-                "name": stage.name,
-                "method": stage.method.name if stage.method else None,
-                "state": "pending",
-                "seconds": 0.0,
-            }
-            for stage in recipe.stages
-        ],
+        "stages": [_pending(stage) for stage in recipe.stages],
+        "checksums": {},
     }
 
 
+def _pending(stage: Stage) -> dict[str, Any]:
+    """A stage's entry in the manifest before it begins."""
+    return {
+        "name": stage.name,
+        "method": stage.method.name if stage.method else None,
+        "state": "pending",
+        "seconds": 0.0,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in VERSIONS} | {"python": platform.python_version()}
+
+
+def _other_versions(manifest: Mapping[str, Any]) -> str:
+    """Packages of another version than when the run began: ``torch 2.12.0 and goes on with 2.13.0``."""
+    now = _versions()
+    changed = [name for name, old in manifest["versions"].items() if now.get(name) != old]
+    return ", ".join(f"{name} {manifest['versions'][name]} and resumes with {now.get(name)}" for name in changed)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A manifest whose stages have names that a recipe may give."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        names = [entry["name"] for entry in found["stages"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not the manifest of a run ({error!r}): put it back, or remove the folder") from error
+    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(NAME, name))]:
+        raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: put the file back, or remove the folder")
+    return found
+
+
 def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
-    checkpoint.write_text(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
+    files.write_text(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False))
 
 
 # --- where things are ----------------------------------------------------------------------------------------------
@@ -217,13 +302,9 @@ def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     function = functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     set_seed(recipe.seed)
-    with checkpoint.writing(folder) as staging:
+    with files.writing(folder) as staging:
         function(staging, seed=recipe.seed, **stage.arguments)
-    return {"files": _checksums(folder)}
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    return json.loads((folder / checkpoint.CHECKSUMS).read_text("utf-8"))
+    return {"files": files.listed(folder)}
 
 
 # --- a stage that trains -------------------------------------------------------------------------------------------
@@ -242,10 +323,27 @@ class _Training:
         self.source = model_reference(stage.model, recipe.folder)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    @cached_property
+    def _found(self) -> tuple[Path | None, list[str]]:
+        return files.latest(self.folder)
+
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint that the stage resumes from."""
+        return self._found[0]
+
+    @property
+    def damaged(self) -> list[str]:
+        """Later checkpoints, and what is wrong with them."""
+        return self._found[1]
+
     def run(self, screen: Display) -> dict[str, Any]:
         """Train to the end; what it came to, for the manifest."""
         recorder = Recorder(self.folder)
-        start = checkpoint.latest(self.folder)
+        start = self.start
+        for wrong in self.damaged:
+            screen.message(f"damaged: {wrong}: {f'{start} is used instead' if start else 'the stage starts over'}")
+        files.remove_leftovers(self.folder)
         if start is None:
             recorder.truncate({})
         set_seed(self.recipe.seed)
@@ -276,17 +374,27 @@ class _Training:
             "model": summary | {"source": self.source},
             "rows": counts,
             "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
-            "files": {f"model/{name}": digest for name, digest in _checksums(self.folder / "model").items()},
+            "files": {f"model/{name}": digest for name, digest in files.listed(self.folder / "model").items()},
         }
 
-    def hashes(self, before: Mapping[str, str] | None) -> dict[str, str]:
-        """SHA-256 of the files of rows, which are to be the same where the stage goes on."""
-        found = sources.hashes(self.data, self.splits, self.recipe.folder)
-        changed = [name for name, digest in found.items() if before and before.get(name) != digest]
-        if changed and checkpoint.latest(self.folder) is not None:
-            raise UserError(
-                f"{changed[0]} is not what {self.stage.name} began with: put it back, or start with --fresh"
-            )
+    def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
+        """Checksums of rows, models and code, for the manifest.
+
+        Raises:
+            UserError: the stage has begun with others.
+        """
+        models = [self.source, *(model_reference(r.model, self.recipe.folder) for r in self.stage.reward if r.model)]
+        inputs = of_code(self.recipe, self.stage, checksums)
+        for reference in models:
+            inputs |= of_model(reference, checksums)
+        found = {"data": of_rows(self.data, self.splits, self.recipe.folder, checksums), "inputs": inputs}
+        for kind, now in found.items():
+            old = before.get(kind) or {}
+            changed = [name for name in [*now, *old] if now.get(name) != old.get(name)]
+            if changed and self.start is not None:
+                raise UserError(
+                    f"{changed[0]} is not what {self.stage.name} began with: put it back, or start with --fresh"
+                )
         return found
 
     def _evaluations(self) -> list[dict[str, Any]]:
@@ -299,7 +407,7 @@ class _Training:
                 output_dir=str(self.folder),
                 seed=self.recipe.seed,
                 use_cpu=self.device == "cpu",
-                **(DEFAULTS | self.stage.trainer),
+                **{name: value for name, value in (DEFAULTS | self.stage.trainer).items() if name not in OWN},
             )
         except (ValueError, RuntimeError, ImportError) as error:
             raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
@@ -372,6 +480,7 @@ class _Training:
             length=self.data.length,
             token_budget=self.stage.token_budget,
             packed=self.stage.packed,
+            **{name: value for name, value in self.stage.trainer.items() if name in OWN},
             recorder=recorder,
             show_samples=screen.samples,
             callbacks=[RunCallback(recorder, screen)],
@@ -389,13 +498,13 @@ class _Training:
             config = loading.unwrap(network.policy).config
             config.score_mean, config.score_std = evaluated["eval_score_mean"], evaluated["eval_score_std"]
         if isinstance(network.policy, PeftModel):
-            with checkpoint.writing(self.folder / "adapter") as staging:
+            with files.writing(self.folder / "adapter") as staging:
                 network.save_policy(staging)
                 trainer.tokenizer.save_pretrained(staging)
             network.policy = merge.policy_of(network.policy, self.folder / "adapter", self.stage.trust_remote_code)
         if isinstance(network.critic, PeftModel):
             network.critic = network.critic.merge_and_unload()
-        with checkpoint.writing(self.folder / "model") as staging:
+        with files.writing(self.folder / "model") as staging:
             trainer.save_model(str(staging))
 
     def _counts(self, found: rows.Rows, trainer: Trainer) -> dict[str, Any]:

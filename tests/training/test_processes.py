@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.training import checkpoint
+from burnish import files
 from burnish.training.trainer import LOADER_STATE
 
 JOB = Path(__file__).with_name("resume_job.py")
@@ -31,7 +31,7 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
     folder = tmp_path / "straight" / "checkpoint-2"
     names = {path.name for path in folder.iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= names
-    assert checkpoint.is_complete(folder)
+    assert files.damage(folder) is None
     assert not [path for path in (tmp_path / "straight").iterdir() if path.name.startswith(".")]
     again = run(kind, tmp_path / "again", folder)
     assert all(torch.equal(value, again[name]) for name, value in straight.items())

@@ -10,12 +10,11 @@ import torch
 import transformers as hf
 from transformers import TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 
-from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer
+from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer, files
 from burnish.data.rows import load
 from burnish.models import layout
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.rollout.generate import Sampling
-from burnish.training import checkpoint
 from burnish.training.arguments import warn_ignored
 from burnish.training.metrics import Recorder, is_timing, read_metrics
 from burnish.types import Conversation, Term, UserError
@@ -591,7 +590,7 @@ def test_a_checkpoint_is_sealed_and_holds_what_plain_transformers_loads(make, ti
     trainer = make(save_strategy="steps", save_steps=6)
     trainer.train()
     folder = tmp_path / "out" / "checkpoint-6"
-    assert checkpoint.is_complete(folder) and checkpoint.latest(tmp_path / "out") == folder
+    assert files.damage(folder) is None and files.latest(tmp_path / "out") == (folder, [])
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["checkpoint-6"]
     model: Any = hf.AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.tensor([[1, 5, 9, 7]])

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from burnish import files
 from burnish.data.drafts import Draft, outcomes, without_collection
 from burnish.types import (
     Changed,
@@ -44,6 +45,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SKIPPED = "skip: "  # how the reason begins of a row that could not be encoded and was left out
 ARRAY = "array."  # before the names of a sequence's arrays in the cache
+CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
 
 
@@ -329,6 +331,7 @@ def _keep(encoded: Encoded, path: Path) -> None:
     for name in sequences[0].arrays if sequences else ():
         tensors[ARRAY + name] = np.array([number for s in sequences for number in s.arrays[name]], dtype=np.float64)
     notes = {"sources": json.dumps([s.source for s in sequences]), "changed": json.dumps(encoded.changed)}
+    notes |= {CHECKSUM: _checksum(tensors, notes)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
@@ -338,17 +341,27 @@ def _keep(encoded: Encoded, path: Path) -> None:
         warnings.warn(f"encoded rows are not kept for the next run: {error}", stacklevel=3)
 
 
+def _checksum(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+    """The SHA-256 of arrays and notes, whatever their order."""
+    parts = [f"{name} {found.dtype} {found.shape}".encode() for name, found in sorted(tensors.items())]
+    parts += [f"{name} {text}".encode() for name, text in sorted(notes.items())]
+    return files.digest([*parts, *(tensor.data for _, tensor in sorted(tensors.items()))])
+
+
 def _read(path: Path) -> Encoded | None:
     """What was kept; None where the file is damaged, and the rows are to be encoded again."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "numpy") as file:
-            notes = file.metadata()
-            arrays = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            notes = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if notes.pop(CHECKSUM, None) != _checksum(tensors, notes):
+            raise ValueError("its bytes do not match its checksum")
+    except (OSError, ValueError, SafetensorError) as error:
         warnings.warn(f"{path} is damaged, and made again: {error}", stacklevel=3)
         return None
+    arrays = {name: tensor.tolist() for name, tensor in tensors.items()}
     sources = iter(json.loads(notes["sources"]))
     tokens, trained, lengths = arrays["tokens"], arrays["trained"], iter(arrays["lengths"])
     numbers = {name.removeprefix(ARRAY): found for name, found in arrays.items() if name.startswith(ARRAY)}

@@ -25,10 +25,12 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from burnish import files
 from burnish.data.lengths import cache_folder
 from burnish.math.tensors import precise
 from burnish.models import bases, quantise
 from burnish.models.adapters import without_warning
+from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
 from burnish.types import UserError
@@ -96,7 +98,10 @@ def convert_gguf(path: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
-        return folder
+        if (wrong := files.damage(folder)) is None:
+            return folder
+        warnings.warn(f"{folder}: {wrong}: it is made again", stacklevel=2)
+        files.remove(folder)
     staging = folder.with_name(f".{folder.name}.{os.getpid()}")
     extra = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
@@ -108,6 +113,7 @@ def convert_gguf(path: Path) -> Path:
         raise UserError(f"{path}: cannot be read as a GGUF model: {str(error).strip().splitlines()[0]}") from error
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
+    files.seal(staging)
     try:
         staging.rename(folder)
     except OSError:  # another process was first
@@ -202,6 +208,7 @@ def load_value_model(reference: str, *, dtype: torch.dtype = torch.float32, trus
     policy = load_policy(reference, dtype=dtype, trust_remote_code=trust_remote_code)
     head = StepValueHead(unwrap(policy).config.get_text_config().hidden_size, dtype)
     load_head(head, path)
+    _check_finite(head, str(path))
     return Network(disable_dropout(policy), head)
 
 
@@ -269,6 +276,7 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
     except (OSError, ValueError, RuntimeError, SafetensorError, UserWarning) as error:
         reason = " ".join(str(error).split("\n\t")[:2])
         raise UserError(f"{folder}: damaged, or not an adapter of {reference}: {reason}") from error
+    _check_finite(model, folder)
     model.trained_on = known
     return model.merge_and_unload().requires_grad_(True) if merged else model
 
@@ -293,7 +301,16 @@ def _whole(
         )
     if "score.weight" in missing:
         init_score(model)
+    _check_finite(model, reference)
     return model
+
+
+def _check_finite(model: nn.Module, reference: str) -> None:
+    if (name := non_finite(model)) is not None:
+        raise UserError(
+            f"{reference}: the weight {name} holds NaN or infinity: its file is damaged, or the training that made it "
+            "diverged: use another checkpoint of this model"
+        )
 
 
 @torch.no_grad()

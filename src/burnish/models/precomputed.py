@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from burnish.data.lengths import cache_folder
+from burnish import files
+from burnish.data.lengths import CHECKSUM, cache_folder
 from burnish.models.adapters import Reference
 from burnish.models.forward import learned_logprobs, unwrap
 from burnish.protocols import Context
@@ -91,8 +92,12 @@ def _stored(path: Path) -> Tensor | None:
     if not path.exists():
         return None
     try:
-        return load_file(path)[ARRAY]
-    except (OSError, SafetensorError) as error:
+        with safe_open(path, "pt") as file:
+            values = file.get_tensor(ARRAY)
+            if (file.metadata() or {}).get(CHECKSUM) != files.digest([values.numpy().data]):
+                raise ValueError("its bytes do not match its checksum")
+            return values
+    except (OSError, ValueError, SafetensorError) as error:
         warnings.warn(f"{path} is damaged, and made again: {error}", stacklevel=3)
         return None
 
@@ -110,7 +115,8 @@ def _keep(path: Path, values: list[float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            save_file({ARRAY: torch.tensor(values, dtype=torch.float64)}, Path(folder) / path.name)
+            stored = torch.tensor(values, dtype=torch.float64)
+            save_file({ARRAY: stored}, Path(folder) / path.name, {CHECKSUM: files.digest([stored.numpy().data])})
             os.replace(Path(folder) / path.name, path)
     except OSError as error:
         warnings.warn(f"log-probabilities of the reference are not kept for the next run: {error}", stacklevel=2)

@@ -29,7 +29,7 @@ from burnish.recipe.blocks import (
 )
 from burnish.recipe.places import Keys, Problem, find, mistakes, nearest, shown
 from burnish.rollout.generate import Sampling
-from burnish.training.arguments import IGNORED
+from burnish.training.arguments import IGNORED, OWN
 from burnish.types import Prompt, UserError
 
 # Keys of TrainingArguments that a recipe may not set, and what to write instead.
@@ -85,7 +85,7 @@ def _home(path: Keys, value: dict[str, Any]) -> str | None:
     if name in METHODS:
         blocks["method"] = method_class(name).config
     fields = {block: set(config.model_fields) for block, config in blocks.items()}
-    fields["trainer"] = {field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED)
+    fields["trainer"] = {field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED) | set(OWN)
     return next((f"{block}: {block}.{key}" for block, known in fields.items() if key in known), None)
 
 
@@ -111,10 +111,14 @@ def _trainer_problems(trainer: dict[str, Any], at: Keys) -> Iterator[Problem]:
     types = get_type_hints(TrainingArguments)
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     for key, value in trainer.items():
-        if key in OWNED:
+        if key in OWN:
+            if value not in OWN[key]:
+                near = nearest(value, OWN[key]) if isinstance(value, str) else ""
+                yield Problem((*at, key), f"expected {' or '.join(OWN[key])}, got {shown(value)}{near}")
+        elif key in OWNED:
             yield Problem((*at, key), f"this key is not for recipes: {OWNED[key]}")
         elif key not in fields:
-            free = [name for name in fields if name not in OWNED]
+            free = [*OWN, *(name for name in fields if name not in OWNED)]
             yield Problem((*at, key), f"no field of TrainingArguments{nearest(key, free)}")
         elif key == "report_to":
             yield from (Problem((*at, key), text) for text in _tracker_problems(value))

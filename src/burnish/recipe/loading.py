@@ -11,6 +11,7 @@ from burnish.methods import METHODS
 from burnish.recipe.blocks import Recipe, method_class
 from burnish.recipe.checks import OWNED, file_problems, reference_problems, shape_problems
 from burnish.recipe.places import Document, complain, find, nearest, override, read, shown
+from burnish.training.arguments import OWN
 from burnish.types import UserError
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -95,7 +96,8 @@ def schema() -> dict[str, Any]:
     blocks["MethodChoice"] = {"oneOf": [*methods, own]}
     fields = sorted({field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED))
     stage = blocks["Stage"]
-    stage["properties"]["trainer"] |= {"properties": {key: {} for key in fields}, "additionalProperties": False}
+    known = {key: {} for key in fields} | {key: {"enum": list(values)} for key, values in OWN.items()}
+    stage["properties"]["trainer"] |= {"properties": known, "additionalProperties": False}
     top = {name: value for name, value in whole["properties"].items() if name != "stages"}
     flat = stage | {"title": "Recipe of one stage", "properties": stage["properties"] | top, "required": []}
     several = {key: value for key, value in whole.items() if key != "$defs"} | {"required": ["stages"]}

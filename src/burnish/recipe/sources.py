@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,17 +21,6 @@ def data_reference(source: str | Config, folder: Path) -> str:
 def references(data: Data, split: str, folder: Path) -> list[str]:
     """The files, folders and hub ids of a split."""
     return [data_reference(part.source, folder) for part in data.parts(split)]
-
-
-def hashes(data: Data, splits: list[str], folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of splits by their names, in hex; what is no file has none."""
-    found = {}
-    for name in (name for split in splits for name in references(data, split, folder)):
-        found[name] = "not a file"
-        if Path(name).is_file():
-            with Path(name).open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
 
 
 def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int) -> rows.Rows:

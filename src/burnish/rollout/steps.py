@@ -370,7 +370,7 @@ class RolloutLoader:
         """Whether the rest of the update is left out, because the last step took the policy too far."""
         limit = self.settings.target_kl
         if limit is not None and self.update > 0 and not self.stopped:
-            self.stopped = self.context.last()["approxkl"] > 1.5 * limit
+            self.stopped = self.context.last().get("approxkl", 0.0) > 1.5 * limit
         return self.stopped
 
     def state_dict(self) -> dict[str, Any]:

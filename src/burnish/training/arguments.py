@@ -38,6 +38,9 @@ IGNORED = {
 }
 """Name of a field: why it is not read. A recipe may not set these; from Python they are warned about."""
 
+OWN = {"on_non_finite": ("error", "skip")}
+"""Settings of ``burnish.Trainer`` that a recipe gives beside the fields of TrainingArguments, with their values."""
+
 _DERIVED = {"average_tokens_across_devices", "dataloader_pin_memory"}  # TrainingArguments changes these itself
 
 

@@ -15,28 +15,29 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
 
+from burnish import files
 from burnish.data import streaming
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
+from burnish.models.finite import non_finite
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget
 from burnish.protocols import Context, Method
-from burnish.training import checkpoint
 from burnish.training.arguments import warn_ignored
 from burnish.training.metrics import Recorder
 from burnish.training.passes import Passes, add
 from burnish.types import Example, Row, Term, Terms, UserError
 
 LOADER_STATE = "burnish.pt"
+MOST_IN_A_ROW = 10  # steps that may be left out one after another
 
 
 class Trainer(transformers.Trainer):
@@ -58,6 +59,8 @@ class Trainer(transformers.Trainer):
             packed: several sequences in one row that do not see each other; None packs where that is fastest, which
             is where attention needs no mask for it. shared_prompts: answers to one prompt stand behind it, and it
             runs once, where the model allows it.
+        on_non_finite: ``error`` stops at the first loss or gradient that is NaN or infinite; ``skip`` leaves the step
+            out, warns, and counts it as ``non_finite_steps``, but stops after 10 such steps in a row.
         recorder: where samples go; None keeps none.
         others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
     """
@@ -77,6 +80,7 @@ class Trainer(transformers.Trainer):
         pad_to: int = 0,
         packed: bool | None = None,
         shared_prompts: bool = True,
+        on_non_finite: Literal["error", "skip"] = "error",
         recorder: Recorder | None = None,
         show_samples: Callable[[list[dict[str, Any]]], None] | None = None,
         **others: Any,
@@ -92,6 +96,7 @@ class Trainer(transformers.Trainer):
         self.method = method
         self.length = length or Length()
         self.token_budget = token_budget or default_budget(args.device)
+        self.on_non_finite = on_non_finite
         self.recorder = recorder
         self.show_samples = show_samples
         self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -123,6 +128,9 @@ class Trainer(transformers.Trainer):
         self._sums: Terms = {}
         self._last: Terms = {}
         self._tokens, self._clock = 0, time.perf_counter()
+        self.non_finite_steps = self._non_finite_in_a_row = 0
+        self._steps_since_log = self._losses_since_log = 0
+        self._sources: list[str] = []
 
     def _rows(self, rows: Any) -> list[Row]:
         rows = rows.rows if isinstance(rows, Rows) else list(rows)
@@ -177,6 +185,9 @@ class Trainer(transformers.Trainer):
         """Gradient of one optimizer step; on out-of-memory again, with half the token budget."""
         examples: list[Example] = inputs[0]
         self._tokens += sum(len(s.tokens) for e in examples for s in e.sequences)
+        self._sources = [example.source for example in examples]
+        self._steps_since_log += 1
+        self._losses_since_log += 1
         if not examples:
             return torch.zeros((), device=self.args.device)
         random_state = torch.get_rng_state()
@@ -210,7 +221,7 @@ class Trainer(transformers.Trainer):
         rank, world_size = self.args.process_index, self.args.world_size
         batches = self.layout.cut(examples, self.token_budget, rank, world_size) if weights else []
         sums: Terms = {}
-        loss_sum = torch.zeros((), device=self.args.device)
+        losses = []
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
@@ -218,8 +229,17 @@ class Trainer(transformers.Trainer):
                 loss = torch.stack([weight * terms[n].total / counts[n] for n, weight in weights.items()]).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
                 self.accelerator.backward(loss * world_size)
-            loss_sum += loss.detach()
+            losses.append(loss.detach())
             add(sums, terms)
+        loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
+        if not self._all(loss_sum.isfinite()):
+            self._sources = [
+                s for x, b in zip(losses, batches, strict=True) if not x.isfinite() for s in b.sources
+            ] or self._sources
+            self._leave_out(f"the loss is {loss_sum.item():g}")
+            model.zero_grad()
+            self._last, self._losses_since_log = {}, self._losses_since_log - 1
+            return torch.zeros((), device=self.args.device)
         self._check_counts(sums, {name: counts[name] for name in weights})
         self._last = sums
         add(self._sums, sums)
@@ -227,6 +247,65 @@ class Trainer(transformers.Trainer):
             check()
         # averaged over processes when it is logged
         return loss_sum * world_size
+
+    def _all(self, flag: Tensor) -> bool:
+        """Whether a condition holds on every process."""
+        return bool(self.accelerator.reduce(flag.float(), "mean") == 1)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """The norm before clipping; a step whose gradient is not finite is not taken."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        # with loss scaling (fp16) infinite gradients are part of the method: its scaler leaves such steps out
+        if self.accelerator.scaler is None and not math.isfinite(norm):
+            self._leave_out(f"the norm of the gradient is {float(norm):g}")
+            model.zero_grad()
+        elif self._losses_since_log:
+            self._non_finite_in_a_row = 0
+        return norm
+
+    def _leave_out(self, what: str) -> None:
+        """Count a step that is not taken, or stop the run where that is not asked for.
+
+        Raises:
+            UserError: what is wrong, in which rows, and what to do about it.
+        """
+        self.non_finite_steps += 1
+        self._non_finite_in_a_row += 1
+        step, rows = self.state.global_step + 1, list(dict.fromkeys(self._sources))
+        named = ", ".join(rows[:3]) + (f" and {len(rows) - 3} more rows" if len(rows) > 3 else "")
+        if self.on_non_finite == "skip" and self._non_finite_in_a_row < MOST_IN_A_ROW:
+            warnings.warn(f"step {step} is left out: {what}, in {named}", stacklevel=2)
+            return
+        again = f", the {self._non_finite_in_a_row}th step in a row" if self.on_non_finite == "skip" else ""
+        skip = "" if self.on_non_finite == "skip" else "; trainer.on_non_finite: skip leaves out single steps like this"
+        raise UserError(f"step {step}: {what}, in {named}{again}. {self._advice()}{skip}")
+
+    def _advice(self) -> str:
+        """What usually makes numbers infinite, and where the last good weights are."""
+        saved, _ = files.latest(self.folder)
+        kept = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint before it"
+        return (
+            f"Nothing of it was saved: {kept}. Usually the learning rate is too high (it is {self.args.learning_rate:g}"
+            f"), lacks warmup_steps, or these rows hold extreme numbers"
+        )
+
+    def _check_weights(self) -> None:
+        """Raise a UserError where a trained weight is not finite, before it is saved in the place of a good one."""
+        if (name := non_finite(self.network, trained=True)) is not None:
+            raise UserError(
+                f"step {self.state.global_step}: the weight {name.removeprefix('policy.')} holds NaN or infinity after "
+                f"the step. {self._advice()}"
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            UserError: a loss, a gradient, or a weight is not finite.
+        """
+        found = super().train(*args, **kwargs)
+        self._check_weights()
+        return found
 
     def _check_counts(self, sums: Terms, counts: Mapping[str, float]) -> None:
         if self.args.world_size == 1 and self.args.device.type == "cpu":
@@ -247,6 +326,8 @@ class Trainer(transformers.Trainer):
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in self.method.evaluate(rows, self.context).items()}
+        if not math.isfinite(loss := metrics.get(f"{metric_key_prefix}_loss", 0.0)):
+            raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {self._advice()}")
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._clock = time.perf_counter()
@@ -278,7 +359,12 @@ class Trainer(transformers.Trainer):
             seconds, self._clock = now - self._clock, now
             logs |= self.passes.means(self._sums) | {name: fmean(values) for name, values in self._pending.items()}
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
-            self._sums, self._tokens = {}, 0
+            if self.non_finite_steps:
+                # transformers divides by all steps, and those left out have no loss
+                counted = self._losses_since_log
+                logs["loss"] = logs["loss"] * self._steps_since_log / counted if counted else math.nan
+                logs["non_finite_steps"] = self.non_finite_steps
+            self._sums, self._tokens, self._steps_since_log, self._losses_since_log = {}, 0, 0, 0
             self._pending.clear()
         super().log(logs, start_time)
 
@@ -309,9 +395,10 @@ class Trainer(transformers.Trainer):
 
         Every process writes its random state into the same folder before the first one seals it.
         """
+        self._check_weights()
         folder = self.folder / f"checkpoint-{self.state.global_step}"
-        same = contextlib.nullcontext(checkpoint.staging(folder))
-        with checkpoint.writing(folder) if self.args.should_save else same as staging:
+        same = contextlib.nullcontext(files.staging(folder))
+        with files.writing(folder) if self.args.should_save else same as staging:
             self.accelerator.wait_for_everyone()
             # the parent writes into a folder named checkpoint-N below what _get_output_dir returns
             self._staging = staging / "parts"
@@ -330,12 +417,8 @@ class Trainer(transformers.Trainer):
             self._staging = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(self.folder),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=False,
-            )
+            best = self.state.best_model_checkpoint
+            files.rotate(self.folder, self.args.save_total_limit, Path(best) if best else None)
 
     def _own_state(self, last: dict[str, tuple[float, float]]) -> dict[str, Any]:
         assert self.loader is not None
@@ -344,6 +427,7 @@ class Trainer(transformers.Trainer):
             "rows_per_step": self.rows_per_step,
             "token_budget": self.token_budget,
             "last": last,
+            "non_finite": (self.non_finite_steps, self._non_finite_in_a_row),
             "logs": self.recorder.offsets() if self.recorder is not None else {},
         }
 
@@ -361,13 +445,14 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights, the loader's place and the token budget; cut the logs back to where the checkpoint was."""
         folder = Path(resume_from_checkpoint)
-        if not checkpoint.is_complete(folder):
-            raise UserError(f"{folder}: the checkpoint is not complete: its files do not match their checksums")
+        if (wrong := files.damage(folder)) is not None:
+            raise UserError(f"{folder}: the checkpoint is damaged: {wrong}")
         state = torch.load(folder / LOADER_STATE, weights_only=True)
         if state["rows_per_step"] != self.rows_per_step:
             self.rows_per_step = state["rows_per_step"]
             warnings.warn(f"the run goes on with its {self.rows_per_step} rows a step", stacklevel=2)
         self.token_budget = state["token_budget"]
+        self.non_finite_steps, self._non_finite_in_a_row = state["non_finite"]
         # the sums are those of all processes: one of them takes them
         found = state["last"].items() if self.args.process_index == 0 else ()
         self._last = {name: Term(*(torch.tensor(float(x), dtype=torch.float64) for x in pair)) for name, pair in found}

@@ -1,0 +1,115 @@
+"""What a stage reads, by the checksums of its files: what changes in the middle of a run is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+from burnish import files
+from burnish.methods import METHODS
+from burnish.recipe import Recipe, Stage, StageData, StageModel
+from burnish.recipe.blocks import Data
+from burnish.recipe.sources import references
+from burnish.types import UserError
+
+READ = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py", ".gguf")
+"""Endings of the files of a model's folder that loading it may read."""
+
+
+class Checksums:
+    """SHA-256 of files, worked out again only where a file's size or time of change is another than it was.
+
+    ``known`` is what a manifest keeps: ``{"runs/tiny/sft/model/config.json": [629, 1795300000123456789, "9f86"]}``.
+    """
+
+    def __init__(self, known: dict[str, list[Any]]) -> None:
+        self.known = known
+
+    def of(self, path: Path) -> str:
+        """The checksum of a file, in hex."""
+        now = path.stat()
+        stamp = [now.st_size, now.st_mtime_ns]
+        if self.known.get(str(path), [])[:2] != stamp:
+            self.known[str(path)] = [*stamp, files.sha256(path)]
+        return self.known[str(path)][2]
+
+    def note(self, path: Path, checksum: str) -> None:
+        """Remember the checksum of a file that was just written."""
+        stat = path.stat()
+        self.known[str(path)] = [stat.st_size, stat.st_mtime_ns, checksum]
+
+
+def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]], checksums: Checksums) -> None:
+    """Whether what a stage takes from earlier stages is what they wrote; ``entries`` are those of the manifest by name.
+
+    Raises:
+        UserError: a file is missing or has other bytes.
+    """
+    for source in _from_stages(stage):
+        folder = recipe.folder / source.stage
+        part = "model/" if isinstance(source, StageModel) else f"data/{source.file}"
+        for name, checksum in entries[source.stage]["files"].items():
+            path = folder / name
+            if not name.startswith(part):
+                continue
+            if not path.is_file() or checksums.of(path) != checksum:
+                wrong = "has other bytes" if path.is_file() else "is missing"
+                raise UserError(
+                    f"{path} is not what stage {source.stage} wrote: it {wrong}: put it back, or remove {folder} to "
+                    f"run that stage again"
+                )
+
+
+def _from_stages(stage: Stage) -> list[StageModel | StageData]:
+    """The sources of a stage that earlier stages made."""
+    data = [part.source for split in ("train", "eval") for part in (stage.data.parts(split) if stage.data else [])]
+    models = [stage.model, *(reward.model for reward in stage.reward)]
+    return [source for source in [*models, *data] if isinstance(source, StageModel | StageData)]
+
+
+def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -> dict[str, str]:
+    """Checksums of the files of rows by their names; a data set on the hub has none."""
+    found = {}
+    for name in (name for split in splits for name in references(data, split, folder)):
+        path = Path(name if Path(name).exists() else name.rpartition(":")[0])
+        if path.is_dir():
+            found |= {str(one): checksums.of(one) for one in sorted(path.rglob("*")) if one.is_file()}
+        else:
+            found[name] = checksums.of(path) if path.is_file() else "not a file"
+    return found
+
+
+def of_model(reference: str, checksums: Checksums) -> dict[str, str]:
+    """Checksums of the files of a model by their paths; of a hub id the commit."""
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        has = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+        folder = path if has or not (path / "model").is_dir() else path / "model"
+        return {str(one): checksums.of(one) for one in sorted(folder.iterdir()) if one.suffix in READ}
+    if path.is_file():
+        return {str(path): checksums.of(path)}
+    try:
+        config = cached_file(reference, "config.json")
+    except OSError:  # loading it says what is wrong
+        config = None
+    return {reference: Path(config).parent.name if config else "not here"}
+
+
+def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
+    """Checksums of the files that define a stage's rewards and a method of the user's own."""
+    names = [recipe.locate(reward.function) for reward in stage.reward if reward.function]
+    if stage.method and stage.method.name not in METHODS:
+        names.append(stage.method.name)
+    found = {}
+    for name in names:
+        place = name.rpartition(":")[0]
+        if not place.endswith(".py"):
+            spec = importlib.util.find_spec(place)
+            place = (spec.origin if spec else None) or ""
+        if Path(place).is_file():
+            found[place] = checksums.of(Path(place))
+    return found
