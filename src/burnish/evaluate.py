@@ -236,8 +236,8 @@ def _measure_rewards(reference: str, found: list[Row], evaluation: Evaluation) -
     layout = Layout([model], pad_id=pad_id or 0)
     differences: list[list[float]] = [[] for _ in examples]
     with evaluating(model):
-        for group, batch in layout.batches(examples, TOKEN_BUDGET):
-            found_scores = iter(scores(model, batch).tolist())
+        for group, _, values in layout.passes(lambda batch: scores(model, batch).tolist(), examples, TOKEN_BUDGET):
+            found_scores = iter(values)
             for i in group:
                 mine = [next(found_scores) for _ in examples[i].sequences]
                 differences[i] = [mine[pair.better] - mine[pair.worse] for pair in examples[i].pairs]

@@ -210,8 +210,11 @@ def logprobs(model: Any, sequences: list[Sequence], how: Warp = PLAIN, budget: i
     examples = [Example((sequence,)) for sequence in sequences]
     layout = Layout([model])
     with evaluating(model):
-        for group, batch in layout.batches(examples, budget):
-            values, _ = token_logprobs(model, hidden_states(model, batch), batch, batch.trained, how, "off")
+        for group, batch, values in layout.passes(
+            lambda batch: token_logprobs(model, hidden_states(model, batch), batch, batch.trained, how, "off")[0],
+            examples,
+            budget,
+        ):
             learned = values[batch.trained].split([sum(sequences[i].trained) for i in group])
             for i, mine in zip(group, learned, strict=True):
                 found[i] = mine.tolist()

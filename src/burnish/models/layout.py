@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +18,17 @@ from burnish.types import Example, MicroBatch, UserError
 
 BUDGET_ON_CPU = 512
 """Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
+
+
+BUDGET_OF_PASS = 4096
+"""Tokens of a micro-batch in a pass without gradient, on any device, where nothing else is said."""
+
+T = TypeVar("T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the machine, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def default_budget(device: torch.device) -> int | None:
@@ -54,10 +67,39 @@ class Layout:
         groups = micro_batches(joined, budget, packed=bool(self.packed), shared=True)
         return [[i for bundle in group for i in together[bundle]] for group in groups]
 
-    def batches(self, examples: list[Example], budget: int | None) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Every micro-batch, with the indices of its examples in their order there."""
-        for group in self.groups(examples, budget):
-            yield group, self.collate([examples[i] for i in group])
+    def passes(
+        self,
+        function: Callable[[MicroBatch], T],
+        examples: list[Example],
+        budget: int | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Iterator[tuple[list[int], MicroBatch, T]]:
+        """Every micro-batch of one process, with the indices of its examples and what a function gives for it.
+
+        For passes without gradient. On out-of-memory a micro-batch is cut in half, and so are those behind it; a single
+        example that does not fit is an error.
+        """
+        waiting = self.groups(examples, budget or BUDGET_OF_PASS)[rank::world_size]
+        while waiting:
+            group = waiting.pop(0)
+            batch = self.collate([examples[i] for i in group])
+            try:
+                found = function(batch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or len(group) == 1:
+                    raise
+            else:
+                yield group, batch, found
+                continue
+            # outside the except block, where the traceback no longer holds the tensors
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            half = batch.tokens.numel() // 2
+            warnings.warn(f"out of memory: the pass goes on with token_budget={half}", stacklevel=2)
+            rest = [i for one in (group, *waiting) for i in one]
+            waiting = [[rest[k] for k in one] for one in self.groups([examples[i] for i in rest], half)]
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """Micro-batches of one process; every process gets equally many, an empty one where they run out."""

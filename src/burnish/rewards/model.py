@@ -75,8 +75,11 @@ class ModelReward:
         examples = [Example((sequence,)) for sequence in results(drafts)]
         found = [0.0] * len(answers)
         with torch.no_grad():
-            for group, batch in self.layout.batches(examples, self.token_budget):
-                for i, value in zip(group, scores(self.model, batch, self.label).tolist(), strict=True):
+            passes = self.layout.passes(
+                lambda batch: scores(self.model, batch, self.label).tolist(), examples, self.token_budget
+            )
+            for group, _, values in passes:
+                for i, value in zip(group, values, strict=True):
                     found[i] = (value - self.mean) / self.std
         return found
 

@@ -90,8 +90,10 @@ class StepReward:
             asked = (False,) * len(prompt) + (True,) * len(answer.tokens)
             examples.append(Example((Sequence(prompt + answer.tokens, asked, answer.source),)))
         found: list[list[float]] = [[] for _ in answers]
-        for group, batch in self.layout.batches(examples, self.token_budget):
-            values = self.network.values(batch).flatten().tolist()
+        passes = self.layout.passes(
+            lambda batch: self.network.values(batch).flatten().tolist(), examples, self.token_budget
+        )
+        for group, batch, values in passes:
             for i, end in zip(group, batch.ends.tolist(), strict=True):
                 found[i] = values[end + 1 - len(answers[i].tokens) : end + 1]
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from burnish.models.layout import Layout
 from burnish.protocols import Method
 from burnish.types import Example, MicroBatch, Term, Terms, UserError
 
-BUDGET_OF_EVALUATION = 4096  # tokens, where training puts a step into one micro-batch
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Passes:
         """Examples with the (B, T) arrays of a function; 0 for the tokens of a shared prompt."""
         mine: dict[int, list[dict[str, tuple[float, ...]]]] = {}
         with self._evaluating():
-            for group in self._mine(examples, budget):
-                batch = self.layout.collate([examples[i] for i in group])
-                with self.accelerator.autocast():
-                    results = {name: x.flatten().double().tolist() for name, x in function(batch).items()}
+            for group, batch, results in self._passes(
+                lambda batch: {name: x.flatten().double().tolist() for name, x in function(batch).items()},
+                examples,
+                budget,
+            ):
                 before = batch.positions.flatten()[batch.starts].tolist()
                 places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
                 for i in group:
@@ -60,9 +61,8 @@ class Passes:
             raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
         sums: Terms = {}
         with self._evaluating():
-            for group in self._mine(examples, budget or BUDGET_OF_EVALUATION):
-                with self.accelerator.autocast():
-                    add(sums, self.network(method, self.layout.collate([examples[i] for i in group])))
+            for _, _, terms in self._passes(lambda batch: self.network(method, batch), examples, budget):
+                add(sums, terms)
         means = self.means(sums)
         return {"loss": sum(weight * means[name] for name, weight in method.weights.items())} | means
 
@@ -87,10 +87,17 @@ class Passes:
         dist.all_gather_object(parts, value)
         return parts
 
-    def _mine(self, examples: list[Example], budget: int | None) -> list[list[int]]:
-        """Indices of the examples of this process, a list for each micro-batch."""
-        groups = self.layout.groups(examples, budget)
-        return groups[self.accelerator.process_index :: self.accelerator.num_processes]
+    def _passes(
+        self, function: Callable[[MicroBatch], T], examples: list[Example], budget: int | None
+    ) -> Iterator[tuple[list[int], MicroBatch, T]]:
+        """The micro-batches of this process, with what a function gives for each."""
+
+        def run(batch: MicroBatch) -> T:
+            with self.accelerator.autocast():
+                return function(batch)
+
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        return self.layout.passes(run, examples, budget, rank=rank, world_size=world_size)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

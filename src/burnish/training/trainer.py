@@ -29,7 +29,7 @@ from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
 from burnish.models.finite import non_finite
 from burnish.models.heads import Network
-from burnish.models.layout import Layout, default_budget
+from burnish.models.layout import Layout, default_budget, is_out_of_memory
 from burnish.protocols import Context, Method
 from burnish.training.arguments import warn_ignored
 from burnish.training.metrics import Recorder
@@ -195,7 +195,7 @@ class Trainer(transformers.Trainer):
             try:
                 return self._forward_backward(model, examples)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error) or not self._halve_budget(examples):
+                if not is_out_of_memory(error) or not self._halve_budget(examples):
                     raise
             model.zero_grad()
             torch.set_rng_state(random_state)
@@ -460,7 +460,3 @@ class Trainer(transformers.Trainer):
         self.get_train_dataloader().load_state_dict(state["loader"])
         if self.recorder is not None and state["logs"]:
             self.recorder.truncate(state["logs"])
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

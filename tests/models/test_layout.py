@@ -1,0 +1,108 @@
+"""Passes without gradient: bounded on every device, and repeated in smaller parts where memory runs out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from burnish import SFT
+from burnish.inference import logprobs
+from burnish.models import forward
+from burnish.models.heads import Network, StepValueHead
+from burnish.models.layout import BUDGET_OF_PASS, Layout
+from burnish.models.loading import load_reward_model
+from burnish.rewards.model import ModelReward
+from burnish.rewards.steps import StepReward
+from burnish.types import Answer, Conversation, Example, Sequence
+
+
+def examples(n: int, length: int = 10) -> list[Example]:
+    """Rows of different lengths and contents."""
+    rows = [tuple((7 * i + t) % 90 + 10 for t in range(length + i % 3)) for i in range(n)]
+    return [Example((Sequence(row, (False,) + (True,) * (len(row) - 1), f"row:{i}"),)) for i, row in enumerate(rows)]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes memory run out where a pass holds more than so many tokens; records how many each one had."""
+    seen: list[int] = []
+
+    def limit(tokens: int) -> list[int]:
+        plain = forward.backbone
+
+        def body(model: Any) -> Any:
+            inner = plain(model)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                size = kwargs["input_ids"].numel()
+                if size > tokens:
+                    raise torch.OutOfMemoryError("full")
+                seen.append(size)
+                return inner(*args, **kwargs)
+
+            run.parameters = inner.parameters  # type: ignore[attr-defined]
+            return run
+
+        monkeypatch.setattr(forward, "backbone", body)
+        return seen
+
+    return limit
+
+
+def test_a_pass_has_a_bound_where_none_is_given(tiny_llama: Any) -> None:
+    model = tiny_llama()
+    sizes = [b.tokens.numel() for _, b, _ in Layout([model]).passes(lambda b: None, examples(500, 20))]
+    assert len(sizes) > 1 and max(sizes) <= BUDGET_OF_PASS
+
+
+@pytest.mark.parametrize("pass_", ["logprobs", "model reward", "step reward", "evaluate", "annotate"])
+def test_passes_go_on_in_halves_where_memory_runs_out(
+    pass_: str, tiny_llama: Any, tiny_tokenizer: Any, tiny_folder: Any, make_trainer: Any, full: Any
+) -> None:
+    """Only training steps were repeated: an evaluation or a reward ended the run."""
+    prompt = ({"role": "user", "content": "Hi"},)
+    words = ["yes\n" * (1 + i % 4) for i in range(12)]
+    ids = [tuple(tiny_tokenizer(text, add_special_tokens=False)["input_ids"]) for text in words]
+    answers = [
+        Answer(prompt, t.strip(), i, "stop", {}, f"a:{k}") for k, (t, i) in enumerate(zip(words, ids, strict=True))
+    ]
+    rows = [
+        Conversation((*prompt, {"role": "assistant", "content": text}), None, f"c:{i}") for i, text in enumerate(words)
+    ]
+    model = tiny_llama()
+    trainer = make_trainer(SFT(), model, rows[:4], own={"eval_dataset": rows[4:], "token_budget": 4096})
+
+    def run() -> Any:
+        if pass_ == "logprobs":
+            return logprobs(model, [e.sequences[0] for e in examples(12)])
+        if pass_ == "model reward":
+            torch.manual_seed(0)
+            return ModelReward(load_reward_model(str(tiny_folder)), tiny_tokenizer)(answers)
+        if pass_ == "step reward":
+            torch.manual_seed(0)
+            network = Network(model, StepValueHead(32))
+            return StepReward(network, tiny_tokenizer).values(answers)
+        if pass_ == "evaluate":
+            return [trainer.evaluate()["eval_loss"]]
+        found = trainer.context.annotate(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
+        return [e.sequences[0].arrays["x"] for e in found]
+
+    expected = run()
+    seen = full(60)
+    with pytest.warns(UserWarning, match="out of memory: the pass goes on with token_budget="):
+        found = run()
+    assert len(seen) > 2 and max(seen) <= 60
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_one_example_that_does_not_fit_is_an_error(tiny_llama: Any, full: Any) -> None:
+    model = tiny_llama()
+    layout = Layout([model])
+    full(5)
+    with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError):
+        warnings.simplefilter("ignore")
+        list(layout.passes(lambda b: forward.learned_logprobs(model, b), examples(3)))
