@@ -157,7 +157,14 @@ def test_rows_are_encoded_once(byte_tokenizer: Any, tmp_path: Path, monkeypatch:
     assert len(calls) > done + 4
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1]])
+def flip(data: bytes) -> bytes:
+    """With one bit of the last array's changed, which is still a file that can be read."""
+    return data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1], flip]
+)
 def test_a_damaged_file_is_made_again(
     damage: Any, byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

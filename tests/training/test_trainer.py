@@ -604,7 +604,7 @@ def test_a_damaged_checkpoint_is_refused(make, tmp_path):
     make(save_strategy="steps", save_steps=6).train()
     file = tmp_path / "out" / "checkpoint-6" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match="checkpoint-6: the checkpoint is not complete"):
+    with pytest.raises(UserError, match=r"checkpoint-6: the checkpoint is damaged: model\.safetensors has other bytes"):
         make().train(resume_from_checkpoint=True)
 
 
