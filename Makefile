@@ -9,7 +9,7 @@ PEERS := .venv-peers/installed
 PEERS_PPO := .venv-peers-ppo/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data wordnet quickstart classic test peers bench lint format
+.PHONY: help setup data wordnet quickstart classic test acceptance peers bench lint format
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,11 @@ classic: $(SMALL) $(WORDNET) ## the classic chain on definitions: SFT, reward mo
 
 test: $(STAMP) ## run the tests
 	$(BIN)/pytest -q
+
+# Without TRL's environment, as on a machine that is offline, the comparison with it is skipped, and the table says so.
+acceptance: $(STAMP) ## run what takes too long for every commit, with a table at the end
+	-$(MAKE) $(PEERS)
+	$(BIN)/pytest -q -m acceptance
 
 $(PEERS): benchmarks/peers/requirements.txt requirements.lock pyproject.toml
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

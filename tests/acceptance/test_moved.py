@@ -1,0 +1,185 @@
+"""Promise 2 for every kind of stage: killed ten times, and moved to another place after each, a run ends the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import burnish
+from burnish.training.metrics import is_timing
+
+RECIPE = Path(__file__).parent / "everything.yaml"
+COMMAND = [sys.executable, "-m", "burnish", "run", RECIPE.name]
+# What each process is killed at, twice over: some time after its start, a line of metrics, a folder being written.
+MOMENTS = ["start", "line", "write", "line", "write"] * 2
+PATIENCE = 600  # seconds; a process that takes longer hangs
+REWARD = """\
+def brevity(answers):
+    return [-float(len(answer.text)) for answer in answers]
+"""
+
+
+def working_folder(parent: Path) -> Path:
+    """A folder with the recipe, and beside it the rows and the function that it names by relative paths."""
+    folder = parent / "work"
+    (folder / "rows").mkdir(parents=True)
+    shutil.copy(RECIPE, folder)
+    (folder / "rewards.py").write_text(REWARD, "utf-8")
+    texts = (json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(10, 40))
+    (folder / "rows" / "texts.jsonl").write_text("".join(texts), "utf-8")
+    return folder
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """``burnish run`` in a working folder, with a cache inside it."""
+    environment = os.environ | {
+        "BURNISH_CACHE": "cache",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONHASHSEED": "random",
+        "PYTHONPATH": str(Path(burnish.__file__).parents[1]),
+    }
+    with (folder / "log.txt").open("w", encoding="utf-8") as log:
+        return subprocess.Popen(COMMAND, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def shown(folder: Path) -> str:
+    """The end of what the last process showed."""
+    return (folder / "log.txt").read_text("utf-8", "replace")[-5000:]
+
+
+def finish(folder: Path) -> None:
+    """Run to the end."""
+    assert start(folder).wait(timeout=PATIENCE) == 0, shown(folder)
+
+
+def lines(folder: Path) -> int:
+    """Lines of metrics that the stages have written."""
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("runs/*/*/metrics.jsonl"))
+
+
+def unfinished(folder: Path) -> set[tuple[str, int]]:
+    """Folders that are being written, or were when a process was killed, each with its last change in nanoseconds."""
+    found = set()
+    for path in folder.glob("runs/*/*/.*.partial"):
+        try:
+            found.add((path.name, path.stat().st_mtime_ns))
+        except FileNotFoundError:  # it took its name in between
+            continue
+    return found
+
+
+def kill(folder: Path, moment: str, target: float, chance: random.Random) -> bool:
+    """Start the run and kill it at a moment, where that is not its start after so many lines.
+
+    Returns:
+        Whether a folder was being written, and is left unfinished.
+    """
+    before, old = lines(folder), unfinished(folder)
+    process = start(folder)
+    if moment == "start":
+        time.sleep(chance.uniform(0.5, 8))
+    else:
+        # Lines that were there already do not count: the process must have got as far as to train.
+        wait(process, lambda: lines(folder) != before)
+        wait(process, lambda: lines(folder) >= target)
+        if moment == "write":
+            wait(process, lambda: bool(unfinished(folder) - old))
+        time.sleep(chance.uniform(0, 0.02 if moment == "write" else 0.1))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, f"ended before it was killed: {shown(folder)}"
+    return bool(unfinished(folder) - old)
+
+
+def wait(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
+    """Until something holds, or the process has ended or hangs."""
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None and not until() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def rename(parent: Path, target: Path) -> None:
+    """Move a working folder by a rename of the folder above it."""
+    parent.rename(target)
+
+
+def copy(parent: Path, target: Path) -> None:
+    """Copy a working folder as to another machine, where files have new times and the cache is empty."""
+    subprocess.run(["cp", "-r", parent, target], check=True)
+    shutil.rmtree(parent)
+    shutil.rmtree(target / "work" / "cache", ignore_errors=True)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """What must be equal: all files of data, models and adapters, samples, metrics and the manifest without timings."""
+    (run,) = folder.glob("runs/*")
+    found: dict[str, Any] = {}
+    for kind in ("*/data/**/*", "*/model/**/*", "*/adapter/**/*", "*/samples.jsonl"):
+        # peft writes target_modules in the order of a set, which differs from process to process
+        unordered = {"adapter_config.json", "checksums.json"} if "adapter" in kind else set()
+        for path in sorted(path for path in run.glob(kind) if path.is_file() and path.name not in unordered):
+            found[str(path.relative_to(run))] = path.read_bytes()
+    for path in sorted(run.glob("*/metrics.jsonl")):
+        values = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        found[str(path.relative_to(run))] = without_timings(values)
+    found["manifest.json"] = without_timings(json.loads((run / "manifest.json").read_text("utf-8")))
+    return found
+
+
+def without_timings(value: Any) -> Any:
+    """Plain values without what may differ between two equal runs."""
+    if isinstance(value, dict):
+        return {key: without_timings(item) for key, item in value.items() if not is_timing(key)}
+    return [without_timings(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.acceptance
+def test_killed_and_moved_ten_times_ends_with_the_same_bytes(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    began = time.monotonic()
+    straight = working_folder(tmp_path / "straight")
+    finish(straight)
+    record_property("straight run", f"{time.monotonic() - began:.0f} s")
+    expected, total = results(straight), lines(straight)
+    trained = [stage["name"] for stage in yaml.safe_load(RECIPE.read_text("utf-8"))["stages"] if "method" in stage]
+    weights = [expected[f"{stage}/model/model.safetensors"] for stage in trained]
+    assert len(set(weights)) == len(trained) == 11
+    adapted = ("sft-lora", "reward", "ppo-shared", "ppo-separate", "kto")
+    assert {f"{stage}/adapter/adapter_model.safetensors" for stage in adapted} <= set(expected)
+    assert {"ppo-separate/model/critic/model.safetensors", "values/model/value_head.safetensors"} <= set(expected)
+
+    seed = time.time_ns()
+    record_property("seed", seed)
+    chance = random.Random(seed)
+    parent = tmp_path / "Größe 漢字 0"
+    working_folder(parent)
+    writing = 0
+    for number, moment in enumerate(MOMENTS):
+        target = total * (number + chance.random()) / len(MOMENTS)
+        writing += kill(parent / "work", moment, target, chance)
+        place = tmp_path / f"Größe 漢字 {number + 1}"
+        (copy if number % 2 else rename)(parent, place)
+        parent = place
+    record_property("kills", len(MOMENTS))
+    record_property("while a folder was written", writing)
+    finish(parent / "work")
+
+    got = results(parent / "work")
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        assert got[name] == value, name
+    record_property("files equal", len(expected))
+    assert writing >= 2, "hardly any kill fell into the writing of a folder"
