@@ -370,6 +370,7 @@ class _Training:
             screen.message(f"train: {_said(counts['train'])}")
         evaluations = self._evaluations()
         self._save(trainer, evaluations[-1] if evaluations else {})
+        recorder.offsets()  # what was logged since the last checkpoint is on disk before the stage counts as done
         return {
             "model": summary | {"source": self.source},
             "rows": counts,
