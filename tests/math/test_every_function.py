@@ -5,32 +5,34 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.math import advantages, kl, losses, preference, reductions, tensors
+from burnish.math import advantages, estimates, intervals, kl, losses, preference, reductions, tensors
 from burnish.math.advantages import Baseline, Grouping, Moments
 from burnish.math.preference import WITH_MARGIN, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
 from burnish.math.reductions import Reduction, Weights
 
-TOKENS = (
-    "logprobs old_logprobs ref_logprobs sampled advantages values old_values returns targets kl steps x rewards"
-).split()
-PAIRS = "chosen rejected ref_chosen ref_rejected margin p_chosen weights logratios baseline".split()
+# (B, T) wherever a parameter of this name is found
+TOKENS = {"logprobs", "old_logprobs", "ref_logprobs", "sampled", "advantages", "values", "old_values", "returns"}
+TOKENS |= {"targets", "kl", "steps", "x", "rewards"}
 
 
-class Case(NamedTuple):
-    """A function and its settings. Its tensors are drawn by the names of its parameters; ``shapes`` overrides."""
+@dataclass(frozen=True)
+class Case:
+    """A function and its settings. Its tensors are drawn by the names of its parameters; ``shapes`` says more."""
 
     function: Callable[..., Any]
-    settings: dict[str, Any] = {}
-    shapes: dict[str, str] = {}
+    settings: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, str] = field(default_factory=dict)
+
+
+def pairs(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "pairs")
 
 
 def weighted(kind: Reduction, length: int | None = None) -> Callable[..., Any]:
@@ -84,18 +86,18 @@ MASKED = {
 
 
 def of_pairs(kind: Kind) -> Case:
-    shapes = {name: "pairs" for name in ("chosen", "rejected", "weights")}
+    shapes = pairs("chosen", "rejected", "weights") | {"lengths": "lengths"}
     if kind not in WITHOUT_REFERENCE:
-        shapes |= {name: "pairs" for name in ("ref_chosen", "ref_rejected")}
+        shapes |= pairs("ref_chosen", "ref_rejected")
     if kind in WITH_MARGIN:
-        shapes["margin"] = "pairs"
+        shapes |= pairs("margin")
     if kind in WITH_SOFT_LABELS:
-        shapes["p_chosen"] = "pairs"
+        shapes |= pairs("p_chosen")
 
     def loss(lengths: Tensor, **given: Tensor) -> Any:
         return losses.preference(kind, lengths=(lengths, lengths) if kind in WITHOUT_REFERENCE else None, **given)
 
-    return Case(loss, shapes=shapes | {"lengths": "lengths"})
+    return Case(loss, shapes=shapes)
 
 
 def moments(x: Tensor) -> Any:
@@ -103,29 +105,21 @@ def moments(x: Tensor) -> Any:
     return seen.update(x), seen.normalise(x)
 
 
-UNMASKED = (
-    {
-        "bradley_terry": Case(
-            losses.bradley_terry,
-            shapes={name: "pairs" for name in ("chosen", "rejected", "margin", "p_chosen", "weights")},
-        ),
-        "centering": Case(losses.centering, shapes={name: "pairs" for name in ("chosen", "rejected", "weights")}),
-        "pair_accuracy": Case(losses.pair_accuracy, shapes={name: "pairs" for name in ("chosen", "rejected")}),
-        "kto": Case(
-            losses.kto,
-            shapes={"logratios": "pairs", "desirable": "labels", "baseline": "pairs", "weights": "pairs"},
-        ),
-        "kto_baseline": Case(losses.kto_baseline, shapes={"logratios": "pairs"}),
-        "log1mexp": Case(preference.log1mexp, shapes={"x": "pairs"}),
-        "estimate": Case(kl.estimate),
-        "moments": Case(moments, shapes={"x": "pairs"}),
-    }
-    | {
-        f"group, {kind}": Case(advantages.group, {"kind": kind}, {"rewards": "rows", "groups": "groups"})
-        for kind in get_args(Grouping)
-    }
-    | {f"preference, {kind}": of_pairs(kind) for kind in get_args(Kind)}
-)
+RANKED = pairs("chosen", "rejected", "weights")
+UNMASKED = {
+    "bradley_terry": Case(losses.bradley_terry, shapes=RANKED | pairs("margin", "p_chosen")),
+    "centering": Case(losses.centering, shapes=RANKED),
+    "pair_accuracy": Case(losses.pair_accuracy, shapes=RANKED),
+    "kto": Case(losses.kto, shapes=pairs("logratios", "baseline", "weights") | {"desirable": "labels"}),
+    "kto_baseline": Case(losses.kto_baseline, shapes=pairs("logratios")),
+    "log1mexp": Case(preference.log1mexp, shapes=pairs("x")),
+    "estimate": Case(kl.estimate),
+    "moments": Case(moments, shapes=pairs("x")),
+}
+UNMASKED |= {f"preference, {kind}": of_pairs(kind) for kind in get_args(Kind)}
+UNMASKED |= {
+    f"group, {kind}": Case(advantages.group, {"kind": kind}, {"rewards": "rows"}) for kind in get_args(Grouping)
+}
 EVERY = MASKED | UNMASKED
 
 
@@ -139,23 +133,19 @@ def draw(case: Case, seed: int, rows: int = 4, width: int = 6, whole: bool = Fal
 
     mask = torch.rand(rows, width, generator=generator) < 0.6
     mask[1:2] = False  # a row without any
-    made = {
-        "tokens": numbers(rows, width),
-        "rows": numbers(rows),
-        "pairs": numbers(rows),
-        "lengths": torch.randint(1, 5, (rows,), generator=generator),
-        "labels": torch.rand(rows, generator=generator) < 0.5,
-        "groups": torch.arange(rows) // 2,
-        "mask": mask,
+    made: dict[str, Callable[[], Tensor]] = {
+        "tokens": lambda: numbers(rows, width),
+        "rows": lambda: numbers(rows),
+        "pairs": lambda: numbers(rows),
+        "lengths": lambda: torch.randint(1, 5, (rows,), generator=generator),
+        "labels": lambda: torch.rand(rows, generator=generator) < 0.5,
+        "groups": lambda: torch.arange(rows) // 2,
+        "mask": lambda: mask,
     }
-    names = set(inspect.signature(case.function).parameters)
-    shapes = {name: "tokens" for name in TOKENS if name in names} | case.shapes
-    shapes |= {name: name for name in ("mask", "groups") if name in names}
-    return {
-        name: made[kind] if made[kind].dtype != torch.float64 else made[kind] + numbers(*made[kind].shape)
-        for name, kind in shapes.items()
-        if name not in case.settings
-    }
+    names = inspect.signature(case.function).parameters
+    shapes = {name: "tokens" for name in names if name in TOKENS}
+    shapes |= {name: name for name in names if name in ("mask", "groups")}
+    return {name: made[kind]() for name, kind in (shapes | case.shapes).items()}
 
 
 def parts(found: Any) -> list[Any]:
@@ -217,15 +207,42 @@ def test_half_precision_and_integers_are_computed_in_float32(name: str, dtype: t
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(("rows", "width"), [(0, 5), (4, 0), (0, 0)])
+EMPTY = [(0, 5), (4, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "width"), [(n, *shape) for n in EVERY for shape in (EMPTY if n in MASKED else EMPTY[:1])]
+)
 def test_empty_tensors_give_empty_results_or_zeros(name: str, rows: int, width: int) -> None:
     case = EVERY[name]
     given = draw(case, 0, rows, width)
-    shape = (rows, width) if "mask" in given or name == "estimate" else (rows,)
-    if math.prod(shape):
-        return
+    shape = (rows, width) if {"mask", "ref_logprobs"} & set(given) else (rows,)
     for x in parts(case.function(**given, **case.settings)):
         if isinstance(x, Tensor):
-            assert x.shape in (shape, ()) and x.isfinite().all()
+            assert x.shape in (shape, ()) and not x.isnan().any()
             assert x.dim() or x.item() == 0
+    assert not any(x.isnan().any() for x in call(case, given))  # the gradients are as empty
+
+
+@pytest.mark.parametrize(("rows", "width"), EMPTY)
+def test_empty_logits_and_masks(rows: int, width: int) -> None:
+    logits, tokens = torch.zeros(rows, width, 7), torch.zeros(rows, width, dtype=torch.long)
+    assert tensors.previous(logits).shape == (rows, width, 7)
+    assert tensors.token_logprobs(logits, tokens).shape == (rows, width)
+    assert tensors.logprobs_at(logits, tokens).shape == (rows, width)
+    flat = tensors.logprobs_and_entropy(logits.flatten(0, 1).requires_grad_(), tokens.flatten())
+    assert [x.shape for x in flat] == [(0,), (0,)]
+    assert torch.autograd.grad(flat[0].sum() + flat[1].sum(), flat[0], allow_unused=True)[0].shape == (0,)
+    for settings in ({"temperature": 0}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.5}):
+        assert tensors.warp(logits, **settings).shape == logits.shape
+    for kind in get_args(Reduction):
+        weights = reductions.reduction_weights(tokens.bool(), kind, 9 if kind == "fixed_length" else None)
+        assert weights.tokens.shape == (rows, width) and weights.count.item() == 0
+
+
+def test_nothing_seen_leaves_no_moments_and_no_intervals() -> None:
+    none = torch.zeros(0)
+    assert Moments().update(none) == Moments()
+    assert Moments().normalise(none).shape == (0,)
+    assert intervals.wilson(0.0, 0) == pytest.approx((0, 1))
+    assert all(map(math.isnan, estimates.bootstrap(torch.zeros(0, 1), lambda means: means[:, 0])))

@@ -171,7 +171,7 @@ class Moments:
         above = x - x.amin()  # as in whiten: equal numbers have no variance, and their mean is one of them
         apart = (x.amin() + above.mean()).item() - self.mean
         squares = self.squares + (above - above.mean()).square().sum().item() + apart**2 * self.count * n / count
-        return Moments(count, self.mean + apart * n / count, squares)
+        return Moments(count, self.mean + apart * (n / count), squares)
 
     def normalise(self, x: Tensor) -> Tensor:
         """(x - mean) / sqrt(variance + 1e-8), with the unbiased variance; only centred before there is one."""
