@@ -109,15 +109,17 @@ def test_gae_over_a_long_row_is_the_plain_recursion():
 @given(st.integers(0, 10_000), UNIT, UNIT, st.integers(0, 40), st.integers(0, 40))
 def test_gae_and_whiten_do_not_depend_on_the_layout_to_the_last_bit(seed, gamma, lam, before, after):
     rewards, values, mask = (x.float() if x.is_floating_point() else x for x in batch(seed, width=37))
-    wide = [torch.nn.functional.pad(x, (before, after)) for x in (rewards, values, mask)]
+    r, v, m = (torch.nn.functional.pad(x, (before, after)) for x in (rewards, values, mask))
     inside = slice(before, before + 37)
-    for a, b in zip(advantages.gae(rewards, values, mask, gamma, lam), advantages.gae(*wide, gamma, lam), strict=True):
+    for a, b in zip(
+        advantages.gae(rewards, values, mask, gamma, lam), advantages.gae(r, v, m, gamma, lam), strict=True
+    ):
         assert torch.equal(a, b[:, inside])
-    assert torch.equal(advantages.whiten(rewards, mask), advantages.whiten(wide[0], wide[2])[:, inside])
+    assert torch.equal(advantages.whiten(rewards, mask), advantages.whiten(r, m)[:, inside])
     result, _ = advantages.gae(rewards, values, mask, gamma, lam)
     for b in range(3):  # a mask equals a deletion, and a row does not depend on the others
-        alone = [x[b : b + 1, mask[b]] for x in (rewards, values, mask)]
-        assert torch.equal(advantages.gae(*alone, gamma, lam)[0][0], result[b, mask[b]])
+        r, v, m = (x[b : b + 1, mask[b]] for x in (rewards, values, mask))
+        assert torch.equal(advantages.gae(r, v, m, gamma, lam)[0][0], result[b, mask[b]])
 
 
 def test_gae_of_integers_by_hand():

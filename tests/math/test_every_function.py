@@ -94,7 +94,7 @@ def of_pairs(kind: Kind) -> Case:
     if kind in WITH_SOFT_LABELS:
         shapes |= pairs("p_chosen")
 
-    def loss(lengths: Tensor, **given: Tensor) -> Any:
+    def loss(lengths: Tensor, **given: Any) -> Any:
         return losses.preference(kind, lengths=(lengths, lengths) if kind in WITHOUT_REFERENCE else None, **given)
 
     return Case(loss, shapes=shapes)
@@ -233,8 +233,8 @@ def test_empty_logits_and_masks(rows: int, width: int) -> None:
     flat = tensors.logprobs_and_entropy(logits.flatten(0, 1).requires_grad_(), tokens.flatten())
     assert [x.shape for x in flat] == [(0,), (0,)]
     assert torch.autograd.grad(flat[0].sum() + flat[1].sum(), flat[0], allow_unused=True)[0].shape == (0,)
-    for settings in ({"temperature": 0}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.5}):
-        assert tensors.warp(logits, **settings).shape == logits.shape
+    for temperature, top_k, top_p in ((0.0, None, None), (0.5, 2, 0.5), (1.0, None, 0.5)):
+        assert tensors.warp(logits, temperature, top_k, top_p).shape == logits.shape
     for kind in get_args(Reduction):
         weights = reductions.reduction_weights(tokens.bool(), kind, 9 if kind == "fixed_length" else None)
         assert weights.tokens.shape == (rows, width) and weights.count.item() == 0

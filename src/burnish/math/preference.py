@@ -19,9 +19,9 @@ averaged where lengths are given; h = lr_w - lr_l; b is beta and e the label smo
 ORPO adds its loss, times a weight, to the negative log-likelihood of the better answer (``losses.nll``). A margin m
 puts b h - m in the place of b h (Amini et al. 2024). A soft label p is the expectation p L(h) + (1 - p) L(-h).
 
-Log-probabilities and log-ratios are limited to [-1e6, 1e6], with no gradient beyond, so that every loss is finite. An
-answer that is impossible (-inf) for the policy and for the reference has lr = 0; where both answers of a pair are
-impossible for the policy alone, h = 0 and neither has a gradient.
+Every loss and gradient is finite: lr is limited to [-1e6, 1e6] and has no gradient beyond these limits. An answer with
+a log-probability of -inf has lr = -1e6 if only the policy gives it, 1e6 if only the reference does, and 0, without
+gradient, if both do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 WITH_SMOOTHING = ("sigmoid", "robust", "simpo")
 WITH_MARGIN = ("sigmoid", "robust", "hinge", "simpo")
 WITH_SOFT_LABELS = ("sigmoid", "ipo", "hinge", "simpo")
-# nats of an answer, beyond which it is as good as impossible: -inf - -inf would be NaN
+# of a log-ratio: larger ones say nothing more, and differences of infinite ones are NaN
 LIMIT = 1e6
 # exp of it is the float32 below 1: a probability of 1 would have infinite odds
 LARGEST_LOGPROB = -1e-7
@@ -66,7 +66,7 @@ def preference(
 
     Args:
         kind: one of them.
-        chosen: (P,), log-probability of the better answer, summed over its tokens; -inf is taken as -1e6.
+        chosen: (P,), log-probability of the better answer, summed over its tokens.
         rejected: (P,), of the worse one.
         ref_chosen: (P,), under the reference; None is 0, for log-ratios in the place of log-probabilities.
         ref_rejected: (P,), likewise.
@@ -187,7 +187,9 @@ def _log_ratio(logprobs: Tensor, reference: Tensor | None) -> Tensor:
     if reference is None:
         return _limited(logprobs)
     same_shape(logprobs=logprobs, reference=reference)
-    return _limited(logprobs) - _limited(reference.detach())
+    logprobs, reference = precise(logprobs), precise(reference.detach())
+    both = logprobs.isinf() & (logprobs == reference)  # where the difference is NaN
+    return _limited((logprobs - reference).masked_fill(both, 0.0))
 
 
 def _limited(x: Tensor) -> Tensor:

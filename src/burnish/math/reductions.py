@@ -41,7 +41,7 @@ def reduction_weights(
         kind: one of the four.
         length: the constant of fixed_length, such as the most tokens that can be sampled; of no other kind.
         segments: (B, T), the number of the sequence within its row, where rows hold several; None is one a row.
-        dtype: of the losses that are weighted; float32 in the place of half precision, which cannot count beyond 256.
+        dtype: of the losses that are weighted; half precision becomes float32, or counts above 256 would be rounded.
 
     Returns:
         Weights, 0 where the mask is False.
