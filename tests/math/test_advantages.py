@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.math import advantages, kl
@@ -63,6 +63,70 @@ def test_a_mask_equals_a_deletion_and_gae_is_the_mix_of_k_step_advantages(seed, 
         np.testing.assert_allclose(returns[b, kept], values[b, kept] + result[b, kept], atol=1e-10)
         assert not result[b, ~kept].any()
         assert not returns[b, ~kept].any()
+
+
+def plain_gae(rewards, values, mask, gamma, lam):
+    """The recursion itself, one token after the other."""
+    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    result = torch.zeros_like(rewards)
+    next_advantage = next_value = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(mask.shape[1])):
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * next_advantage
+        result[:, t] = torch.where(mask[:, t], advantage, 0)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    return result
+
+
+UNIT = st.one_of(st.sampled_from([0.0, 1.0, 0.95, 0.999]), st.floats(0, 1))
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), UNIT, UNIT, st.integers(1, 600), st.sampled_from([0.02, 0.6, 1.0]))
+def test_gae_is_the_plain_recursion(seed, gamma, lam, width, density):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 3, width, generator=generator)
+    mask = torch.rand(3, width, generator=generator) < density
+    expected = plain_gae(rewards.double(), values.double(), mask, gamma, lam)
+    for dtype, tolerance in ((torch.float32, 1e-6), (F64, 1e-12)):
+        result, returns = advantages.gae(rewards.to(dtype), values.to(dtype), mask, gamma, lam)
+        assert result.dtype == returns.dtype == dtype
+        scale = expected.abs().amax(1, keepdim=True)
+        assert bool(((result - expected).abs() <= tolerance * scale).all())
+
+
+def test_gae_over_a_long_row_is_the_plain_recursion():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 2, 4096, generator=generator)
+    mask = torch.rand(2, 4096, generator=generator) < 0.8
+    for gamma, lam in ((1.0, 1.0), (0.999, 1.0)):
+        expected = plain_gae(rewards.double(), values.double(), mask, gamma, lam)
+        result, _ = advantages.gae(rewards, values, mask, gamma, lam)
+        assert (result - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), UNIT, UNIT, st.integers(0, 40), st.integers(0, 40))
+def test_gae_and_whiten_do_not_depend_on_the_layout_to_the_last_bit(seed, gamma, lam, before, after):
+    rewards, values, mask = (x.float() if x.is_floating_point() else x for x in batch(seed, width=37))
+    r, v, m = (torch.nn.functional.pad(x, (before, after)) for x in (rewards, values, mask))
+    inside = slice(before, before + 37)
+    for a, b in zip(
+        advantages.gae(rewards, values, mask, gamma, lam), advantages.gae(r, v, m, gamma, lam), strict=True
+    ):
+        assert torch.equal(a, b[:, inside])
+    assert torch.equal(advantages.whiten(rewards, mask), advantages.whiten(r, m)[:, inside])
+    result, _ = advantages.gae(rewards, values, mask, gamma, lam)
+    for b in range(3):  # a mask equals a deletion, and a row does not depend on the others
+        r, v, m = (x[b : b + 1, mask[b]] for x in (rewards, values, mask))
+        assert torch.equal(advantages.gae(r, v, m, gamma, lam)[0][0], result[b, mask[b]])
+
+
+def test_gae_of_integers_by_hand():
+    rewards, values = torch.tensor([[0, 1]]), torch.tensor([[1, 1]])
+    result, returns = advantages.gae(rewards, values, torch.ones(1, 2, dtype=torch.bool), 0.5, 0.5)
+    # deltas: 0 + 0.5 * 1 - 1 = -0.5 and 1 - 1 = 0
+    assert (result.tolist(), returns.tolist()) == ([[-0.5, 0.0]], [[0.5, 1.0]])
 
 
 def test_gae_at_lambda_1_and_0():
@@ -164,6 +228,30 @@ def test_fewer_than_two_entries_are_only_centred():
     assert advantages.whiten(x, one, shift_mean=False).tolist() == [[3, 0]]
     assert advantages.whiten(x, none).tolist() == [[0, 0]]
     assert advantages.whiten(torch.full((1, 2), 3.0), torch.tensor([[True, True]])).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
+@settings(max_examples=25)
+@given(st.floats(-1000, 1000), st.integers(1, 300))
+def test_equal_entries_are_exactly_0_or_unchanged(dtype, value, n):
+    x = torch.full((3, n), value, dtype=dtype)
+    mask = torch.arange(3 * n).view(3, n) % 7 != 0
+    assert not advantages.whiten(x, mask).any()
+    unshifted = advantages.whiten(x, mask, shift_mean=False)
+    assert torch.equal(unshifted, torch.where(mask, x, 0).to(unshifted.dtype))
+    seen = advantages.Moments().update(x[0]).update(x[1])
+    assert not seen.normalise(x[2]).any()
+
+
+def test_gradcheck_of_whiten():
+    x, _, mask = batch(4)
+    x[1, 2] = math.nan
+    mask[1, 2] = False
+    for shift_mean in (True, False):
+        assert torch.autograd.gradcheck(
+            lambda y, s=shift_mean: advantages.whiten(y.where(mask, 0), mask, s), x.where(mask, 0).requires_grad_()
+        )
+        assert torch.autograd.grad(advantages.whiten(x.requires_grad_(), mask, shift_mean).sum(), x)[0].isfinite().all()
 
 
 def test_group_by_hand():

@@ -172,6 +172,43 @@ def test_no_input_makes_it_infinite(kind, dtype):
         assert x.grad is not None and bool(x.grad.isfinite().all())
 
 
+ENDS = (-math.inf, -1e4, -1.0, math.inf)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+def test_infinite_log_probabilities_give_finite_losses_and_gradients(kind, dtype):
+    four = torch.cartesian_prod(*[torch.tensor(ENDS, dtype=dtype)] * 4).unbind(1)
+    w, r = (x.clone().requires_grad_() for x in four[:2])
+    more = {"lengths": (torch.full((256,), 3), torch.full((256,), 7))} if kind in WITHOUT_REFERENCE else {}
+    references = () if kind in WITHOUT_REFERENCE else four[2:]
+    for beta in (0.05, 2.0):
+        term = preference(kind, w, r, *references, beta=beta, **more)
+        assert bool(term.total.isfinite())
+        for x, gradient in zip((w, r), torch.autograd.grad(term.total, (w, r)), strict=True):
+            assert bool(gradient.isfinite().all())
+            assert not gradient[x.isinf()].any()
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "expected", "slopes"),
+    [  # (policy, reference) of each answer
+        ((-math.inf, -3.0), (-math.inf, -5.0), LN2, (0, 0)),
+        ((-math.inf, -3.0), (-5.0, -5.0), 0.1 * 1e6, (0, 0.1)),
+        ((-3.0, -3.0), (-math.inf, -5.0), 0.0, (0, 0)),
+        ((-math.inf, -math.inf), (-5.0, -5.0), LN2, (0, 0.05)),
+        ((-3.0, -math.inf), (-5.0, -5.0), 0.0, (0, 0)),
+        ((-math.inf, -math.inf), (-math.inf, -math.inf), LN2, (0, 0)),
+    ],
+)
+def test_the_limits_of_dpo_by_hand(better, worse, expected, slopes):
+    w, r = column(better[0]).requires_grad_(), column(worse[0]).requires_grad_()
+    term = preference("sigmoid", w, r, column(better[1]), column(worse[1]), 0.1)
+    assert term.total.item() == pytest.approx(expected)
+    gradients = torch.autograd.grad(term.total, (w, r))
+    assert [x.item() for x in gradients] == pytest.approx(slopes)
+
+
 def test_nothing_is_ignored():
     one = column(1.0)
     for kind, more in (
@@ -218,6 +255,21 @@ def test_the_baseline_is_a_mean_at_least_0_without_gradient():
     assert not z0.requires_grad
     losses.kto(column(1.0).requires_grad_(), torch.tensor([True]), x, 0.1).total.backward()
     assert x.grad is None
+
+
+@pytest.mark.parametrize("baseline", [-math.inf, 0.0, math.inf])
+def test_kto_of_infinite_log_ratios_is_finite(baseline):
+    x = column(-math.inf, math.inf, 0.0).repeat(2).requires_grad_()
+    desirable = torch.tensor([True] * 3 + [False] * 3)
+    term = losses.kto(x, desirable, torch.full_like(x, baseline))
+    (gradient,) = torch.autograd.grad(term.total, x)
+    assert bool(term.total.isfinite()) and bool(gradient.isfinite().all())
+    if baseline == 0:
+        assert term.total.item() == pytest.approx((1 + 0 + 0.5) + (0 + 1 + 0.5))
+        assert gradient.tolist() == pytest.approx([0, 0, -0.025, 0, 0, 0.025])
+    assert losses.kto_baseline(x).item() == 0
+    assert losses.kto_baseline(column(-math.inf, -math.inf)).item() == 0
+    assert losses.kto_baseline(column(math.inf, 1.0)).isfinite()
 
 
 def test_no_gradient_flows_into_the_reference():

@@ -38,6 +38,19 @@ def test_reduce_without_weights_is_the_mean_over_tokens():
     torch.testing.assert_close(term, reduce(values, mask, reduction_weights(mask, dtype=F64)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_counts_are_exact_in_every_precision(dtype):
+    mask = torch.zeros(300, 701, dtype=torch.bool)
+    mask[:, 1:700] = True
+    tokens = reduction_weights(mask, "token_mean", dtype=dtype)
+    assert tokens.count.item() == 300 * 699
+    for kind in ("sequence_mean", "sequence_sum"):
+        assert reduction_weights(mask, kind, dtype=dtype).count.item() == 300
+    weights = reduction_weights(mask, "sequence_mean", dtype=dtype)
+    assert weights.tokens[0, 1].item() == pytest.approx(1 / 699, rel=1e-6)
+    assert reduce(torch.ones(300, 701, dtype=dtype), mask, weights).mean.item() == pytest.approx(1, rel=1e-5)
+
+
 def test_reduction_refuses_bad_arguments():
     with pytest.raises(UserError, match="unknown reduction 'mean': expected token_mean"):
         reduction_weights(MASK, "mean")  # pyright: ignore[reportArgumentType]

@@ -59,13 +59,14 @@ def run(make_trainer: Any, tiny_llama: Any) -> Any:
         generator: Any = None,
         batch: int = 2,
         optim: str = "adamw_torch_fused",
+        reward: Any = by_tokens,
         **settings: Any,
     ) -> tuple[Any, list[list[Example]], list[list[Example]]]:
         if model is None:
             model = tiny_llama()
         model.generation_config.eos_token_id = [2, *range(15, 25)]  # so that some completions stop
         trainer = make_trainer(
-            Reinforce(by_tokens, sampling, generator, **settings),
+            Reinforce(reward, sampling, generator, **settings),
             model,
             prompts(rows),
             batch=batch,
@@ -295,6 +296,17 @@ def test_rewards_of_tokens_count_from_where_they_lie(make_trainer: Any, tiny_lla
 
 def test_groups_of_equal_scores_are_told(run: Any) -> None:
     trainer, batches, _ = run(sampling=Sampling(max_new_tokens=1, top_k=1, samples=4), baseline="group_std")
+    assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
+    assert [line["no_signal"] for line in trainer.state.log_history if "no_signal" in line] == [1.0, 1.0]
+
+
+def test_equal_scores_carry_no_signal_when_whitened(run: Any) -> None:
+    def equal(answers: list[Answer]) -> list[float]:
+        return [0.1] * len(answers)
+
+    trainer, batches, _ = run(reward=equal, baseline="batch_whitened")
+    lengths = {len(completion(e)) for batch in batches for e in batch}
+    assert len(lengths) > 1
     assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
     assert [line["no_signal"] for line in trainer.state.log_history if "no_signal" in line] == [1.0, 1.0]
 

@@ -63,12 +63,18 @@ def bootstrap(
     Columns of two models side by side give a paired interval of their difference.
 
     Args:
-        columns: (N, C) float64, one row an independent unit (a prompt with all its samples).
+        columns: (N, C), one row an independent unit (a prompt with all its samples); computed in float64.
         statistic: column means (R, C) to (R,).
         resamples: how often N rows are drawn.
         seed: of the draws.
+
+    Returns:
+        The lower and the upper end; NaN if there are no rows.
     """
+    columns = columns.double()
     n = len(columns)
+    if n == 0:
+        return math.nan, math.nan
     generator = torch.Generator().manual_seed(seed)
     means = torch.stack(
         [

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from burnish.math.tensors import same_shape
+from burnish.math.tensors import learned, same_shape
 from burnish.types import UserError
 
 Estimate = Literal["k1", "k2", "k3"]
@@ -18,7 +18,7 @@ Estimate = Literal["k1", "k2", "k3"]
 LOG_RATIO_LIMIT = 20.0
 
 
-def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimate = "k1") -> Tensor:
+def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimate = "k1", mask: Tensor | None = None) -> Tensor:
     """Estimates KL(policy || reference) of every token that was sampled from the policy; d = logprobs - ref_logprobs.
 
     k1 = d (unbiased, of any sign), k2 = d^2 / 2 (biased, at least 0), k3 = exp(-d) - 1 + d (unbiased, at least 0; d is
@@ -32,15 +32,19 @@ def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimate = "k1") -> T
         logprobs: (B, T), of the policy that sampled the tokens.
         ref_logprobs: (B, T), of the reference.
         kind: k1, k2 or k3.
+        mask: (B, T), True where a token counts; None counts all of them.
 
     Returns:
-        (B, T), in nats.
+        (B, T), in nats, 0 where the mask is False.
 
     Raises:
         ValueError: if the shapes differ.
         UserError: if the kind is unknown.
     """
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    if mask is None:
+        mask = torch.ones_like(logprobs, dtype=torch.bool)
+    logprobs, ref_logprobs = learned(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     difference = logprobs - ref_logprobs
     if kind == "k1":
         return difference

@@ -66,9 +66,9 @@ def reinforce(
         ValueError: if the shapes differ.
     """
     if rewards.dim() == 1:
-        same_shape(rows=mask[:, 0], rewards=rewards)
+        same_shape(rows=mask.any(1), rewards=rewards)
         rewards = rewards.unsqueeze(1).expand_as(mask)
-    logprobs, rewards = learned(mask, logprobs=precise(logprobs), rewards=rewards.detach())
+    logprobs, rewards = learned(mask, logprobs=logprobs, rewards=rewards.detach())
     down = logprobs
     if floor is not None:
         down = down.clamp(min=floor)
@@ -110,10 +110,10 @@ def bradley_terry(
     same_shape(chosen=chosen, rejected=rejected, **{name: x for name, x in given.items() if x is not None})
     difference = precise(chosen) - precise(rejected)
     if margin is not None:
-        difference = difference - margin
+        difference = difference - precise(margin)
     losses = -F.logsigmoid(difference)
     if p_chosen is not None:
-        losses = losses + (1 - p_chosen) * difference
+        losses = losses + (1 - precise(p_chosen)) * difference
     return _over_pairs(losses, weights)
 
 
@@ -134,8 +134,7 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = Non
 
 
 def _over_pairs(losses: Tensor, weights: Tensor | None) -> Term:
-    if weights is None:
-        weights = torch.ones_like(losses)
+    weights = torch.ones_like(losses) if weights is None else precise(weights)
     same_shape(pairs=losses, weights=weights)
     return Term((weights * losses).sum(), weights.sum())
 
@@ -242,7 +241,8 @@ def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
         mask: (B, T), True on the last token of each step.
     """
     same_shape(values=values, targets=targets)
-    return reduce((precise(values) - targets.detach()).square(), mask)
+    values, targets = learned(mask, values=values, targets=targets.detach())
+    return reduce((values - targets).square(), mask)
 
 
 def importance(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -300,16 +300,14 @@ def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Te
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    logprobs, old_logprobs = learned(mask, logprobs=precise(logprobs), old_logprobs=old_logprobs.detach())
+    logprobs, old_logprobs = learned(mask, logprobs=logprobs, old_logprobs=old_logprobs.detach())
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _value_errors(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    values, old_values, returns = learned(
-        mask, values=precise(values), old_values=old_values.detach(), returns=returns.detach()
-    )
+    values, old_values, returns = learned(mask, values=values, old_values=old_values.detach(), returns=returns.detach())
     plain = (values - returns).square()
     if clip is None:
         return plain, plain

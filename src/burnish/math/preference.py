@@ -18,6 +18,10 @@ averaged where lengths are given; h = lr_w - lr_l; b is beta and e the label smo
 
 ORPO adds its loss, times a weight, to the negative log-likelihood of the better answer (``losses.nll``). A margin m
 puts b h - m in the place of b h (Amini et al. 2024). A soft label p is the expectation p L(h) + (1 - p) L(-h).
+
+Every loss and gradient is finite: lr is limited to [-1e6, 1e6] and has no gradient beyond these limits. An answer with
+a log-probability of -inf has lr = -1e6 if only the policy gives it, 1e6 if only the reference does, and 0, without
+gradient, if both do.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 WITH_SMOOTHING = ("sigmoid", "robust", "simpo")
 WITH_MARGIN = ("sigmoid", "robust", "hinge", "simpo")
 WITH_SOFT_LABELS = ("sigmoid", "ipo", "hinge", "simpo")
+# of a log-ratio: larger ones say nothing more, and differences of infinite ones are NaN
+LIMIT = 1e6
 # exp of it is the float32 below 1: a probability of 1 would have infinite odds
 LARGEST_LOGPROB = -1e-7
 
@@ -83,13 +89,13 @@ def preference(
     _check(kind, lengths, ref_chosen=ref_chosen, ref_rejected=ref_rejected, gamma=gamma or None,
            label_smoothing=label_smoothing or None, margin=margin, p_chosen=p_chosen)  # fmt: skip
     better, worse = _log_ratio(chosen, ref_chosen), _log_ratio(rejected, ref_rejected)
-    margin = torch.zeros_like(better) if margin is None else margin
-    share = torch.ones_like(better) if p_chosen is None else p_chosen
-    weights = torch.ones_like(better) if weights is None else weights
+    margin = torch.zeros_like(better) if margin is None else precise(margin)
+    share = torch.ones_like(better) if p_chosen is None else precise(p_chosen)
+    weights = torch.ones_like(better) if weights is None else precise(weights)
     same_shape(chosen=better, rejected=worse, margin=margin, p_chosen=share, weights=weights)
     if lengths is not None:
         same_shape(chosen=better, lengths=lengths[0], rejected_lengths=lengths[1])
-        better, worse = better / lengths[0].clamp(min=1), worse / lengths[1].clamp(min=1)
+        better, worse = (x / precise(n).clamp(min=1) for x, n in zip((better, worse), lengths, strict=True))
     if kind in ("sppo", "apo_zero", "apo_down", "nca_pair", "orpo"):
         losses = _two_sided(kind, better, worse, beta)
     else:
@@ -114,7 +120,8 @@ def kto(
     Source: Ethayarajh et al., "KTO: Model alignment as prospect theoretic optimization", 2024.
 
     Args:
-        logratios: (N,), lr, log-probability of an answer less that under the reference, summed over its tokens.
+        logratios: (N,), lr, log-probability of an answer less that under the reference, summed over its tokens; limited
+            to [-1e6, 1e6], with no gradient beyond.
         desirable: (N,) bool, whether the answer was found good.
         baseline: (N,) or (), z0 of ``kto_baseline``; no gradient flows into it.
         beta: above 0.
@@ -128,10 +135,10 @@ def kto(
     Raises:
         ValueError: the shapes differ.
     """
-    x = precise(logratios)
-    weights = torch.ones_like(x) if weights is None else weights
+    x = _limited(logratios)
+    weights = torch.ones_like(x) if weights is None else precise(weights)
     same_shape(logratios=x, desirable=desirable, weights=weights)
-    x = beta * (x - baseline.detach())
+    x = beta * (x - _limited(baseline.detach()))
     losses = torch.where(desirable, desirable_weight * torch.sigmoid(-x), undesirable_weight * torch.sigmoid(x))
     return Term((weights * losses).sum(), weights.sum())
 
@@ -140,16 +147,17 @@ def kto_baseline(logratios: Tensor) -> Tensor:
     """z0 = max(0, mean of lr) over answers to other prompts than their own: an estimate of the KL to the reference.
 
     Args:
-        logratios: (M,), of each prompt with an answer to another one.
+        logratios: (M,), of each prompt with an answer to another one; limited as in ``kto``.
 
     Returns:
-        (), detached.
+        (), detached; 0 of none.
     """
-    return precise(logratios).detach().mean().clamp(min=0)
+    return (_limited(logratios.detach()).sum() / max(len(logratios), 1)).clamp(min=0)
 
 
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, exact near 0 and far from it (Maechler 2012)."""
+    x = precise(x)
     near = x > -math.log(2)
     # the branch that is not taken must be finite too, or its gradient would be NaN
     close = torch.log(-torch.expm1(torch.where(near, x, -0.1)))
@@ -176,11 +184,16 @@ def _check(kind: str, lengths: object, **given: object) -> None:
 
 
 def _log_ratio(logprobs: Tensor, reference: Tensor | None) -> Tensor:
-    logprobs = precise(logprobs)
     if reference is None:
-        return logprobs
+        return _limited(logprobs)
     same_shape(logprobs=logprobs, reference=reference)
-    return logprobs - reference.detach()
+    logprobs, reference = precise(logprobs), precise(reference.detach())
+    both = logprobs.isinf() & (logprobs == reference)  # where the difference is NaN
+    return _limited((logprobs - reference).masked_fill(both, 0.0))
+
+
+def _limited(x: Tensor) -> Tensor:
+    return precise(x).clamp(-LIMIT, LIMIT)
 
 
 def _two_sided(kind: str, better: Tensor, worse: Tensor, beta: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.math.tensors import learned, precise, same_shape
+from burnish.math.tensors import learned, same_shape
 from burnish.types import Term, UserError
 
 Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
@@ -41,7 +41,7 @@ def reduction_weights(
         kind: one of the four.
         length: the constant of fixed_length, such as the most tokens that can be sampled; of no other kind.
         segments: (B, T), the number of the sequence within its row, where rows hold several; None is one a row.
-        dtype: of the losses that are weighed.
+        dtype: of the losses that are weighted; half precision becomes float32, or counts above 256 would be rounded.
 
     Returns:
         Weights, 0 where the mask is False.
@@ -54,15 +54,16 @@ def reduction_weights(
         raise UserError(f"unknown reduction {kind!r}: expected token_mean, sequence_mean, sequence_sum or fixed_length")
     if (length is None) == (kind == "fixed_length") or (length is not None and length < 1):
         raise UserError(f"a length of at least 1 belongs to the reduction fixed_length only: got {length} for {kind}")
+    dtype = torch.promote_types(dtype, torch.float32)
     tokens = mask.to(dtype)
     if kind == "token_mean":
-        return Weights(tokens, tokens.sum())
+        return Weights(tokens, mask.sum().to(dtype))
     if segments is None:
         segments = torch.ones_like(mask, dtype=torch.long)
     same_shape(mask=mask, segments=segments)
     rows, width = mask.shape
     sequence = segments.long() + torch.arange(rows, device=mask.device).unsqueeze(1) * (width + 1)
-    sizes = tokens.new_zeros(rows * (width + 1)).index_add(0, sequence.flatten(), tokens.flatten())
+    sizes = sequence.new_zeros(rows * (width + 1)).index_add(0, sequence.flatten(), mask.long().flatten())
     count = (sizes > 0).sum().to(dtype)
     if kind == "sequence_mean":
         tokens = tokens / sizes[sequence].clamp(min=1)
@@ -85,8 +86,8 @@ def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Term
     Raises:
         ValueError: if the shapes differ.
     """
-    (values,) = learned(mask, values=precise(values))
+    (values,) = learned(mask, values=values)
     if weights is None:
         return Term(values.sum(), mask.sum().to(values.dtype))
-    same_shape(mask=mask, weights=weights.tokens)
-    return Term((values * weights.tokens).sum(), weights.count)
+    (tokens,) = learned(mask, weights=weights.tokens)
+    return Term((values * tokens).sum(), weights.count)

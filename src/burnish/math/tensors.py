@@ -31,17 +31,19 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def learned(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, of the mask's shape, with 0 and no gradient wherever the mask is False.
+    """The tensors in float32 or float64 (``precise``), with 0 and no gradient wherever the mask is False.
+
+    Mask the inputs of a computation, not its result: ``where`` after an operation on NaN has a gradient of NaN.
 
     Raises:
         ValueError: if a tensor has another shape than the mask.
     """
     same_shape(mask=mask, **tensors)
-    return tuple(torch.where(mask, tensor, 0) for tensor in tensors.values())
+    return tuple(torch.where(mask, precise(tensor), 0) for tensor in tensors.values())
 
 
 def precise(x: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it was: sums and log-probabilities lose too much in half precision."""
+    """The tensor in float32, or in float64 if it was: half precision rounds sums, and integers truncate quotients."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -89,7 +91,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     Raises:
         ValueError: if the shapes do not align.
     """
-    return F.pad(logprobs_at(previous(logits), tokens)[:, 1:], (1, 0))
+    logprobs = logprobs_at(previous(logits), tokens)
+    return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs[:, 1:]], dim=1)
 
 
 def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True) -> tuple[Tensor, Tensor]:

@@ -248,7 +248,7 @@ class Reinforce:
         if "kl_loss" in self.weights:
             whole = Warp(how.temperature)
             ours = logprobs if how == whole else token_logprobs(network.policy, hidden, batch, mask, whole, "off")[0]
-            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate), mask, weights)
+            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights)
         if sampled:
             terms["entropy"] = reduce(entropy, mask)
             terms["approxkl"] = losses.approxkl(now, arrays["logprobs"], mask)

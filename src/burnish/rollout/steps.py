@@ -316,7 +316,7 @@ class RolloutLoader:
         rule = (s.missing_eos, s.missing_eos_penalty or 0.0)
         scores = final_scores(rollouts, s.score_scale, s.score_clip, *rule, moments)
         groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
-        kl = torch.where(mask, estimate(ours, theirs, s.kl_estimate), 0.0)
+        kl = estimate(ours, theirs, s.kl_estimate, mask)
         steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
         if steps is not None and (s.score_normalise or s.score_clip is not None):
             raise UserError(
@@ -328,7 +328,7 @@ class RolloutLoader:
             weights = truncated_importance(arrays["logprobs"], arrays["sampled"], mask, s.importance_cap)
             found["advantages"] = found["advantages"] * weights
         if "ref_logprobs" in arrays:
-            mean_kl = torch.where(mask, estimate(ours, theirs, "k1"), 0.0).sum(1).mean().item()
+            mean_kl = estimate(ours, theirs, "k1", mask).sum(1).mean().item()
             penalised = scores.mean().item() - self.kl.coef * mean_kl
             metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalised}
         if s.kl_target is not None:
