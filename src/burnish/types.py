@@ -316,7 +316,7 @@ class Answer:
 class Reward(Protocol):
     """Scores answers, in their order: a finite number each, or for each a list of one number a token of it.
 
-    A plain function is a reward.
+    A plain function is a reward. The answers are its own: it may change them.
     """
 
     def __call__(self, answers: list[Answer], /) -> list[float] | list[list[float]]:

@@ -1,7 +1,7 @@
 """Runs the user's code: a reward, a stage's function, or the import of a file that holds one.
 
-A run must give the same result whatever a reward does beside scoring. ``user_code`` puts back what would change the
-run, and turns an exception into one ``UserCodeError`` that says whose code raised it.
+The result of a run must not depend on the side effects of a reward. ``user_code`` restores what would change the run,
+and turns an exception into a ``UserCodeError`` that says whose code raised it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ from burnish.types import UserCodeError, UserError
 def user_code(
     what: str, during: str = "", *, seed: int | None = None, keep_environment: bool = False
 ) -> Iterator[None]:
-    """Run the body, which calls code of the user, and put back what it changes of the process.
+    """Call the user's code in the body, and restore afterwards what it changed in the process.
 
-    These are put back: the working directory, environment variables, warnings filters; torch's grad mode, default dtype
-    and device, number of threads, deterministic mode, precision of float32 products and cuDNN's flags; the random
-    states of ``random``, numpy and torch (CPU and CUDA). These are not, as they cannot change a result: ``sys.path``,
-    imported modules, signal handlers, the locale, logging, and the garbage collector.
+    Restored: the working directory, environment variables and warnings filters; torch's grad mode, default dtype,
+    default device, number of threads, deterministic mode, float32 matmul precision, and cuDNN's deterministic and
+    benchmark flags; the random states of ``random``, numpy and torch (CPU and CUDA).
+
+    Not restored, as it does not change the run's numbers: ``sys.path``, imported modules, signal handlers, the locale,
+    logging, the garbage collector. A call takes about half a millisecond.
 
     Args:
-        what: whose code it is, as messages name it: ``reward brevity (my_rewards.py:brevity)``.
-        during: what it was called with, as messages name it: ``on prompts.jsonl:3``.
-        seed: where its random numbers start, the same for every call with this seed; None leaves the states as they
-            are. At least 0.
-        keep_environment: environment variables stay as the code leaves them: a file that is imported may set some
-            (an API key) that its functions read later.
+        what: the code as messages name it: ``reward brevity (my_rewards.py:brevity)``.
+        during: what it was called for, as messages name it: ``on prompts.jsonl:3``.
+        seed: at least 0; the code draws the same random numbers whenever it is called with the same seed. None leaves
+            the random states as they are.
+        keep_environment: do not restore environment variables. A file may set some when it is imported, such as an API
+            key, that its functions read later.
 
     Raises:
-        UserCodeError: the code raised an exception, or called ``sys.exit``. A ``UserError`` passes through.
+        UserCodeError: the code raised an exception or called ``sys.exit``. ``UserError`` and ``KeyboardInterrupt`` pass
+            through.
     """
     try:
-        with _put_back(keep_environment):
+        with _restored(keep_environment):
             if seed is not None:
                 _seed(seed)
             yield
@@ -57,11 +60,11 @@ def user_code(
         raise UserCodeError(f"{message}: {said}" if said else message, _own_traceback(error)) from error
 
 
-# --- what is put back ---------------------------------------------------------------------------------------------
+# --- what is restored ---------------------------------------------------------------------------------------------
 
 
 def _matmul_precision() -> str | None:
-    """None where torch cannot tell, because its old and its new way to set it were both used."""
+    """None if it cannot be read because it was set both by this function's setter and by ``fp32_precision``."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -85,7 +88,7 @@ def _set_cudnn(flags: tuple[bool, bool]) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
 
-# Each is read before, and set where it differs afterwards.
+# A getter and a setter each. The setter runs only if the value changed.
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -98,7 +101,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def _put_back(keep_environment: bool) -> Iterator[None]:
+def _restored(keep_environment: bool) -> Iterator[None]:
     folder, environment = os.getcwd(), os.environ.copy()
     filters, listed = warnings.filters, list(warnings.filters)
     settings = [(read(), read, write) for read, write in SETTINGS]
@@ -108,14 +111,7 @@ def _put_back(keep_environment: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        # where the folder is now may be gone
-        os.chdir(folder)
-        if not keep_environment:
-            _set_environment(environment)
-        if warnings.filters is not filters or list(filters) != listed:
-            warnings.filters = filters
-            warnings.resetwarnings()  # forgets which warnings were shown under the other filters
-            filters[:] = listed  # type: ignore[index]
+        os.chdir(folder)  # always: the current folder may be gone, so that it cannot be compared
         for before, read, write in settings:
             if read() != before:
                 write(before)
@@ -124,8 +120,15 @@ def _put_back(keep_environment: bool) -> Iterator[None]:
         torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
-        else:  # nothing was drawn there: it begins where it was seeded together with the CPU
+        else:  # CUDA was not in use yet: restore the seed, which torch.manual_seed sets for CPU and CUDA alike
             torch.cuda.manual_seed_all(torch_seed)
+        # after the settings: torch imports modules there that set environment variables and filters
+        if not keep_environment:
+            _set_environment(environment)
+        if warnings.filters is not filters or list(filters) != listed:
+            warnings.filters = filters
+            warnings.resetwarnings()  # also makes Python forget which warnings it has filtered
+            filters[:] = listed  # type: ignore[index]
 
 
 def _set_environment(wanted: Mapping[str, str]) -> None:
@@ -143,7 +146,7 @@ def _seed(seed: int) -> None:
     torch.cuda.manual_seed_all(seed)
 
 
-# --- what is told -------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------------
 
 
 def _said(error: BaseException) -> str:
@@ -151,7 +154,7 @@ def _said(error: BaseException) -> str:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback with the frames of the user's files only; all below the call where there are none."""
+    """The traceback with the frames of the user's files only, or with all below the call if there are none."""
     found = traceback.TracebackException.from_exception(error)
     del found.stack[:2]  # the context manager and its body
     todo = [found]

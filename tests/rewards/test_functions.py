@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.rewards.functions import NamedReward, load, score
-from burnish.types import Answer, UserCodeError, UserError
+from burnish.types import Answer, Messages, UserCodeError, UserError
 
 
 def answers(*texts):
@@ -199,7 +199,8 @@ def test_what_a_file_draws_when_it_is_imported_is_always_the_same(tmp_path):
         before = state()
         drawn.append(load(f"{file}:f")([]))
         assert same(state(), before)
-        random.random(), torch.rand(())
+        random.seed(number)
+        torch.manual_seed(number)
     assert drawn[0] == drawn[1]
 
 
@@ -263,10 +264,14 @@ def acts():
         os.environ["NEW_VARIABLE"] = "1"
 
     def seed(answers):
-        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
 
     def draw(answers):
-        random.random(), np.random.rand(), torch.rand(3)
+        random.random()
+        np.random.rand()
+        torch.rand(3)
 
     def no_grad(answers):
         torch.set_grad_enabled(False)
@@ -320,14 +325,17 @@ def same(after, before) -> bool:
     return True
 
 
+def prompt_of(text) -> Messages:
+    return ({"role": "user", "content": text},)
+
+
 def asked(*texts):
     """Answers with columns and prompts that can be edited, which answers of one prompt share, as in a run."""
-    prompt, columns = ({"role": "user", "content": "Hi"},), {"n": 1, "tests": ["a"]}
+    prompt, columns = prompt_of("Hi"), {"n": 1, "tests": ["a"]}
     made = [
         Answer(prompt, text, (5,) * len(text), "stop", columns, f"prompts.jsonl:{i}") for i, text in enumerate(texts)
     ]
-    other = ({"role": "user", "content": "Bye"},), {"n": 2, "tests": []}
-    return [*made, Answer(other[0], "z", (5,), "stop", other[1], "prompts.jsonl:99")]
+    return [*made, Answer(prompt_of("Bye"), "z", (5,), "stop", {"n": 2, "tests": []}, "prompts.jsonl:99")]
 
 
 @given(st.lists(st.sampled_from(acts()), min_size=1, max_size=3, unique=True), st.lists(st.text("ab", max_size=5)))

@@ -159,7 +159,10 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
             a.columns.clear()  # type: ignore[attr-defined]
         answers.pop()
         os.chdir("/")
-        random.seed(0), torch.manual_seed(0), torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64)
+        random.seed(0)
+        torch.manual_seed(0)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
         return scores
 
     def noise(answers: list[Answer]) -> list[float]:
@@ -180,26 +183,13 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
         return collect(rows, tokens, [3, 0, 1], iteration, sampling, rewards, trainer.context, generator)
 
     well = rollouts(tokens_reward)
-    random.random(), torch.rand(())  # what a reward draws depends on the iteration, not on what was drawn before
+    random.seed(5)  # what a reward draws depends on the iteration, not on what was drawn before
+    torch.manual_seed(5)
     before = state()
     assert rollouts(spoiling) == well
     assert state() == before
     assert rows == prompts(4)
     assert [r.rewards["noise"] for r in well] != [r.rewards["noise"] for r in rollouts(tokens_reward, 8)]
-
-
-def test_a_reward_that_seeds_leaves_dropout_as_it_was(make_trainer: Any, tiny_llama: Any, weights: Any) -> None:
-    def seeding(answers: list[Answer]) -> list[float]:
-        torch.manual_seed(0)
-        return tokens_reward(answers)
-
-    def train(reward: Any) -> bytes:
-        model = tiny_llama(attention_dropout=0.3)
-        trainer = make_trainer(PPO(reward, SHORT, epochs=2), model, prompts(8), lr=1e-2)
-        trainer.train()
-        return weights(trainer.network)
-
-    assert train(seeding) == train(tokens_reward)
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class NamedReward(NamedTuple):
 def load(reference: str) -> Callable[..., Any]:
     """The function that ``file.py:name`` or ``package.module:name`` names; a reward takes answers and gives floats.
 
-    A file is imported once, as long as it does not change, with the same random numbers every time.
+    A file is imported once for each version of its contents, always with the same random seed.
 
     Raises:
         UserError: there is no such file, module or function, or the file is not Python.
@@ -77,13 +77,13 @@ def score(answers: list[Answer], rewards: list[NamedReward], seed: tuple[int, ..
     """The weighted sum of all rewards for each answer, each reward's own scores, and what lies on tokens.
 
     total_i = sum_r weight_r * score_r(answer_i), in the order of ``answers``; the score of a reward that gives a number
-    for each token is their sum. A reward may change the answers that it is given, which are its own, and what
-    ``user_code`` puts back. Its random numbers start from ``seed`` and its name: equal calls draw equal numbers.
+    for each token is their sum. Each reward gets its own copies of the answers, and ``user_code`` restores what it
+    changes in the process. Its random numbers depend on ``seed`` and its name only.
 
     Raises:
-        UserError: two rewards share a name; or one gives another number of scores than answers or tokens, or one that
-            is not a finite number, or these add up to more than float32 holds: the message names the reward and the
-            row.
+        UserError: two rewards share a name; or one gives another number of scores than answers or tokens, or a score
+            that is not a finite number; or a weighted sum exceeds the range of float32. The message names the reward
+            and the row.
         UserCodeError: a reward raised an exception; the message names the reward and the batch.
     """
     names = [reward.name for reward in rewards]
@@ -123,7 +123,7 @@ def _total(scores: Iterable[tuple[NamedReward, float]], answer: Answer) -> float
         parts = " + ".join(f"{reward.weight:g} * {number:g} ({reward.name})" for reward, number in scores)
         raise UserError(
             f"rewards for {answer.source} add up to more than float32 holds: {parts}: expected at most {LARGEST:.2g}; "
-            "give smaller scores or weights"
+            "lower the scores or the weights"
         )
     return total
 
@@ -154,8 +154,9 @@ def _checked(reward: NamedReward, answers: list[Answer], seed: tuple[int, ...]) 
 
 
 def _called(reward: NamedReward, answers: list[Answer], seed: tuple[int, ...]) -> Any:
-    """What the reward returns for answers of its own."""
-    if type(reward.function) in (ModelReward, StepReward):  # ours: they only read
+    """What the reward returns for its own copies of the answers."""
+    # these two only read the answers and change nothing: a copy of long prompts would be wasted
+    if type(reward.function) in (ModelReward, StepReward):
         return reward.function(answers)
     own = [_copied(answer) for answer in answers]
     what = f"reward {reward.name}" + (f" ({reward.reference})" if reward.reference else "")
@@ -167,7 +168,7 @@ def _called(reward: NamedReward, answers: list[Answer], seed: tuple[int, ...]) -
 
 
 def _copied(answer: Answer) -> Answer:
-    """An answer that shares nothing that can change with the run."""
+    """An answer that shares no mutable value with the given one."""
     try:
         prompt, columns = copy.deepcopy((answer.prompt, dict(answer.columns)))
     except Exception as error:  # whatever the values of a column raise
@@ -178,7 +179,7 @@ def _copied(answer: Answer) -> Answer:
 
 
 def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
-    """What a reward returned as a list of as yet unchecked values."""
+    """The n values that a reward returned, not checked yet."""
     if isinstance(returned, torch.Tensor | np.ndarray):
         if returned.ndim != 1:
             raise UserError(
@@ -196,7 +197,7 @@ def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
 
 def _finite(value: Any, reward: NamedReward, answer: Answer) -> float:
     try:
-        # text is no number, even where it reads like one
+        # float("1.5") would accept text
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except OverflowError:
         number = math.inf

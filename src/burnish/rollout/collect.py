@@ -45,9 +45,9 @@ def collect(
 ) -> list[Rollout]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
 
-    Each completion has a seed of its own from (run seed, prompt, sample, iteration), and each reward that draws random
-    numbers one from (run seed, iteration, process). Processes share the work and all get the whole list, in the order
-    of ``indices`` and then of samples.
+    Each completion has a seed of its own from (run seed, prompt, sample, iteration), and each reward one from (run
+    seed, iteration, process, name). Processes share the work and all get the whole list, in the order of ``indices``
+    and then of samples.
     """
     wanted = [(i, g) for i in indices for g in range(sampling.samples)]
     mine = wanted[context.rank :: context.world_size]
