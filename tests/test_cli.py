@@ -162,6 +162,66 @@ def test_a_fault_keeps_its_traceback_and_exits_with_1(here, pipeline):
     assert isinstance(result.exception, ZeroDivisionError)
 
 
+REWARDS = """\
+import math
+
+
+def brevity(answers):
+    return list(map(worth, answers))
+
+
+def worth(answer):
+    return math.log(0 * len(answer.tokens))
+
+
+def leave(answers):
+    raise SystemExit(0)
+
+
+def stop(answers):
+    raise KeyboardInterrupt
+
+
+def rows(folder, seed):
+    return {}["rows"]
+"""
+
+
+def test_a_fault_of_the_users_code_shows_his_frames_alone_and_exits_with_1(here, model):
+    (here / "my_rewards.py").write_text(REWARDS)
+    (here / "broken.py").write_text("raise OSError('no network')\ndef brevity(answers):\n    pass\n")
+    (here / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "c"}\n')
+    (here / "run.yaml").write_text("name: run\nstages: [{name: make, run: 'my_rewards.py:rows'}]\n")
+
+    def evaluated(function):
+        return call("eval", model, "data.eval=prompts.jsonl", f"reward=[{{function: '{function}'}}]")
+
+    failed = evaluated("my_rewards.py:brevity")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    assert [line for line in failed.stderr.splitlines() if line.strip(" ^~")] == [
+        "Traceback (most recent call last):",
+        f'  File "{here}/my_rewards.py", line 5, in brevity',
+        "    return list(map(worth, answers))",
+        f'  File "{here}/my_rewards.py", line 9, in worth',
+        "    return math.log(0 * len(answer.tokens))",
+        "ValueError: math domain error",
+        "error: reward brevity (my_rewards.py:brevity) raised ValueError on a batch of 2 answers (prompts.jsonl:1 ... "
+        "prompts.jsonl:2): math domain error",
+    ]
+    for failed, message in [
+        (evaluated("my_rewards.py:leave"), "reward leave (my_rewards.py:leave) raised SystemExit on a batch of 2"),
+        (evaluated("broken.py:brevity"), "broken.py raised OSError when it was imported: no network"),
+        (call("run", "run.yaml"), "stages.make.run: my_rewards.py:rows raised KeyError: 'rows'"),
+    ]:
+        assert failed.exit_code == 1 and isinstance(failed.exception, SystemExit)
+        *shown, last = failed.stderr.splitlines()
+        assert last.startswith("error: ") and message in last
+        files = {line.split('"')[1] for line in shown if line.startswith("  File")}
+        assert len(files) == 1 and str(here) in files.pop()
+    stopped = evaluated("my_rewards.py:stop")
+    assert (stopped.exit_code, stopped.stderr) == (130, "stopped; run the same command to go on\n")
+
+
 def test_the_environment_is_set_unless_the_user_did(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "")  # so that it is put back

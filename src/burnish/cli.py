@@ -16,7 +16,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from burnish.types import UserError
+from burnish.types import UserCodeError, UserError
 
 # Forked tokenizers would warn at every data loader; the GGUF reader draws a progress bar into any file.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
@@ -27,7 +27,10 @@ STOPPED = 130
 
 
 class Commands(typer.core.TyperGroup):
-    """Turns the user's mistakes into one message and exit code 2; faults keep their traceback and exit with 1."""
+    """Turns the user's mistakes into one message and exit code 2; faults exit with 1.
+
+    A fault of Burnish keeps its whole traceback; one in the user's code shows the user's frames and whose code it was.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -37,10 +40,12 @@ class Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            console = Console(stderr=True, soft_wrap=True, highlight=False)
-            console.print("error:", style="bold red", end=" ")
-            console.print(str(error), markup=False)
+            _print_error(str(error))
             raise typer.Exit(2) from None
+        except UserCodeError as error:
+            typer.echo(error.traceback, err=True, nl=False)
+            _print_error(str(error))
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             typer.echo("stopped; run the same command to go on", err=True)
             raise typer.Exit(STOPPED) from None
@@ -269,6 +274,12 @@ def doctor() -> None:
     console.print(table)
     for line in advice(found):
         console.print(f"[yellow]advice:[/] {line}")
+
+
+def _print_error(message: str) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False)
 
 
 def _make_room(output: Path | None) -> None:

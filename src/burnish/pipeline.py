@@ -42,6 +42,7 @@ from burnish.training.display import Display, RunCallback
 from burnish.training.metrics import Recorder, read_metrics
 from burnish.training.trainer import Trainer
 from burnish.types import Config, Prompt, Reward, UserError
+from burnish.user_code import user_code
 
 # what a stage's trainer does unless the recipe says otherwise
 DEFAULTS: dict[str, Any] = {
@@ -277,7 +278,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     """What scores completions, loaded, under its name and weight; ``folder`` is the run's, where stages are."""
     if source.function is not None:
         name = source.name or source.function.rpartition(":")[2]
-        return NamedReward(name, source.weight, functions.load(recipe.locate(source.function)))
+        return NamedReward(name, source.weight, functions.load(recipe.locate(source.function)), source.function)
     assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
@@ -301,8 +302,7 @@ def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     assert stage.run is not None
     function = functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
-    set_seed(recipe.seed)
-    with files.writing(folder) as staging:
+    with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
         function(staging, seed=recipe.seed, **stage.arguments)
     return {"files": files.listed(folder)}
 

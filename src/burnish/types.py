@@ -25,6 +25,18 @@ class UserError(ValueError):
     """
 
 
+class UserCodeError(RuntimeError):
+    """Code of the user raised an exception: a reward, a stage's function, or a file that was imported.
+
+    ``UserCodeError("reward brevity (mine.py:brevity) raised ValueError on prompts.jsonl:3: no", "Traceback ...")``. The
+    command line prints ``traceback``, which has the user's own frames only, and the message, and exits with code 1.
+    """
+
+    def __init__(self, message: str, traceback: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
 class Config(pydantic.BaseModel):
     """Base of every block of settings: unknown keys and wrong types are errors, values never change."""
 
@@ -304,7 +316,7 @@ class Answer:
 class Reward(Protocol):
     """Scores answers, in their order: a finite number each, or for each a list of one number a token of it.
 
-    A plain function is a reward.
+    A plain function is a reward. The answers are its own: it may change them.
     """
 
     def __call__(self, answers: list[Answer], /) -> list[float] | list[list[float]]:

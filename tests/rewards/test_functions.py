@@ -1,12 +1,22 @@
-"""Rewards by name, and what is checked of the scores they give."""
+"""Rewards by name, what is checked of the scores they give, and that they leave the run alone."""
 
+import copy
 import math
+import os
+import random
+import sys
+import warnings
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from burnish.rewards.functions import NamedReward, load, score
-from burnish.types import Answer, UserError
+from burnish.types import Answer, Messages, UserCodeError, UserError
 
 
 def answers(*texts):
@@ -54,11 +64,65 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
         (None, "reward mine returned NoneType: expected a list of 2 numbers"),
         (3.0, "reward mine returned float: expected a list of 2 numbers"),
         ("ab", "reward mine returned str: expected a list of 2 numbers"),
+        (b"ab", "reward mine returned bytes: expected a list of 2 numbers"),
+        ({0: 1.0, 1: 2.0}, "reward mine returned dict: expected a list of 2 numbers"),
+        ({1.0, 2.0}, "reward mine returned set: expected a list of 2 numbers"),
+        (True, "reward mine returned bool: expected a list of 2 numbers"),
+        (1j, "reward mine returned complex: expected a list of 2 numbers"),
+        ((1.0 for _ in "ab"), "reward mine returned generator: expected a list of 2 numbers"),
+        (torch.zeros(2, 1), r"reward mine returned Tensor of shape \(2, 1\): expected shape \(2,\), one number"),
+        (np.zeros((1, 2)), r"reward mine returned ndarray of shape \(1, 2\): expected shape \(2,\)"),
+        (torch.tensor(1.0), r"reward mine returned Tensor of shape \(\): expected shape \(2,\)"),
+        (torch.zeros(3), "reward mine returned 3 scores for 2 answers"),
+        (["1.5", 1.0], r"reward mine gave '1.5' for prompts.jsonl:1.*expected a finite number"),
+        ([1.0, 1j], r"reward mine gave 1j for prompts.jsonl:2"),
+        (torch.tensor([1.0, math.nan]), r"reward mine gave nan for prompts.jsonl:2"),
+        (np.array(["1", "2"]), r"reward mine gave '1' for prompts.jsonl:1"),
+        ([1.0, 1e39], r"reward mine gave 1e\+39 for prompts.jsonl:2.*a finite number of at most 3.4e\+38, as float32"),
+        ([1.0, -(10**400)], r"for prompts.jsonl:2"),
     ],
 )
 def test_what_is_not_a_score_names_the_reward_and_the_row(returned, message):
     with pytest.raises(UserError, match=message):
         score(answers("a", "b"), [NamedReward("mine", 1.0, lambda _: returned)])
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, Fraction(5, 2)],
+        (1.0, 2.5),
+        np.array([1.0, 2.5], dtype=np.float32),
+        [np.int64(1), np.float16(2.5)],
+        torch.tensor([1.0, 2.5], dtype=torch.bfloat16),
+        torch.tensor([1.0, 2.5], requires_grad=True),
+        [torch.tensor(1.0, requires_grad=True), np.array(2.5)],
+        [True, 2.5],
+    ],
+)
+def test_numbers_may_come_as_lists_arrays_and_tensors(returned):
+    totals, by_name, _ = score(answers("a", "b"), [NamedReward("mine", 2.0, lambda _: returned)])
+    assert totals == [2.0, 5.0] and by_name == {"mine": [1.0, 2.5]}
+    assert all(type(number) is float for number in by_name["mine"])
+
+
+@pytest.mark.parametrize(
+    "scores, weights",
+    [((1e38, 1.0), (10.0, 1.0)), ((1e38, 3e38), (3.0, 3.0)), ((3e38, 3e38), (1e308, -1e308)), ((1.0,), (math.nan,))],
+)
+def test_a_total_beyond_float32_names_the_rewards_and_the_row(scores, weights):
+    rewards = [
+        NamedReward(f"part{i}", weight, lambda answers, number=number: [0.5, *[number] * (len(answers) - 1)])
+        for i, (number, weight) in enumerate(zip(scores, weights, strict=True))
+    ]
+    row = "1" if math.nan in weights else "2"
+    with pytest.raises(UserError, match=rf"rewards for prompts.jsonl:{row} add up to more than float32.*\(part0\)"):
+        score(answers("a", "b"), rewards)
+
+
+def test_numbers_of_tokens_that_cancel_out_may_not_be_beyond_float32_either():
+    with pytest.raises(UserError, match=r"rewards for prompts.jsonl:1 add up .*10 \* 1e\+38 \(mine\)"):
+        score(answers("ab"), [NamedReward("mine", 10.0, lambda _: [[1e38, -1e38]])])
 
 
 def test_two_rewards_of_one_name_are_refused():
@@ -111,6 +175,256 @@ def test_mistakes_in_a_name_are_told(tmp_path, reference, message):
 
 def test_a_file_that_fails_to_import_shows_why(tmp_path):
     file = tmp_path / "needs.py"
-    file.write_text("import a_module_that_is_not_there\n")
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+    file.write_text("\nimport a_module_that_is_not_there\n")
+    with pytest.raises(
+        UserCodeError, match=r"needs.py raised ModuleNotFoundError when it was imported: No module named"
+    ) as e:
         load(f"{file}:f")
+    assert [line for line in e.value.traceback.splitlines() if "File" in line] == [
+        f'  File "{file}", line 2, in <module>'
+    ]
+    file.write_text("import sys\nsys.exit()\n")
+    for _ in range(2):  # no half of it is left in sys.modules
+        with pytest.raises(UserCodeError, match=r"needs.py raised SystemExit when it was imported$"):
+            load(f"{file}:f")
+
+
+def test_what_a_file_draws_when_it_is_imported_is_always_the_same(tmp_path):
+    drawn = []
+    for number in (1, 2):  # the same source in two places is imported twice
+        file = tmp_path / f"drawing{number}.py"
+        file.write_text(
+            "import random, torch\ndrawn = random.random(), torch.rand(()).item()\ndef f(_): return drawn\n"
+        )
+        before = state()
+        drawn.append(load(f"{file}:f")([]))
+        assert same(state(), before)
+        random.seed(number)
+        torch.manual_seed(number)
+    assert drawn[0] == drawn[1]
+
+
+# --- rewards that do more than score ------------------------------------------------------------------------------
+
+
+def good(answers) -> list[float]:
+    return [10.0 * answer.columns["n"] + len(answer.text) for answer in answers]
+
+
+def naughty(act):
+    """A reward that gives the scores of ``good`` and then acts."""
+
+    def reward(answers):
+        scores = good(answers)
+        act(answers)
+        return scores
+
+    reward.__name__ = act.__name__
+    return reward
+
+
+def acts():
+    """What a reward may do, each with its name."""
+
+    def sort(answers):
+        answers.sort(key=lambda answer: -len(answer.text))
+
+    def reverse(answers):
+        answers.reverse()
+
+    def pop(answers):
+        answers.pop(0)
+
+    def clear(answers):
+        answers.clear()
+
+    def edit_columns(answers):
+        for answer in answers:
+            answer.columns["n"] = 7
+            answer.columns["tests"].append("more")
+
+    def remove_columns(answers):
+        for answer in answers:
+            answer.columns.clear()
+
+    def edit_prompt(answers):
+        for answer in answers:
+            answer.prompt[0]["content"] += " and be brief"
+
+    def edit_answers(answers):
+        for answer in answers:
+            object.__setattr__(answer, "text", "the best answer")
+
+    def chdir(answers):
+        os.chdir("/")
+
+    def environment(answers):
+        os.environ["BURNISH_CACHE"] = "/nowhere"
+        os.environ.pop("PATH", None)
+        os.environ["NEW_VARIABLE"] = "1"
+
+    def seed(answers):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def draw(answers):
+        random.random()
+        np.random.rand()
+        torch.rand(3)
+
+    def no_grad(answers):
+        torch.set_grad_enabled(False)
+
+    def dtype(answers):
+        torch.set_default_dtype(torch.float64)
+
+    def device(answers):
+        torch.set_default_device("meta")
+
+    def threads(answers):
+        torch.set_num_threads(3)
+
+    def deterministic(answers):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
+
+    def precision(answers):
+        torch.set_float32_matmul_precision("medium")
+
+    def precision_of_the_new_kind(answers):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+    def filters(answers):
+        warnings.simplefilter("ignore")
+
+    return [naughty(act) for act in locals().values()]
+
+
+def state():
+    """Everything of the process that could change a run."""
+    return {
+        "cwd": os.getcwd(),
+        "environment": dict(os.environ),
+        "filters": list(warnings.filters),
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.empty(0).device,
+        "threads": torch.get_num_threads(),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "precision": torch.get_float32_matmul_precision(),
+        "random": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def same(after, before) -> bool:
+    assert [name for name in before if after[name] != before[name]] == []
+    return True
+
+
+def prompt_of(text) -> Messages:
+    return ({"role": "user", "content": text},)
+
+
+def asked(*texts):
+    """Answers with columns and prompts that can be edited, which answers of one prompt share, as in a run."""
+    prompt, columns = prompt_of("Hi"), {"n": 1, "tests": ["a"]}
+    made = [
+        Answer(prompt, text, (5,) * len(text), "stop", columns, f"prompts.jsonl:{i}") for i, text in enumerate(texts)
+    ]
+    return [*made, Answer(prompt_of("Bye"), "z", (5,), "stop", {"n": 2, "tests": []}, "prompts.jsonl:99")]
+
+
+@given(st.lists(st.sampled_from(acts()), min_size=1, max_size=3, unique=True), st.lists(st.text("ab", max_size=5)))
+@settings(max_examples=60, deadline=None)
+def test_whatever_rewards_do_scores_stay_with_their_answers_and_the_run_as_it_was(rewards, texts):
+    def witness(answers) -> list[float]:
+        seen.append(copy.deepcopy(answers))
+        return [random.random() + np.random.rand() + torch.rand(()).item() for _ in answers]
+
+    found, kept, states = [], [], []
+    for functions in (rewards, [good] * len(rewards)):
+        seen: list[list[Answer]] = []
+        given = asked(*texts)
+        named = [NamedReward(f"reward{i}", 1.0 + i, function) for i, function in enumerate(functions)]
+        states.append(state())
+        found.append(score(given, [*named, NamedReward("witness", 1.0, witness)], (3, 4)))
+        states.append(state())
+        kept.append([given, *seen])
+        random.random()  # what a reward draws does not depend on what was drawn before
+    assert same(states[1], states[0]) and same(states[3], states[2])
+    assert found[0] == found[1]
+    assert kept[0] == kept[1] == [asked(*texts)] * 2
+
+
+def test_random_numbers_of_a_reward_depend_on_the_seed_and_its_name():
+    def draw(answers) -> list[float]:
+        return [random.random() + np.random.rand() + torch.rand(()).item() for _ in answers]
+
+    def drawn(seed, name="draw"):
+        return score(answers("a", "b", "c"), [NamedReward("good", 1.0, number), NamedReward(name, 1.0, draw)], seed)[0]
+
+    assert drawn((0, 1)) == drawn((0, 1))
+    assert len({tuple(drawn(seed)) for seed in [(), (0, 1), (0, 2), (1, 1)]} | {tuple(drawn((0, 1), "other"))}) == 5
+
+
+def test_a_column_that_cannot_be_copied_is_told():
+    answer = Answer((), "a", (5,), "stop", {"client": sys}, "prompts.jsonl:3")
+    with pytest.raises(UserError, match=r"prompts.jsonl:3: its columns cannot be copied for a reward: cannot pickle"):
+        score([answer], [NamedReward("good", 1.0, length)])
+
+
+def test_an_exception_names_the_reward_and_the_batch_and_shows_the_users_frames(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import json, torch\n"
+        "@torch.no_grad()\n"
+        "def ratio(answers):\n"
+        "    return [ratio_of(a) for a in answers]\n"
+        "def ratio_of(answer):\n"
+        "    try:\n"
+        "        json.loads('x')\n"
+        "    except ValueError:\n"
+        "        return 1 / 0\n"
+        "def leave(answers):\n"
+        "    import os, sys\n"
+        "    os.chdir('/')\n"
+        "    sys.exit(0)\n"
+        "def nothing():\n"
+        "    pass\n"
+    )
+    before = state()
+
+    def error(name, texts=("a", "b", "c")):
+        with pytest.raises(UserCodeError) as caught:
+            score(answers(*texts), [NamedReward(name, 1.0, load(f"{file}:{name}"), f"mine.py:{name}")])
+        assert same(state(), before)
+        frames = [line for line in caught.value.traceback.splitlines() if line.startswith('  File "')]
+        assert all(line.startswith(f'  File "{file}"') for line in frames)
+        return str(caught.value), caught.value.traceback
+
+    message, shown = error("ratio")
+    batch = "on a batch of 3 answers (prompts.jsonl:1 ... prompts.jsonl:3)"
+    assert message == f"reward ratio (mine.py:ratio) raised ZeroDivisionError {batch}: division by zero"
+    assert "return 1 / 0" in shown and "During handling of the above" in shown and "JSONDecodeError" in shown
+    message, shown = error("leave", ["a"])
+    assert message == "reward leave (mine.py:leave) raised SystemExit on prompts.jsonl:1: 0"
+    assert "line 13, in leave" in shown
+    message, shown = error("nothing")
+    assert "reward nothing (mine.py:nothing) raised TypeError" in message and "positional argument" in shown
+
+
+def test_interrupts_and_messages_to_the_user_pass_through_rewards():
+    for kind in (KeyboardInterrupt, UserError):
+
+        def raising(answers, kind=kind):
+            os.chdir("/")
+            raise kind("stop")
+
+        before = Path.cwd()
+        with pytest.raises(kind, match="stop"):
+            score(answers("a"), [NamedReward("mine", 1.0, raising)])
+        assert Path.cwd() == before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +148,48 @@ def test_prompts_that_are_all_dropped_are_told(trainer_of: Any) -> None:
         trainer_of(prompts(4), own={"length": length}).train()
     with pytest.raises(UserError, match="nothing to evaluate on"):
         trainer_of(prompts(4), own={"length": length, "eval_dataset": prompts(4)}).evaluate()
+
+
+def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer_of: Any, tiny_tokenizer: Any) -> None:
+    def spoiling(answers: list[Answer]) -> list[float]:
+        scores = tokens_reward(answers)
+        answers.sort(key=lambda a: a.text)
+        for a in answers:
+            a.prompt[0]["content"] = "?"
+            a.columns.clear()  # type: ignore[attr-defined]
+        answers.pop()
+        os.chdir("/")
+        random.seed(0)
+        torch.manual_seed(0)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return scores
+
+    def noise(answers: list[Answer]) -> list[float]:
+        return [a.columns["number"] + random.random() + torch.rand(()).item() for a in answers]
+
+    def state() -> list[Any]:
+        random_states = random.getstate(), torch.get_rng_state().tolist()
+        return [os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype(), *random_states]
+
+    rows = prompts(4)
+    trainer = trainer_of(rows)
+    tokens = [chat.prompt(tiny_tokenizer, row) for row in rows]
+
+    def rollouts(reward: Any, iteration: int = 7) -> list[Rollout]:
+        rewards = [NamedReward("tokens", 2.0, reward), NamedReward("noise", 1.0, noise)]
+        generator = trainer.method.sampler.generator
+        sampling = Sampling(max_new_tokens=5, samples=2)
+        return collect(rows, tokens, [3, 0, 1], iteration, sampling, rewards, trainer.context, generator)
+
+    well = rollouts(tokens_reward)
+    random.seed(5)  # what a reward draws depends on the iteration, not on what was drawn before
+    torch.manual_seed(5)
+    before = state()
+    assert rollouts(spoiling) == well
+    assert state() == before
+    assert rows == prompts(4)
+    assert [r.rewards["noise"] for r in well] != [r.rewards["noise"] for r in rollouts(tokens_reward, 8)]
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ def collect(
 ) -> list[Rollout]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
 
-    Each completion has a seed of its own from (run seed, prompt, sample, iteration). Processes share the work and all
-    get the whole list, in the order of ``indices`` and then of samples.
+    Each completion has a seed of its own from (run seed, prompt, sample, iteration), and each reward one from (run
+    seed, iteration, process, name). Processes share the work and all get the whole list, in the order of ``indices``
+    and then of samples.
     """
     wanted = [(i, g) for i in indices for g in range(sampling.samples)]
     mine = wanted[context.rank :: context.world_size]
@@ -71,7 +72,7 @@ def collect(
         )
         for (i, _), completion in zip(mine, completions, strict=True)
     ]
-    totals, by_name, of_tokens = score(answers, rewards)
+    totals, by_name, of_tokens = score(answers, rewards, (context.seed, iteration, context.rank))
     done = [
         Rollout(
             sequence=Sequence(
