@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from burnish.data.drafts import Draft, OneRow, Piece, results
 from burnish.data.lengths import Length, cache_key, encode, fit
-from burnish.data.templates import PLAIN_TEMPLATES, Tokens, Writer, Written, set_template, tokenise, write
+from burnish.data.templates import PLAIN_TEMPLATES, Tokens, Writer, Written, check_text, set_template, tokenise, write
 from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text, UserError
 
 __all__ = [
@@ -51,8 +51,13 @@ def text(writer: Writer, row: Text) -> Draft[Sequence]:
 
     The tokenizer's own BOS, or ``[CLS]`` and ``[SEP]``, stand around it as the tokenizer has them; a special token that
     it spells stays text.
+
+    Raises:
+        UserError: the tokenizer cannot write that as text, or the text is a single token.
     """
     ((ids, _),) = yield writer.of_text._replace(framed=True), [row.text]
+    before, after = writer.frame
+    check_text(writer, ids[len(before) : len(ids) - len(after)], f"{row.source}: the text")
     if ids[-len(writer.eos) :] != writer.eos:
         ids = ids + writer.eos
     if len(ids) < 2:

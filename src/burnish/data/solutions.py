@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from burnish.data import chat
 from burnish.data.drafts import Draft, OneRow
-from burnish.data.templates import Writer
+from burnish.data.templates import Writer, check_text
 from burnish.types import Conversation, Sequence, Steps, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def step_tokens(writer: Writer, text: str, delimiter: str = "\n") -> Draft[tuple
     No special token is added, and one that the step spells stays text.
 
     Raises:
-        ValueError: the step is empty, or holds the delimiter and so would be several.
+        ValueError: the step is empty, or holds the delimiter and so would be several; or the tokenizer cannot write as
+            text a special token that it spells.
     """
     stripped = text.strip()
     if not stripped:
@@ -34,12 +35,16 @@ def step_tokens(writer: Writer, text: str, delimiter: str = "\n") -> Draft[tuple
     if delimiter in stripped:
         raise ValueError(f"a step holds the delimiter {delimiter!r}, which ends it: {stripped[:80]!r}")
     ((ids, _),) = yield writer.of_text, [stripped + delimiter]
+    check_text(writer, ids, "a step")
     return tuple(ids)
 
 
 def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
     """Raise a UserError where a step's tokens do not give the delimiter back, so that no step would be seen to end."""
-    tokens = step_tokens(tokenizer, "1", delimiter)
+    try:
+        tokens = step_tokens(tokenizer, "1", delimiter)
+    except ValueError as error:
+        raise UserError(f"method.delimiter: {error}") from error
     if step_ends(tokenizer, tokens, delimiter) != [len(tokens) - 1]:
         text = tokenizer.decode(list(tokens), skip_special_tokens=True)
         raise UserError(
@@ -70,7 +75,8 @@ def solution(
         delimiter: ends every step.
 
     Raises:
-        UserError: the template refuses the question or writes no end token; a step is empty or holds the delimiter.
+        UserError: the template refuses the question or writes no end token; a step is empty or holds the delimiter; a
+            special token that is spelled cannot be written as text.
     """
     question = yield from chat.prompt.draft(writer, row.question, row.source)
     tokens = list(question)

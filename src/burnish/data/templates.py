@@ -1,20 +1,25 @@
-"""Conversations to token ids: plain templates, and content that spells a special token but stays text."""
+"""Conversations to token ids: plain templates, and content that spells a special token but stays text.
+
+The special tokens of a row are those that its template's own text makes. A message may spell one literally, in a form
+that the tokenizer normalizes to one, or together with the text beside it. Each row is first encoded as it is, and its
+special tokens are compared with those of the same template around harmless contents (``Skeleton``). Only where they
+differ, Burnish finds out which characters come from a message and encodes those as text (``_as_text``).
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import re
+import unicodedata
 from functools import cached_property
-from itertools import pairwise
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.data.drafts import Draft, How, Piece, make
 from burnish.types import Messages, UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 # An answer that a model sampled after "Answer:" begins with its own space; one from a file seldom does. Both are
@@ -48,18 +53,20 @@ the tokenizer's EOS where it has one."""
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PRIVATE = range(0xF0000, 0xFFFFE)
+STAND_IN = re.compile(f"[{chr(PRIVATE[0])}-{chr(PRIVATE[-1])}]")
+SKELETONS = 1000  # kept at once
 
 
 class Written(NamedTuple):
-    """A conversation as its template writes it: ``Written("<s>Hi", ((3, 5),), {})``.
+    """Messages as their template writes them: ``Written("<s>Hi", ((3, 5),), ({"role": "user", ...},), False)``.
 
-    ``marked`` are the spans of characters that the template marks as generated. ``typed`` maps a private character to
-    the special token that it stands for, once for each character of it, where a message spells one.
+    ``marked`` are the spans of characters that the template marks as generated.
     """
 
     text: str
     marked: tuple[tuple[int, int], ...]
-    typed: dict[str, str]
+    messages: Messages
+    generation_prompt: bool
 
 
 class Tokens(NamedTuple):
@@ -134,8 +141,11 @@ class Writer:
         self.of_text = How(rust, as_text=True)
         eos: Any = tokenizer.eos_token_id
         self.eos: list[int] = [] if eos is None else [eos]
-        self.spelled, self.cut, self.special = _special(tokenizer, len(tokenizer), str(tokenizer.eos_token))
+        self.specials = _specials(tokenizer, len(tokenizer), str(tokenizer.eos_token), rust.normalizer is not None)
+        self.special = self.specials.ids
         self._blank: dict[int, bool] = {}
+        self._skeletons: dict[tuple[Any, ...], Skeleton | None] = {}
+        self._guards: dict[tuple[tuple[str, int], ...], Guard] = {}
 
     @cached_property
     def source(self) -> str:
@@ -163,8 +173,11 @@ class Writer:
 
         A template of the model's own writes its special tokens itself: nothing is put around it.
         """
-        if not self.plain:
-            return [], []
+        return self.frame if self.plain else ([], [])
+
+    @cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer itself puts before and after a text."""
         framed, bare = (make({how: ["a"]})[how]["a"].ids for how in (How(self.rust, framed=True), How(self.rust)))
         first = next(t for t in range(len(framed)) if framed[t : t + len(bare)] == bare)
         return framed[:first], framed[first + len(bare) :]
@@ -197,6 +210,39 @@ class Writer:
                 before.append(block)
         return "".join(before), tuple(marked)
 
+    def skeleton(self, written: Written) -> tuple[Skeleton, list[str]] | None:
+        """The skeleton that the contents fill to this text, and the pieces of the text; None for no such skeleton.
+
+        Contents are tried as they are, then with the white space around them in the skeleton: some templates strip it.
+        """
+        messages = written.messages
+        roles = (written.generation_prompt, *[message["role"] for message in messages])
+        contents = [message["content"] for message in messages]
+        found = self._filled(roles, contents, written, [("", "")] * len(contents))
+        cores = [content.strip() for content in contents]
+        if found is None and cores != contents:
+            outer = [tuple(c.split(core)) if core else (c, "") for c, core in zip(contents, cores, strict=True)]
+            found = self._filled((*roles, *outer), cores, written, outer)
+        return found
+
+    def _filled(
+        self, key: tuple[Any, ...], contents: list[str], written: Written, outer: list[tuple[str, ...]]
+    ) -> tuple[Skeleton, list[str]] | None:
+        if key not in self._skeletons:
+            if len(self._skeletons) >= SKELETONS:
+                self._skeletons.clear()
+            self._skeletons[key] = _skeleton(self, written, contents, outer)
+        skeleton = self._skeletons[key]
+        if skeleton is None or "".join(texts := skeleton.fill(contents)) != written.text:
+            return None
+        return skeleton, texts
+
+    def guard(self, stand_ins: tuple[tuple[str, int], ...]) -> Guard:
+        """The tokenizer that knows these characters for these special tokens, and no other special token."""
+        if stand_ins not in self._guards:
+            self._guards[stand_ins] = _guard(self, stand_ins)
+        return self._guards[stand_ins]
+
     def blank(self, id: int) -> bool:
         """Whether a token is white space."""
         if id not in self._blank:
@@ -221,24 +267,23 @@ def _remember_verdicts(sandbox: Any) -> None:
 
 
 def write(writer: Writer, messages: Messages, source: str, generation_prompt: bool = False) -> Written:
-    """The conversation as text, where a special token that a message spells is hidden behind private characters.
+    """The conversation as text.
 
     Raises:
         UserError: the template refuses the messages, or there is none.
     """
     import jinja2
 
-    hidden, typed = _hide(writer, messages)
     try:
-        text, marked = writer.render(hidden, generation_prompt)
+        text, marked = writer.render(messages, generation_prompt)
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"{source}: the chat template refuses these messages ({roles}): {error}") from error
-    return Written(text, marked, typed)
+    return Written(text, marked, messages, generation_prompt)
 
 
 def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
-    """The tokens of a written conversation.
+    """The tokens of a written conversation; a special token that a message spells stays text.
 
     The tokenizer takes special tokens out of a text before anything else, so the text is cut before each of them: what
     many rows have in common, such as a system message or the opening of a turn, is tokenised once.
@@ -246,22 +291,24 @@ def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
     Raises:
         UserError: the tokenizer cannot write as text a special token that a message spells.
     """
-    if not written.typed:
-        between = writer.cut.split(written.text)  # text, special token, text, ..., special token, text
-        texts = list(map(add, between[1::2], between[2::2]))
-        texts = [between[0], *texts] if between[0] else texts
-        return _joined(texts, (yield writer.written, texts))
-    neutral = "".join("x" if character in written.typed else character for character in written.text)
-    (expected,) = yield writer.written, [neutral]
-    spelled = written.text
-    for character, special in written.typed.items():
-        spelled = spelled.replace(character * len(special), special)
-    tokens, of_text = yield from _piecewise(writer, written.text, spelled)
-    banned = {_id(writer.rust, special) for special in written.typed.values()} & writer.special
-    if banned & of_text or (yield from _piecewise(writer, neutral, neutral))[0].ids != expected.ids:
-        names = ", ".join(written.typed.values())
-        raise UserError(f"{source}: a message spells {names}, which this tokenizer cannot write as text: take it out")
-    return tokens
+    if (found := writer.skeleton(written)) is not None:
+        skeleton, texts = found
+        if skeleton.special is None:
+            pieces = yield writer.written, [*texts, skeleton.harmless]
+            skeleton.special = list(filter(writer.special.__contains__, pieces.pop().ids))
+        else:
+            pieces = yield writer.written, texts
+        tokens = _joined(texts, pieces)
+        same = list(filter(writer.special.__contains__, tokens.ids)) == skeleton.special
+        if same and writer.specials.unknown not in tokens.ids and writer.specials.fragile.isdisjoint(tokens.ids):
+            return tokens
+    return (yield from _as_text(writer, written, source))
+
+
+def check_text(writer: Writer, ids: list[int], what: str) -> None:
+    """Raise a UserError where ids of text, made without special tokens, hold one: the model's vocabulary has it."""
+    if not writer.special.isdisjoint(ids):
+        raise _cannot_write(writer, set(ids) & writer.special, what)
 
 
 def _joined(texts: list[str], pieces: list[Piece]) -> Tokens:
@@ -274,55 +321,284 @@ def _joined(texts: list[str], pieces: list[Piece]) -> Tokens:
 # --- special tokens -----------------------------------------------------------------------------------------------
 
 
-def _id(rust: Tokenizer, special: str) -> int:
-    found = rust.token_to_id(special)
-    assert found is not None, special
+def _id(rust: Tokenizer, token: str) -> int:
+    found = rust.token_to_id(token)
+    assert found is not None, token
     return found
 
 
-@functools.lru_cache(maxsize=8)
-def _special(tokenizer: Any, size: int, eos: str) -> tuple[re.Pattern[str], re.Pattern[str], frozenset[int]]:
-    """Patterns of the special tokens and of those before which a text may be cut; ids without that of unknown words.
+class Specials(NamedTuple):
+    """The special tokens of a tokenizer.
 
-    Size and EOS say whether the tokenizer was changed. A token that takes in white space or depends on what stands
-    beside it, or is looked for in normalised text, is not cut before.
+    ``names`` are all of them and ``ids`` those that only a special token has: not that of unknown words, ``unknown``.
+    ``fragile`` are those that the text beside them can unmake. ``cut`` finds those before which a text may be cut.
+    ``letter`` and ``mark`` are a letter and a mark of punctuation that none of them has; ``spaced`` says whether one
+    has white space.
+    """
+
+    names: dict[int, str]
+    added: dict[int, AddedToken]
+    ids: frozenset[int]
+    unknown: int | None
+    fragile: frozenset[int]
+    cut: re.Pattern[str]
+    letter: str
+    mark: str
+    spaced: bool
+
+
+@functools.lru_cache(maxsize=8)
+def _specials(tokenizer: Any, size: int, eos: str, normalizes: bool) -> Specials:
+    """The special tokens of a tokenizer; the other arguments say whether it was changed.
+
+    A token that takes in white space or depends on what stands beside it, or is looked for in normalized text, is not
+    cut before.
     """
     added = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = {id: token.content for id, token in added.items()}
-    ids |= {_id(tokenizer.backend_tokenizer, token): token for token in tokenizer.all_special_tokens}
+    names = {id: token.content for id, token in added.items()}
+    names |= {_id(tokenizer.backend_tokenizer, name): name for name in tokenizer.all_special_tokens}
     plain = {t.content for t in added.values() if not (t.normalized or t.lstrip or t.single_word)}
-    longest_first = sorted(ids.values(), key=len, reverse=True)
-    every, cut = (
-        "|".join(map(re.escape, some)) or "(?!)" for some in (longest_first, filter(plain.__contains__, longest_first))
+    longest_first = sorted(filter(plain.__contains__, names.values()), key=len, reverse=True)
+    unknown = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id
+    characters = "".join(names.values()).casefold()
+    return Specials(
+        names=names,
+        added=added,
+        ids=frozenset(names) - {unknown},
+        unknown=unknown,
+        fragile=frozenset(id for id, t in added.items() if t.single_word or (t.normalized and normalizes)),
+        cut=re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"),
+        letter=next((c for c in "xqzjkwyvbghcfdmnopuastiler" if c not in characters), "x"),
+        mark=next((c for c in ".,;:!?-" if c not in characters), "."),
+        spaced=any(map(str.isspace, characters)),
     )
-    without_unknown = frozenset(ids) - ({tokenizer.unk_token_id} - {tokenizer.eos_token_id})
-    return re.compile(every), re.compile(f"({cut})"), without_unknown
 
 
-def _hide(writer: Writer, messages: Messages) -> tuple[Messages, dict[str, str]]:
-    """The messages with each special token that they spell replaced by as many copies of one private character."""
-    contents = [message["content"] for message in messages]
-    if writer.spelled.search("".join(contents)) is None:
-        return messages, {}
-    spelled = sorted({found for content in contents for found in writer.spelled.findall(content)})
-    taken = set("".join(contents))
-    free = (chr(code) for code in PRIVATE if chr(code) not in taken)
-    stand_in = dict(zip(spelled, free, strict=False))
-
-    def hide(content: str) -> str:
-        return writer.spelled.sub(lambda found: stand_in[found[0]] * len(found[0]), content)
-
-    hidden: Messages = tuple({"role": m["role"], "content": hide(m["content"])} for m in messages)
-    return hidden, {character: special for special, character in stand_in.items()}
+def _cannot_write(writer: Writer, ids: set[int], what: str) -> UserError:
+    names = ", ".join(writer.specials.names[id] for id in sorted(ids))
+    return UserError(f"{what} spells {names}, which this tokenizer cannot write as text: take it out")
 
 
-def _piecewise(writer: Writer, text: str, spelled: str) -> Draft[tuple[Tokens, set[int]]]:
-    """Tokens of ``spelled`` where only the special tokens of ``text``, of the same length, are special; text's ids."""
-    found = [special.span() for special in writer.spelled.finditer(text)]
-    edges = [0, *(edge for span in found for edge in span), len(text)]
-    spans = list(pairwise(edges))  # text and special tokens by turns
-    as_text = yield writer.of_text._replace(offsets=True), [spelled[a:b] for a, b in spans[::2]]
-    marks = [Piece([_id(writer.rust, text[a:b])], [(0, b - a)]) for a, b in spans[1::2]]
-    pieces = [piece for pair in zip(as_text, [*marks, Piece([], [])], strict=True) for piece in pair]
-    tokens = _joined([spelled[a:b] for a, b in spans] + [""], pieces)
-    return tokens, {id for piece in as_text for id in piece.ids}
+class Skeleton:
+    """What a template writes around contents, cut before its special tokens.
+
+    ``harmless`` is its text around contents that spell nothing; ``special`` are the special tokens of that text, or
+    None until they were asked for.
+    """
+
+    def __init__(self, pieces: list[str], letter: str) -> None:
+        self.harmless = STAND_IN.sub(letter, "".join(pieces))
+        self.special: list[int] | None = None
+        self._pieces = pieces
+        self._open: list[tuple[int, str, list[int]]] = []
+        for at, piece in enumerate(pieces):
+            if messages := [ord(character) - PRIVATE[0] for character in STAND_IN.findall(piece)]:
+                self._open.append((at, STAND_IN.sub("%s", piece.replace("%", "%%")), messages))
+
+    def fill(self, contents: list[str]) -> list[str]:
+        """The pieces with the contents in their places."""
+        pieces = self._pieces.copy()
+        for at, pattern, messages in self._open:
+            pieces[at] = pattern % tuple([contents[message] for message in messages])
+        return pieces
+
+
+def _skeleton(writer: Writer, written: Written, contents: list[str], outer: list[tuple[str, ...]]) -> Skeleton | None:
+    """What the template writes around contents, each between the white space ``outer``; None where it refuses."""
+    stand_ins = [
+        (chr(PRIVATE[i]) if content else "").join(outer[i]) for i, content in enumerate(contents[: len(PRIVATE)])
+    ]
+    text = _render_instead(writer, written, stand_ins)
+    if text is None or any(ord(character) >= PRIVATE[0] + len(contents) for character in STAND_IN.findall(text)):
+        return None
+    between = writer.specials.cut.split(text)  # text, special token, text, ..., special token, text
+    pieces = [special + after for special, after in zip(between[1::2], between[2::2], strict=True)]
+    return Skeleton([between[0], *pieces] if between[0] else pieces, writer.specials.letter)
+
+
+def _render_instead(writer: Writer, written: Written, contents: list[str]) -> str | None:
+    """What the template makes of other contents, or None where it takes no others."""
+    messages = [
+        {"role": message["role"], "content": content}
+        for message, content in zip(written.messages, contents, strict=True)
+    ]
+    try:
+        return writer.render(tuple(messages), written.generation_prompt)[0]  # pyright: ignore[reportArgumentType]
+    except Exception:  # the template wrote the messages themselves: it depends on what they say
+        return None
+
+
+def _as_text(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
+    """The tokens of a conversation whose messages may spell special tokens."""
+    text, whole = written.text, How(writer.rust, offsets=True)
+    every = [
+        {i for i, character in enumerate(message["content"]) if writer.specials.spaced or not character.isspace()}
+        for message in written.messages
+    ]
+    harmless = _without(writer, written, every)
+    if harmless is None:
+        harmless = yield from _without_spelled(writer, written, source)
+    plain, own = yield whole, [text, harmless]
+    typed, spans = _spans(writer, plain, text), _spans(writer, own, harmless)
+    if typed == spans and writer.specials.unknown not in plain.ids:
+        return Tokens(plain.ids, [text], [plain])
+    free = (chr(code) for code in PRIVATE if chr(code) not in text)
+    stand_ins = dict(zip(sorted({id for id, _, _ in spans}), free, strict=False))
+    guard = writer.guard(tuple((character, id) for id, character in stand_ins.items()))
+    replaced, harmless_replaced = (_replace(t, spans, stand_ins) for t in (text, harmless))
+    made, check = yield How(guard.rust, offsets=True), [replaced[0], harmless_replaced[0]]
+    made = guard.read(made, replaced[1])
+    if [span[0] for span in _spans(writer, made, text)] != [span[0] for span in spans] or (
+        guard.read(check, harmless_replaced[1]).ids != own.ids
+    ):
+        forged = {span[0] for span in {*typed, *_spans(writer, made, text)} - set(spans)}
+        raise _cannot_write(writer, forged or {span[0] for span in spans}, f"{source}: a message")
+    return Tokens(made.ids, [text], [made])
+
+
+Span = tuple[int, int, int]
+
+
+def _spans(writer: Writer, piece: Piece, text: str) -> list[Span]:
+    """The special tokens in a text: the id of each, and its characters without the white space around them."""
+    spans = []
+    for id, (start, end) in zip(*piece, strict=True):
+        if id in writer.special:
+            while start < end and text[start].isspace() and not text[start:end].isspace():
+                start += 1
+            while start < end and text[end - 1].isspace() and not text[start:end].isspace():
+                end -= 1
+            spans.append((id, start, end))
+    return spans
+
+
+def _without(writer: Writer, written: Written, where: list[set[int]]) -> str | None:
+    """The text with these characters of the contents made harmless; None where the template depends on them."""
+    contents = [message["content"] for message in written.messages]
+    taken = {*written.text, *"".join(contents)}
+    stand_in = next(chr(code) for code in PRIVATE if chr(code) not in taken)
+    hidden = _render_instead(
+        writer,
+        written,
+        [
+            "".join(stand_in if i in chosen else character for i, character in enumerate(content))
+            for content, chosen in zip(contents, where, strict=True)
+        ],
+    )
+    if hidden is None or len(hidden) != len(written.text):
+        return None
+    pairs = list(zip(hidden, written.text, strict=True))
+    if any(a not in (b, stand_in) for a, b in pairs):
+        return None
+    return "".join(_harmless(writer, b) if a == stand_in else b for a, b in pairs)
+
+
+def _harmless(writer: Writer, character: str) -> str:
+    """A character of the same kind that no special token has: what stands beside a special token may decide on it."""
+    if character.isspace() and not writer.specials.spaced:
+        return character
+    word = character.isalnum() or character in "_ " or unicodedata.category(character)[0] == "M"
+    return writer.specials.letter if word else writer.specials.mark
+
+
+def _without_spelled(writer: Writer, written: Written, source: str) -> Draft[str]:
+    """The text without what contents may add to a special token, for templates that depend on the contents.
+
+    Of each special token in the text, whatever a content has of its characters is made harmless, until no special token
+    is left that could hold a character of a content.
+
+    Raises:
+        UserError: the template depends on just these characters.
+    """
+    contents = [message["content"] for message in written.messages]
+    where: list[set[int]] = [set() for _ in contents]
+    harmless = written.text
+    while True:
+        (own,) = yield How(writer.rust, offsets=True), [harmless]
+        spans = _spans(writer, own, harmless)
+        spelled = {written.text[start:end] for _, start, end in spans}
+        more = [chosen | _shared(content, spelled) for chosen, content in zip(where, contents, strict=True)]
+        if more == where:
+            return harmless
+        where, found = more, _without(writer, written, more)
+        if found is None:
+            shared = {id for id, a, b in spans if any(_shared(content, {written.text[a:b]}) for content in contents)}
+            names = ", ".join(sorted(writer.specials.names[id] for id in shared))
+            raise UserError(
+                f"{source}: a message may spell a part of {names}, and the chat template depends on that part, so that"
+                " it cannot be kept as text: take it out"
+            )
+        harmless = found
+
+
+def _shared(content: str, spelled: set[str]) -> set[int]:
+    """The characters of a content that may belong to one of these texts, which may begin before or end after it."""
+    core = content.strip()
+    first, last = content.find(core), content.find(core) + len(core)
+    found: set[int] = set()
+    for special in spelled:
+        for match in re.finditer(re.escape(special), content, re.IGNORECASE):
+            found.update(range(*match.span()))
+        name, size = special.lower(), min(len(special), len(core))
+        for k in range(1, size + 1):
+            if core[:k].lower() == name[-k:]:
+                found.update(range(first, first + k))
+            if core[-k:].lower() == name[:k]:
+                found.update(range(last - k, last))
+        if core.lower() in name:
+            found.update(range(first, last))
+    return found
+
+
+class Guard(NamedTuple):
+    """A tokenizer with characters in place of special tokens, and the ids of the original that differ from its own."""
+
+    rust: Tokenizer
+    ids: dict[int, int]
+
+    def read(self, piece: Piece, places: list[tuple[int, int]]) -> Piece:
+        """A piece in the ids of the original, and in the offsets of the text whose characters have these places."""
+        ends = [*places, (places[-1][1],) * 2] if places else [(0, 0)]
+        offsets = [(ends[a][0], ends[b - 1][1] if b > a else ends[a][0]) for a, b in piece.offsets]
+        return Piece([self.ids.get(id, id) for id in piece.ids], offsets)
+
+
+def _guard(writer: Writer, stand_ins: tuple[tuple[str, int], ...]) -> Guard:
+    """A tokenizer of the same model that has no special tokens but treats some characters as it would treat one."""
+    from tokenizers import AddedToken, Tokenizer
+
+    original, specials = writer.rust, writer.specials
+    rust = Tokenizer(original.model)
+    rust.normalizer = original.normalizer  # before tokens are added: it decides how they are looked for
+    rust.pre_tokenizer = original.pre_tokenizer
+    rust.post_processor = original.post_processor
+    added = original.get_added_tokens_decoder()
+    others = {id: added[id] for id in sorted(added) if id not in specials.names}
+    rust.add_tokens(list(others.values()))
+    ids = {_id(rust, token.content): id for id, token in others.items()}
+    for character, id in stand_ins:
+        token = specials.added.get(id)
+        kept = original.normalizer is None or character in original.normalizer.normalize_str(character)
+        rust.add_tokens(
+            [
+                AddedToken(
+                    character,
+                    normalized=token is not None and token.normalized and kept,
+                    lstrip=token is not None and token.lstrip,
+                    rstrip=token is not None and token.rstrip,
+                )
+            ]
+        )
+        ids[_id(rust, character)] = id
+    return Guard(rust, ids)
+
+
+def _replace(text: str, spans: list[Span], stand_ins: dict[int, str]) -> tuple[str, list[tuple[int, int]]]:
+    """The text with one character for each special token, and the places that each of its characters had."""
+    parts, places, done = [], [], 0
+    for id, start, end in spans:
+        parts += [text[done:start], stand_ins[id]]
+        places += [*((i, i + 1) for i in range(done, start)), (start, end)]
+        done = end
+    places += [(i, i + 1) for i in range(done, len(text))]
+    return "".join([*parts, text[done:]]), places
