@@ -1,6 +1,7 @@
 """The gradient of one optimizer step of each method, as one process or several see it; run by test_shape.py.
 
-``python -m torch.distributed.run --nproc-per-node 2 gradient_job.py OUT`` saves {method: flat gradient}.
+``python -m torch.distributed.run --nproc-per-node 2 gradient_job.py OUT`` saves {method: flat gradient} of each dtype,
+and the weights of ``partial_steps``.
 """
 
 import os
@@ -189,6 +190,69 @@ def cases(dtype: torch.dtype) -> dict:
     }
 
 
+def trainer(
+    folder: str, method: Any, model: Any, loader: Any, steps: int, callback: TrainerCallback, **layout: Any
+) -> Trainer:
+    """A trainer of ``steps`` steps that a loader gives, by Adam with weight decay."""
+    method.loader = loader
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        ddp_backend="gloo" if "RANK" in os.environ else None,
+    )
+    return Trainer(
+        model=model,
+        args=arguments,
+        method=method,
+        train_dataset=[Text("", "none")],
+        processing_class=tokenizer(),
+        callbacks=[callback],
+        **layout,
+    )
+
+
+def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights after each of four steps in which a part of the network has no gradient in some."""
+    made = cases(torch.float64)
+    rollouts, solutions = made["ppo separate"][2], made["step_value"][2]
+    wrong, right = ([e for i, e in enumerate(solutions) if i % 2 == odd] for odd in (0, 1))
+    found = {}
+    # tokens are learned in the third step of step_value alone, and in that of PPO, where else only the critic learns
+    for name, steps in (
+        ("ppo separate", [rollouts] * 4),
+        ("ppo shared", [rollouts] * 4),
+        ("step_value", [wrong, wrong, right + wrong, wrong]),
+    ):
+        method, model, _ = made[name]
+        after: list[dict[str, torch.Tensor]] = []
+        taken = iter(enumerate(steps))
+
+        class Keep(TrainerCallback):
+            def on_step_end(self, args, state, control, model: Any = None, into=after, **_):
+                into.append({n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()})
+
+        def finish(_: list, taken=taken, method=method) -> list:
+            step, examples = next(taken)
+            if isinstance(method, PPO):
+                method.warming_up = step in (0, 1, 3)
+            return examples
+
+        def loader(rows, context, finish=finish) -> Any:
+            return RowLoader(rollouts, len(rollouts), 0, finish)
+
+        trainer(folder, method, model, loader, len(steps), Keep(), token_budget=60).train()
+        found |= {f"{name}, step {i}": state for i, state in enumerate(after, 1)}
+    return found
+
+
 def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch.Tensor]:
     """Run one step of each method and return the gradient that the optimizer would see."""
     found = {}
@@ -204,34 +268,16 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
             ready = (lambda step: method.ready(step, context)) if isinstance(method, DPO) else None
             return RowLoader(examples, len(examples), 0, ready)
 
-        method.loader = loader
-        arguments = TrainingArguments(
-            folder,
-            use_cpu=True,
-            max_steps=1,
-            per_device_train_batch_size=1,
-            max_grad_norm=0,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            ddp_backend="gloo" if "RANK" in os.environ else None,
-        )
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            method=method,
-            train_dataset=[Text("", "none")],
-            processing_class=tokenizer(),
-            callbacks=[Keep()],
-            **layout,
-        )
-        trainer.train()
+        trainer(folder, method, model, loader, 1, Keep(), **layout).train()
         found[name] = grads[0]
     return found
 
 
 if __name__ == "__main__":
-    results = {str(dtype): gradients(sys.argv[1], dtype, token_budget=60) for dtype in (torch.float32, torch.float64)}
+    results: dict[str, Any] = {
+        str(dtype): gradients(sys.argv[1], dtype, token_budget=60) for dtype in (torch.float32, torch.float64)
+    }
+    results["weights"] = partial_steps(sys.argv[1])
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]) / "gradients.pt")
     torch.distributed.barrier()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from burnish.models.forward import backbone, hidden_states, score_head, token_va
 from burnish.models.linear import use_onednn
 from burnish.models.quantise import is_quantised
 from burnish.protocols import Method
-from burnish.types import MicroBatch, Terms, UserError
+from burnish.types import MicroBatch, Term, Terms, UserError
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -172,9 +173,16 @@ class Network(nn.Module):
         alone = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
         return [self.policy, self.critic] if alone else [self.policy]  # type: ignore[list-item]
 
-    def forward(self, method: Method, batch: MicroBatch) -> Terms:
-        """The terms of one micro-batch."""
-        return method.loss(self, batch)
+    def forward(self, method: Method, batch: MicroBatch, learned: Collection[str] | None = None) -> Terms:
+        """The terms of one micro-batch; those that are not ``learned`` have no gradient (None: all are learned).
+
+        DistributedDataParallel takes every parameter that a result depends on for a used one, and gives it zeros where
+        the loss leaves it out. Adam would count these as a step, and decay the weights.
+        """
+        terms = method.loss(self, batch)
+        if learned is None:
+            return terms
+        return {name: term if name in learned else Term(*(x.detach() for x in term)) for name, term in terms.items()}
 
     def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """Values (B, T); a head on the policy reads ``hidden`` (B, T, H), the policy's hidden states, where given."""

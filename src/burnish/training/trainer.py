@@ -214,7 +214,7 @@ class Trainer(transformers.Trainer):
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                terms: Terms = model(self.method, batch)
+                terms: Terms = model(self.method, batch, weights)
                 loss = torch.stack([weight * terms[n].total / counts[n] for n, weight in weights.items()]).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
                 self.accelerator.backward(loss * world_size)
