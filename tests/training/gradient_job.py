@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -26,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.batching import RowLoader
 from burnish.methods.dpo import mismatched
+from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.types import Example, Pair, Sequence, Text
 
 CONFIG = LlamaConfig(
@@ -128,6 +131,19 @@ def cases(dtype: torch.dtype) -> dict:
         torch.manual_seed(1)
         return exact(LlamaForCausalLM(CONFIG), dtype)
 
+    def adapted(**settings: Any) -> Any:
+        """A policy with an adapter that is no longer fresh, else its first factors would have no gradient."""
+        model = add_adapter(policy(), AdapterConfig(r=4, dropout=0.3, **settings), "CAUSAL_LM")
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model.to(dtype)
+
+    def gpt2() -> Any:
+        torch.manual_seed(1)
+        dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, **dropout)).to(dtype)
+
     def classifier() -> Any:
         torch.manual_seed(1)
         config = LlamaConfig.from_dict(CONFIG.to_dict() | {"id2label": {0: "score"}, "label2id": {"score": 0}})
@@ -142,7 +158,11 @@ def cases(dtype: torch.dtype) -> dict:
     k3: Any = {"kl_in": "loss", "kl_estimate": "k3"}
     return {
         "pretrain": (Pretrain(), policy(), whole),
+        "pretrain, dropout of the model": (Pretrain(), gpt2(), whole),
         "sft": (SFT(), policy(), plain),
+        "sft, dropout of an adapter": (SFT(), adapted(), plain),
+        "sft, dropout of an adapter, completions": (SFT(), adapted(), completions()),
+        "sft, dropout of an adapter with DoRA, completions": (SFT(), adapted(dora=True), completions()),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "reinforce": (Reinforce(), policy(), scored),
         "reinforce, all options": (

@@ -22,6 +22,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from burnish.math.tensors import precise
 from burnish.models import bases
 from burnish.models.adapters import trained_on, wrap
+from burnish.models.dropout import disable_dropout
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.models.linear import use_onednn
 from burnish.models.quantise import is_quantised
@@ -29,22 +30,6 @@ from burnish.protocols import Method
 from burnish.types import MicroBatch, Term, Terms, UserError
 
 VALUE_HEAD = "value_head.safetensors"
-
-
-def disable_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout probability to 0, so that the same tokens always give the same numbers."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
-        for name in ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout"):
-            if hasattr(config, name):
-                setattr(config, name, 0.0)
-    # layers that call the function instead of nn.Dropout keep the probability in an attribute of their own
-    for module in model.modules():
-        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)
-    return model
 
 
 def init_score(model: PreTrainedModel) -> None:
