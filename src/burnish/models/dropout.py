@@ -113,7 +113,8 @@ def key_dropout(models: list[nn.Module]) -> DropoutKeys:
         found = switch_off(model)
         for name in _called_with_tokens(model, layers):
             parent, _, child = name.rpartition(".")
-            model.get_submodule(parent).set_submodule(child, TokenDropout(found.pop(name), keys))
+            layer = TokenDropout(found.pop(name), keys).train(layers[name].training)
+            model.get_submodule(parent).set_submodule(child, layer)
         left |= found
     if left:
         # layers differ in their number alone
