@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from burnish import cli
+from burnish import cli, machine
 from burnish.types import UserError
 
 TEMPLATE = (
@@ -126,6 +126,29 @@ def test_run_hands_the_recipe_to_the_pipeline(here, pipeline):
     assert pipeline.calls == [("tiny", 3, True), ("tiny", 0, False)]
     assert "runs/tiny" in result.stdout
     assert "50.0 %" in result.stdout and "82.0 %" in result.stdout
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_run_refuses_several_processes_before_it_writes(rank, here, pipeline, monkeypatch):
+    pipeline.run = lambda *_, **__: pytest.fail("the run began")
+    before = sorted(here.rglob("*"))
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    result = call("run", "tiny.yaml")
+    assert result.exit_code == 2
+    assert "WORLD_SIZE=2: torchrun or accelerate launch started 2 processes" in result.stderr
+    assert "start burnish run without it" in result.stderr and "burnish.Trainer" in result.stderr
+    assert "Traceback" not in result.output
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("found", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_NTASKS": "1"}])
+def test_one_process_of_a_launcher_is_none_of_several(found, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    machine.refuse_processes()
 
 
 def test_run_trains_a_model_that_generates(here):

@@ -80,6 +80,9 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, even where a run can go on.")] = False,
 ) -> None:
     """Run a recipe; an unfinished run of the same recipe goes on where it stopped."""
+    from burnish.machine import refuse_processes
+
+    refuse_processes()
     from burnish import pipeline
     from burnish.recipe import load
     from burnish.training.report import results

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from burnish.types import UserError
+
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
 OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU"}
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -40,6 +42,21 @@ def memory_bytes() -> int:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_processes() -> None:
+    """Refuse to be one of several processes, which torchrun and accelerate launch tell each of them by WORLD_SIZE.
+
+    Raises:
+        UserError: WORLD_SIZE is above 1.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1:
+        raise UserError(
+            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, and each of them would write "
+            "the same run: start burnish run without it, in one process. burnish.Trainer trains in several: start a "
+            f"Python script of your own with torchrun --nproc-per-node {size} SCRIPT.py"
+        )
 
 
 def examine() -> dict[str, str]:

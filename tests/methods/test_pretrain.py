@@ -173,9 +173,10 @@ def test_a_stream_that_was_interrupted_ends_with_the_same_bytes(
     def train(folder: str, start: str | None = None) -> bytes:
         trainer = make_trainer(
             Pretrain(),
-            tiny_llama(attention_dropout=0.3),
+            tiny_llama(),
             stream(),
             max_steps=7,
+            neftune_noise_alpha=5,
             save_strategy="steps",
             save_steps=1,
             output_dir=str(tmp_path / folder),

@@ -1,6 +1,7 @@
 """The gradient of one optimizer step of each method, as one process or several see it; run by test_shape.py.
 
-``python -m torch.distributed.run --nproc-per-node 2 gradient_job.py OUT`` saves {method: flat gradient}.
+``python -m torch.distributed.run --nproc-per-node 2 gradient_job.py OUT`` saves {method: flat gradient} of each dtype,
+and the weights of ``partial_steps``.
 """
 
 import os
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -25,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.batching import RowLoader
 from burnish.methods.dpo import mismatched
+from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.types import Example, Pair, Sequence, Text
 
 CONFIG = LlamaConfig(
@@ -127,6 +131,19 @@ def cases(dtype: torch.dtype) -> dict:
         torch.manual_seed(1)
         return exact(LlamaForCausalLM(CONFIG), dtype)
 
+    def adapted(**settings: Any) -> Any:
+        """A policy with an adapter that is no longer fresh, else its first factors would have no gradient."""
+        model = add_adapter(policy(), AdapterConfig(r=4, dropout=0.3, **settings), "CAUSAL_LM")
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model.to(dtype)
+
+    def gpt2() -> Any:
+        torch.manual_seed(1)
+        dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, **dropout)).to(dtype)
+
     def classifier() -> Any:
         torch.manual_seed(1)
         config = LlamaConfig.from_dict(CONFIG.to_dict() | {"id2label": {0: "score"}, "label2id": {"score": 0}})
@@ -141,7 +158,11 @@ def cases(dtype: torch.dtype) -> dict:
     k3: Any = {"kl_in": "loss", "kl_estimate": "k3"}
     return {
         "pretrain": (Pretrain(), policy(), whole),
+        "pretrain, dropout of the model": (Pretrain(), gpt2(), whole),
         "sft": (SFT(), policy(), plain),
+        "sft, dropout of an adapter": (SFT(), adapted(), plain),
+        "sft, dropout of an adapter, completions": (SFT(), adapted(), completions()),
+        "sft, dropout of an adapter with DoRA, completions": (SFT(), adapted(dora=True), completions()),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "reinforce": (Reinforce(), policy(), scored),
         "reinforce, all options": (
@@ -189,6 +210,69 @@ def cases(dtype: torch.dtype) -> dict:
     }
 
 
+def trainer(
+    folder: str, method: Any, model: Any, loader: Any, steps: int, callback: TrainerCallback, **layout: Any
+) -> Trainer:
+    """A trainer of ``steps`` steps that a loader gives, by Adam with weight decay."""
+    method.loader = loader
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        ddp_backend="gloo" if "RANK" in os.environ else None,
+    )
+    return Trainer(
+        model=model,
+        args=arguments,
+        method=method,
+        train_dataset=[Text("", "none")],
+        processing_class=tokenizer(),
+        callbacks=[callback],
+        **layout,
+    )
+
+
+def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights after each of four steps in which a part of the network has no gradient in some."""
+    made = cases(torch.float64)
+    rollouts, solutions = made["ppo separate"][2], made["step_value"][2]
+    wrong, right = ([e for i, e in enumerate(solutions) if i % 2 == odd] for odd in (0, 1))
+    found = {}
+    # tokens are learned in the third step of step_value alone, and in that of PPO, where else only the critic learns
+    for name, steps in (
+        ("ppo separate", [rollouts] * 4),
+        ("ppo shared", [rollouts] * 4),
+        ("step_value", [wrong, wrong, right + wrong, wrong]),
+    ):
+        method, model, _ = made[name]
+        after: list[dict[str, torch.Tensor]] = []
+        taken = iter(enumerate(steps))
+
+        class Keep(TrainerCallback):
+            def on_step_end(self, args, state, control, model: Any = None, into=after, **_):
+                into.append({n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()})
+
+        def finish(_: list, taken=taken, method=method) -> list:
+            step, examples = next(taken)
+            if isinstance(method, PPO):
+                method.warming_up = step in (0, 1, 3)
+            return examples
+
+        def loader(rows, context, finish=finish) -> Any:
+            return RowLoader(rollouts, len(rollouts), 0, finish)
+
+        trainer(folder, method, model, loader, len(steps), Keep(), token_budget=60).train()
+        found |= {f"{name}, step {i}": state for i, state in enumerate(after, 1)}
+    return found
+
+
 def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch.Tensor]:
     """Run one step of each method and return the gradient that the optimizer would see."""
     found = {}
@@ -204,34 +288,16 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
             ready = (lambda step: method.ready(step, context)) if isinstance(method, DPO) else None
             return RowLoader(examples, len(examples), 0, ready)
 
-        method.loader = loader
-        arguments = TrainingArguments(
-            folder,
-            use_cpu=True,
-            max_steps=1,
-            per_device_train_batch_size=1,
-            max_grad_norm=0,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            ddp_backend="gloo" if "RANK" in os.environ else None,
-        )
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            method=method,
-            train_dataset=[Text("", "none")],
-            processing_class=tokenizer(),
-            callbacks=[Keep()],
-            **layout,
-        )
-        trainer.train()
+        trainer(folder, method, model, loader, 1, Keep(), **layout).train()
         found[name] = grads[0]
     return found
 
 
 if __name__ == "__main__":
-    results = {str(dtype): gradients(sys.argv[1], dtype, token_budget=60) for dtype in (torch.float32, torch.float64)}
+    results: dict[str, Any] = {
+        str(dtype): gradients(sys.argv[1], dtype, token_budget=60) for dtype in (torch.float32, torch.float64)
+    }
+    results["weights"] = partial_steps(sys.argv[1])
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]) / "gradients.pt")
     torch.distributed.barrier()

@@ -49,20 +49,24 @@ def test_layout_does_not_change_the_gradient(layout, dtype, straight, tmp_path):
         assert distance(gradient, straight[dtype][name]) < TOLERANCE[dtype], name
 
 
-def test_two_processes_give_the_gradient_of_one(straight, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(JOB),
-        str(tmp_path),
-    ]
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What two processes found."""
+    folder = tmp_path_factory.mktemp("both")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)
-    both = torch.load(tmp_path / "gradients.pt")
+    subprocess.run(list(map(str, command)), check=True, env=environment, timeout=120, capture_output=True)
+    return torch.load(folder / "gradients.pt")
+
+
+def test_two_processes_give_the_gradient_of_one(straight, both):
     for dtype, tolerance in TOLERANCE.items():
         for name, gradient in both[str(dtype)].items():
             assert distance(gradient, straight[dtype][name]) < tolerance, (dtype, name)
+
+
+def test_what_has_no_gradient_in_one_process_has_none_in_two(both, tmp_path):
+    """Zeros instead would count as a step of Adam, and decay."""
+    for name, weights in job.partial_steps(str(tmp_path)).items():
+        for part, weight in weights.items():
+            torch.testing.assert_close(both["weights"][name][part], weight, atol=1e-9, rtol=1e-6, msg=f"{name}: {part}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +22,14 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from burnish.math.tensors import precise
 from burnish.models import bases
 from burnish.models.adapters import trained_on, wrap
+from burnish.models.dropout import disable_dropout
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.models.linear import use_onednn
 from burnish.models.quantise import is_quantised
 from burnish.protocols import Method
-from burnish.types import MicroBatch, Terms, UserError
+from burnish.types import MicroBatch, Term, Terms, UserError
 
 VALUE_HEAD = "value_head.safetensors"
-
-
-def disable_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout probability to 0, so that the same tokens always give the same numbers."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
-        for name in ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout"):
-            if hasattr(config, name):
-                setattr(config, name, 0.0)
-    # layers that call the function instead of nn.Dropout keep the probability in an attribute of their own
-    for module in model.modules():
-        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)
-    return model
 
 
 def init_score(model: PreTrainedModel) -> None:
@@ -172,9 +158,16 @@ class Network(nn.Module):
         alone = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
         return [self.policy, self.critic] if alone else [self.policy]  # type: ignore[list-item]
 
-    def forward(self, method: Method, batch: MicroBatch) -> Terms:
-        """The terms of one micro-batch."""
-        return method.loss(self, batch)
+    def forward(self, method: Method, batch: MicroBatch, learned: Collection[str] | None = None) -> Terms:
+        """The terms of one micro-batch; those that are not ``learned`` have no gradient (None: all are learned).
+
+        DistributedDataParallel takes every parameter that a result depends on for a used one, and gives it zeros where
+        the loss leaves it out. Adam would count these as a step, and decay the weights.
+        """
+        terms = method.loss(self, batch)
+        if learned is None:
+            return terms
+        return {name: term if name in learned else Term(*(x.detach() for x in term)) for name, term in terms.items()}
 
     def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """Values (B, T); a head on the policy reads ``hidden`` (B, T, H), the policy's hidden states, where given."""

@@ -27,6 +27,7 @@ from burnish import files
 from burnish.data import streaming
 from burnish.data.chat import Length
 from burnish.data.rows import Rows, load
+from burnish.models.dropout import key_dropout
 from burnish.models.finite import non_finite
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget, is_out_of_memory
@@ -110,6 +111,7 @@ class Trainer(transformers.Trainer):
         self.eval_rows = [] if eval_dataset is None else self._rows(eval_dataset)
         self.tokenizer: Any = processing_class
         network = method.prepare(model, processing_class)
+        self.dropout = key_dropout(network.models)
         super().__init__(
             model=network,
             args=args,
@@ -224,8 +226,9 @@ class Trainer(transformers.Trainer):
         losses = []
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                terms: Terms = model(self.method, batch)
+            masks = self.dropout.of(batch, self.args.seed, self.state.global_step)
+            with masks, contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                terms: Terms = model(self.method, batch, weights)
                 loss = torch.stack([weight * terms[n].total / counts[n] for n, weight in weights.items()]).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once
                 self.accelerator.backward(loss * world_size)
