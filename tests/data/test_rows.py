@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
-from burnish.data.rows import load, parse
+from burnish.data.rows import BadRow, load, parse
 from burnish.types import Conversation, Message, Preference, Prompt, Ranking, Text, UserError
 
 USER: Message = {"role": "user", "content": "Hi"}
@@ -247,6 +247,45 @@ def test_a_broken_line_names_the_line(tmp_path: Path) -> None:
     result = load(path, (Text,), on_bad_row="skip")
     assert [row.source for row in result.rows] == [f"{path}:1"]
     assert result.reasons == {"not JSON": 1, "not UTF-8": 1}
+
+
+TWICE = '{"prompt": "Hi", "prompt": "Ho", "completion": "Hello"}'
+NESTED = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "content": "b"}]}'
+GOOD = '{"prompt": "Hi", "completion": "Hello"}'
+
+
+@pytest.mark.parametrize(("bad", "key"), [(TWICE, "prompt"), (NESTED, "content")])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz", "json.gz"])
+def test_a_key_that_stands_twice_is_a_bad_row(tmp_path: Path, ending: str, bad: str, key: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    lines = (GOOD, bad, GOOD)
+    text = "[" + ",\n".join(lines) + "]" if ending.startswith("json.") or ending == "json" else "\n".join(lines)
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
+    with pytest.raises(BadRow, match=rf"a.{ending}:2: {key}: key that stands twice"):
+        load(path, CONVERSATIONS)
+    result = load(path, CONVERSATIONS, on_bad_row="skip")
+    assert [row.source for row in result.rows] == [f"{path}:1", f"{path}:3"]
+    assert result.reasons == {"key that stands twice": 1}
+
+
+def test_a_key_that_stands_twice_in_a_cell_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    cell = json.loads(NESTED)["messages"]
+    text = NESTED.partition(": ")[2][:-1].replace('"', '""')
+    path.write_text(f'messages\n"{text}"\n')
+    assert json.loads(text.replace('""', '"')) == cell
+    with pytest.raises(BadRow, match=r"a.csv:2: messages: key that stands twice: 'content'"):
+        load(path, CONVERSATIONS)
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "depth"])
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_json_beyond_the_limits_of_the_parser_is_named(tmp_path: Path, value: str, ending: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    bad = f'{{"text": {value}}}'
+    path.write_text(f'[{{"text": "a"}},\n{bad}]' if ending == "json" else f'{{"text": "a"}}\n{bad}\n')
+    with pytest.raises(UserError, match=rf"a.{ending}:2: not JSON"):
+        load(path, (Text,))
 
 
 def test_a_column_of_mixed_types_names_line_and_key(tmp_path: Path) -> None:

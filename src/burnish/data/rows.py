@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from burnish.data.recognition import parse
-from burnish.data.shapes import BadRow
+from burnish.data.shapes import TWICE, BadRow, Decoder
 from burnish.types import Row, UserError
 
 __all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "load", "parse", "read"]
@@ -185,17 +185,23 @@ def _lines(path: Path) -> Iterator[tuple[str, str | BadRow]]:
 
 
 def _jsonl(path: Path) -> Iterator[Found]:
+    decoder = Decoder()
     for place, line in _lines(path):
         if isinstance(line, BadRow):
             yield place, line
         elif line.strip():
             try:
-                yield place, json.loads(line)
+                yield place, _once(decoder.decode(line), decoder, place)
             except json.JSONDecodeError as error:
                 yield (
                     place,
                     BadRow(place, "", "not JSON", f"{error.msg} at column {error.colno}: {_around(line, error.pos)}"),
                 )
+
+
+def _once(record: Any, decoder: Decoder, place: str) -> Any:
+    """The record that was just decoded, or the error that one of its keys stands twice."""
+    return BadRow(place, decoder.twice[0], TWICE, "write it once") if decoder.twice else record
 
 
 def _around(text: str, position: int) -> str:
@@ -217,7 +223,7 @@ def _json(path: Path) -> Iterator[Found]:
     if not text.lstrip().startswith("["):
         yield from _jsonl(path)
         return
-    decoder = json.JSONDecoder()
+    decoder = Decoder()
     position, line, counted = text.index("[") + 1, 1, 0
     try:
         while True:
@@ -226,7 +232,8 @@ def _json(path: Path) -> Iterator[Found]:
                 break
             line, counted = line + text.count("\n", counted, position), position
             record, position = decoder.raw_decode(text, position)
-            yield f"{path}:{line}", record
+            place = f"{path}:{line}"
+            yield place, _once(record, decoder, place)
             position = _past_space(text, position)
             if not text.startswith(",", position):
                 break

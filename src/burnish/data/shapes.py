@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,10 +36,42 @@ ROLES = {
 }
 # These keys of a message change what is rendered or learned: a message that uses one is refused.
 UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+TWICE = "key that stands twice"
 EXACT = 1e-6  # how near a Q has to be to 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
 Record = Mapping[str, Any]
+
+
+class Decoder(json.JSONDecoder):
+    """JSON in which no object may have a key twice; ``json`` takes the last of them in silence.
+
+    ``twice`` holds such keys of the text that was decoded last.
+    """
+
+    def __init__(self) -> None:
+        self.twice: list[str] = []
+        super().__init__(object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            self.twice += [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        return found
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        """The value that begins at ``idx``, and where it ends.
+
+        Raises:
+            JSONDecodeError: it is not JSON, is nested too deep, or holds a number of too many digits.
+        """
+        self.twice = []
+        try:
+            return super().raw_decode(s, idx)
+        except json.JSONDecodeError:
+            raise
+        except (RecursionError, ValueError) as error:
+            raise json.JSONDecodeError(str(error).partition(";")[0], s, idx) from None
 
 
 class BadRow(UserError):
@@ -91,10 +124,13 @@ def _number(value: Any, at: At) -> float:
 def _list(value: Any, at: At) -> list[Any]:
     """A list; files that hold only strings (csv) write it as JSON."""
     if isinstance(value, str):
+        decoder = Decoder()
         try:
-            value = json.loads(value)
+            value = decoder.decode(value)
         except ValueError:
             raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
+        if decoder.twice:
+            raise at.bad(TWICE, repr(decoder.twice[0]))
     if not isinstance(value, list | tuple):
         raise at.bad("not a list", f"got {shown(value)}")
     return list(value)
