@@ -176,6 +176,19 @@ def test_inspect_shows_mixtures_and_the_beginning_of_a_stream(home):
     assert "a stream: the first 5 rows" in shown.getvalue()
 
 
+@pytest.mark.parametrize("stream", [(), ("data.stream=true", "trainer.max_steps=6")])
+def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
+    write("a.jsonl", [{"prompt": f"{i}+{i}", "completion": str(i), "lang": "en"} for i in range(8)])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: lang: column that is not read: .*data\.keep: \[lang\]"):
+        run(*stream)
+    assert run("data.keep=[lang]", *stream)[0]["state"] == "done"
+    shown = io.StringIO()
+    inspect.show(load("mixed.yaml", ["data.keep=[lang]"]), None, Console(file=shown, width=200))
+    assert "not read, as data.keep says: lang" in shown.getvalue()
+    assert "data.kep: unknown key; did you mean 'keep'?" in message("data.kep=[lang]")
+    assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
+
+
 @pytest.mark.slow
 def test_a_stream_that_is_killed_ends_with_the_same_bytes(home):
     """A mixture with a bad row, killed three times and started again."""

@@ -179,7 +179,9 @@ def test_faults_name_place_and_key(record: Any, kinds: tuple[type, ...], place: 
 
 def test_format_chooses_between_shapes_and_is_checked() -> None:
     record = {"messages": [USER, YES], "conversations": [USER, NO]}
-    assert parsed(record, CONVERSATIONS, "a:1", format="sharegpt").messages == (USER, NO)
+    assert parsed(record, CONVERSATIONS, "a:1", format="sharegpt", keep=["messages"]).messages == (USER, NO)
+    with pytest.raises(UserError, match=r"a:1: messages: column that is not read"):
+        parsed(record, CONVERSATIONS, "a:1", format="sharegpt")
     with pytest.raises(UserError, match=r"did you mean 'alpaca'"):
         parsed(record, CONVERSATIONS, "a:1", format="alpacca")
 

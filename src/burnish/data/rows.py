@@ -16,7 +16,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -69,6 +69,7 @@ def load(
     *,
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
 ) -> Rows:
@@ -81,6 +82,7 @@ def load(
         kinds: the row classes to read, for instance ``(Preference, Ranking)``.
         format: the name of a shape, where the keys fit several.
         keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
+        keep: columns that are no part of a row and no mistake: they are not read. A prompt has them among its columns.
         on_bad_row: ``skip`` leaves bad rows out and lists them; ``error`` stops at the first.
         limit: read this many good rows at most.
 
@@ -90,7 +92,7 @@ def load(
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for found in read(source, kinds, format=format, keys=keys, on_bad_row=on_bad_row, limit=limit):
+    for found in read(source, kinds, format=format, keys=keys, keep=keep, on_bad_row=on_bad_row, limit=limit):
         if isinstance(found, Skipped):
             skipped.append(found)
         else:
@@ -107,6 +109,7 @@ def read(
     *,
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
     streaming: bool = False,
@@ -126,7 +129,7 @@ def read(
         try:
             if isinstance(record, BadRow):
                 raise record
-            row = parse(record, kinds, place, format, keys)
+            row = parse(record, kinds, place, format, keys, keep)
         except BadRow as bad:
             if on_bad_row == "error":
                 raise

@@ -59,4 +59,5 @@ def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:
 
 
 def _how(data: Data, part: Part) -> dict[str, Any]:
-    return {"format": part.format, "keys": part.keys, "on_bad_row": data.on_bad_row, "limit": part.limit}
+    shared = {"keep": data.keep, "on_bad_row": data.on_bad_row}
+    return {"format": part.format, "keys": part.keys, "limit": part.limit} | shared
