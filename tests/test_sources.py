@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from burnish import inspect, pipeline
-from burnish.recipe import Recipe, load, sources
+from burnish.recipe import Data, Recipe, load, sources
 from burnish.recipes import tiny
 from burnish.training.display import Display
 from burnish.types import Conversation, UserError
@@ -187,6 +187,34 @@ def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
     assert "not read, as data.keep says: lang" in shown.getvalue()
     assert "data.kep: unknown key; did you mean 'keep'?" in message("data.kep=[lang]")
     assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
+
+
+def test_held_out_rows_that_are_trained_on_are_a_warning(home):
+    """Whatever the spelling, and also where it is one source of a mixture; the training goes on."""
+    Path("link.jsonl").symlink_to("b.jsonl")
+    write("held.jsonl", [{"prompt": "1+1", "completion": "2"}])
+    one = "data.train=[{from: ./a.jsonl}, {from: held.jsonl}]"
+    stage, shown = run("data.eval=a.jsonl", one)
+    assert stage["state"] == "done"
+    assert shown.count("warning: data.eval is a.jsonl, which data.train reads too") == 1
+
+    def inspected(*overrides: str) -> str:
+        console = Console(file=io.StringIO(), width=300)
+        inspect.show(load("mixed.yaml", overrides), None, console)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    keys = "data.keys={prompt: question}"
+    assert "warning: data.eval is link.jsonl" in inspected("data.eval=link.jsonl", "data.train=b.jsonl", keys)
+    assert "warning" not in inspected("data.eval=held.jsonl", "data.train=a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [("a/b", "a/b:train", True), ("a/b", "a/b:test", False), ("a/b/c", "a/b/d", False)],
+)
+def test_hub_ids_are_the_same_by_their_split(one, other, same):
+    data = Data.model_validate({"train": one, "eval": other})
+    assert (sources.overlap(data, Path("run")) is not None) == same
 
 
 @pytest.mark.slow

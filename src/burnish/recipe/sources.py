@@ -24,6 +24,26 @@ def references(data: Data, split: str, folder: Path) -> list[str]:
     return [data_reference(part.source, folder) for part in data.parts(split)]
 
 
+def overlap(data: Data, folder: Path) -> str | None:
+    """A warning where ``data.eval`` is a source of ``data.train``, None where it is not."""
+    if data.eval is None:
+        return None
+    ((held_out,), trained) = references(data, "eval", folder), references(data, "train", folder)
+    if not any(_same(held_out, name) for name in trained):
+        return None
+    return (
+        f"warning: data.eval is {held_out}, which data.train reads too: its results say how well these rows were "
+        "learned, not what the model does with rows that it has not seen"
+    )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two references name one file or folder, whatever the spelling, or one hub id."""
+    if Path(one).exists() and Path(other).exists():
+        return Path(one).samefile(other)
+    return one.removesuffix(":train") == other.removesuffix(":train")
+
+
 def hashes(data: Data, splits: list[str], folder: Path) -> dict[str, str]:
     """SHA-256 of the files of splits by their names, in hex; what is no file has none."""
     found = {}
