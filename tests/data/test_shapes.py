@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.data.rows import BadRow, load, parse
 from burnish.data.shapes import SHAPES
-from burnish.types import Conversation, Labelled, Messages, Preference, Prompt, Scored, Steps, Text
+from burnish.types import Conversation, Labelled, Messages, Preference, Prompt, Ranking, Scored, Steps, Text
 
 HI: Messages = ({"role": "user", "content": "Hi"},)
 HELLO: Messages = ({"role": "assistant", "content": "Hello"},)
@@ -25,6 +26,34 @@ def test_a_scored_conversation(key: str) -> None:
 def test_a_reward_must_be_a_finite_number(reward: object) -> None:
     with pytest.raises(BadRow, match=r"r\.jsonl:1: .*reward"):
         parse({"text": [*HI, *HELLO], "reward": reward}, (Scored,), "r.jsonl:1")
+
+
+NUMBERS = {"1e308": 1e308, "-3.5e38": -3.5e38, "400 digits": 10**400, "5000 digits": -(10**5000), "text": "1e300"}
+
+
+@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("key", ["reward", "scores", "margin", "p_chosen", "Q"])
+def test_a_number_that_float32_cannot_hold_is_a_bad_row(key: str, value: object) -> None:
+    records: dict[str, tuple[dict[str, object], type]] = {
+        "reward": ({"text": [*HI, *HELLO], "reward": value}, Scored),
+        "scores": ({"prompt": "Hi", "completions": ["a", "b"], "scores": [1, value]}, Ranking),
+        "margin": ({"prompt": "Hi", "chosen": "a", "rejected": "b", "margin": value}, Preference),
+        "p_chosen": ({"prompt": "Hi", "chosen": "a", "rejected": "b", "p_chosen": value}, Preference),
+        "Q": ({"instruction": "Hi", "output": [{"step": "a", "Q": value}]}, Steps),
+    }
+    record, kind = records[key]
+    with pytest.raises(BadRow, match=rf"r:1: .*{key}(\[1\])?: too large for float32: expected at most 3\.403e\+38"):
+        parse(record, (kind,), "r:1")
+
+
+@given(st.integers() | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_reward_that_is_read_is_finite_in_float32(value: float) -> None:
+    try:
+        row = parse({"text": [*HI, *HELLO], "reward": value}, (Scored,), "r:1")
+    except BadRow:
+        assert abs(value) > 3.4028234e38
+    else:
+        assert isinstance(row, Scored) and torch.tensor(row.reward, dtype=torch.float32).isfinite()
 
 
 @pytest.mark.parametrize(("label", "expected"), [(True, True), (0, False), ("true", True), ("False", False)])

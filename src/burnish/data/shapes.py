@@ -40,6 +40,7 @@ PROVENANCE = frozenset(
     | {"finish", "logprob", "logprob_mean", "step", "kind", "score"}
 )
 TWICE = "key that stands twice"
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards, margins and scores are computed
 EXACT = 1e-6  # how near a Q has to be to 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
@@ -124,8 +125,12 @@ def _number(value: Any, at: At) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         raise at.bad("not a number", f"got {shown(value)}") from None
+    except OverflowError:  # a whole number of more than 308 digits
+        number = LARGEST * 2
     if not math.isfinite(number):
         raise at.bad("not a finite number", f"got {shown(value)}")
+    if abs(number) > LARGEST:
+        raise at.bad("too large for float32", f"expected at most {LARGEST:.4g} in size, got {shown(value)}")
     return number
 
 
@@ -203,7 +208,10 @@ def _with_system(record: Record, row: At, messages: Messages, key: str = "system
 
 def shown(value: Any) -> str:
     """A value as a message quotes it."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except ValueError:  # a whole number of thousands of digits, or a list that holds itself
+        text = "..."
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
