@@ -18,6 +18,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from burnish import inspect, pipeline
+from burnish.data.streaming import RowStream
 from burnish.recipe import Data, Recipe, load, sources
 from burnish.recipes import tiny
 from burnish.training.display import Display
@@ -215,6 +216,21 @@ def test_held_out_rows_that_are_trained_on_are_a_warning(home):
 def test_hub_ids_are_the_same_by_their_split(one, other, same):
     data = Data.model_validate({"train": one, "eval": other})
     assert (sources.overlap(data, Path("run")) is not None) == same
+
+
+def test_a_stream_whose_file_changes_stops_the_run(home, monkeypatch):
+    """The rows of the second buffer are of another file, which training never sees."""
+    made = RowStream.take
+
+    def take(stream: RowStream, count: int) -> Any:
+        found = made(stream, count)
+        if count == 4:  # a buffer, and not the first look at the rows
+            write("a.jsonl", [{"prompt": "1+1", "completion": "3"} for _ in range(8)])
+        return found
+
+    monkeypatch.setattr(RowStream, "take", take)
+    with pytest.raises(UserError, match=r"a\.jsonl changed while it was being read.*--fresh"):
+        run("data.train=a.jsonl", "data.stream=true", "data.shuffle_buffer=4", "trainer.max_steps=6")
 
 
 @pytest.mark.slow

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from burnish.data.rows import BadRow, load, parse
+from burnish.data.rows import BadRow, load, parse, read
 from burnish.types import Conversation, Message, Preference, Prompt, Ranking, Text, UserError
 
 USER: Message = {"role": "user", "content": "Hi"}
@@ -353,3 +355,58 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match=r"empty.jsonl: no rows"):
         load(tmp_path / "empty.jsonl", (Text,))
+
+
+def rewrite(path: Path) -> None:
+    """The same text in place, at another time."""
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def replace(path: Path) -> None:
+    """Another file of the same size and time in its place."""
+    stat = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other.rename(path)
+
+
+def append(path: Path) -> None:
+    """More bytes, at the same time."""
+    stat = path.stat()
+    with path.open("ab") as file:
+        file.write(b"\n")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, append, Path.unlink])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.parquet", "folder/train.jsonl"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, name: str, change: Callable[[Path], None], limit: int | None
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    records = [{"text": f"row {i}"} for i in range(3)]
+    text = {"json": json.dumps(records), "csv": "text\na\nb\nc\n"}.get(name[2:], "\n".join(map(json.dumps, records)))
+    if name == "a.parquet":
+        datasets.Dataset.from_list(records).to_parquet(path)
+    else:
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    source = path.parent if name.startswith("folder") else path
+    assert len(loaded(source, (Text,), limit=limit)) == (limit or 3)
+    rows = read(source, (Text,), limit=limit)
+    next(rows)
+    change(path)
+    with pytest.raises(UserError, match=rf"{path} changed while it was being read"):
+        list(rows)
+
+
+def test_a_file_that_comes_into_a_folder_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "train-1.jsonl", {"text": "a"})
+    rows = read(tmp_path, (Text,))
+    next(rows)
+    write(tmp_path / "train-2.jsonl", {"text": "b"})
+    with pytest.raises(UserError, match=r"train-2.jsonl changed while it was being read"):
+        list(rows)

@@ -74,7 +74,7 @@ def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:
     sources = []
     for part, name in zip(data.parts("train"), references(data, "train", folder), strict=True):
         again: partial[Iterator[Any]] = partial(rows.read, name, kinds, streaming=True, **_how(data, part))
-        sources.append(Source(name, again, part.weight))
+        sources.append(Source(name, again, part.weight, rows.Unchanged(name)))
     return RowStream(sources, data.shuffle_buffer)
 
 
