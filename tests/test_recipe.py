@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, _get_bitsandbytes_optimizer
+from transformers.training_args import OptimizerNames
 
 from burnish.recipe import StageData, StageModel, load, schema, shipped
 from burnish.recipe.checks import OPTIM_ARGS, _unread
@@ -286,15 +287,15 @@ def test_optim_args_that_no_optimizer_reads(folder, optimizer, given, said):
 
 def test_what_optimizers_read_is_what_transformers_reads():
     """By the code of each optimizer's maker: it looks its names up in ``optim_args``, and in nothing else."""
-    for optimizer, maker in _OPTIMIZER_HANDLERS.items():
-        code = inspect.getsource(maker)
-        if maker is _get_bitsandbytes_optimizer and "ademamix" not in optimizer.value:
-            assert (optimizer.value in OPTIM_ARGS) == ("rmsprop" in optimizer.value)
+    for key, maker in _OPTIMIZER_HANDLERS.items():
+        optimizer, code = OptimizerNames(key).value, inspect.getsource(maker)
+        if maker is _get_bitsandbytes_optimizer and "ademamix" not in optimizer:
+            assert (optimizer in OPTIM_ARGS) == ("rmsprop" in optimizer)
             continue
         found = set(re.findall(r'optim_args\.(?:get|pop)\(\s*"(\w+)"|"(\w+)" in ctx\.optim_args', code))
         names = {name for pair in found for name in pair if name}
         names |= set(re.findall(r'"(\w+)"', "".join(re.findall(r"for key in \((.*)\)", code))))
-        assert names - {"weight_decay"} == set(OPTIM_ARGS.get(optimizer.value) or ()), optimizer
+        assert names - {"weight_decay"} == set(OPTIM_ARGS.get(optimizer) or ()), optimizer
 
 
 def test_which_optimizers_read_betas_is_what_transformers_reads():

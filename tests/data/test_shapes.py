@@ -122,7 +122,8 @@ FULL: dict[str, dict[str, Any]] = {
     "scored": {"messages": [*HI, *HELLO], "reward": 1, "system": "s"},
     "steps": {"instruction": "1 + 1", "output": [{"step": "2", "Q": 1}], "system": "s"},
 }
-KEPT = ("id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P")
+WRITTEN = ("finish", "logprob", "logprob_mean", "step", "kind", "score")  # by burnish generate, and in samples.jsonl
+KEPT = ("id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P", *WRITTEN)
 OTHERS = [shape for shape in SHAPES if shape.kind is not Prompt]
 
 
@@ -138,20 +139,7 @@ def test_every_shape_has_a_row_here() -> None:
 def test_a_column_is_read_or_kept_or_an_error(shape: Any, column: str, value: Any) -> None:
     record = FULL[shape.name]
     row = parse(record, (shape.kind,), "r.jsonl:7", shape.name)
-    names = (
-        *record,
-        *KEPT,
-        "finish",
-        "logprob",
-        "logprob_mean",
-        "step",
-        "kind",
-        "score",
-        "system",
-        "margin",
-        "p_chosen",
-    )
-    if column in (*names, "input", "system_prompt", "tools"):
+    if column in {*record, *KEPT, "tools", *(name for other in SHAPES for name in other.may)}:
         return
     with pytest.raises(BadRow) as caught:
         parse(record | {column: value}, (shape.kind,), "r.jsonl:7", shape.name)
@@ -159,6 +147,14 @@ def test_a_column_is_read_or_kept_or_an_error(shape: Any, column: str, value: An
     assert f"data.keep: [{column}]" in str(caught.value)
     for harmless, keep in (({column: value}, (column,)), ({column: None}, ()), (dict.fromkeys(KEPT, value), ())):
         assert parse(record | harmless, (shape.kind,), "r.jsonl:7", shape.name, keep=keep) == row
+
+
+@pytest.mark.parametrize("shape", OTHERS, ids=lambda shape: shape.name)
+def test_a_column_of_another_shape_is_not_read(shape: Any) -> None:
+    known = {column for other in SHAPES for column in (*other.needs, *other.may)}
+    for column in sorted(known.difference(shape.needs, shape.may)):
+        with pytest.raises(BadRow, match=rf"r:1: {column}: column that is not read"):
+            parse(FULL[shape.name] | {column: "x"}, (shape.kind,), "r:1", shape.name)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

@@ -347,8 +347,8 @@ def _read_pair(record: Record, row: At) -> Preference:
     return _compared(record, row, chosen[:same], chosen[same:], rejected[same:])
 
 
-def _read_ranking(record: Record, row: At) -> Ranking:
-    key, sign = ("ranks", -1.0) if record.get("ranks") is not None else ("scores", 1.0)
+def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
+    """Scores, or ranks with a sign of -1: the best rank is the lowest."""
     prompt = _turns(record["prompt"], row.inside("prompt"), "user")
     at = row.inside("completions")
     answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
@@ -437,8 +437,12 @@ SHAPES = (
     Shape("openorca", Conversation, ("question", "response"), _read_openorca, ("system_prompt",)),
     Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference, _PAIR),
     Shape("pair", Preference, ("chosen", "rejected"), _read_pair, _PAIR),
-    Shape("ranks", Ranking, ("prompt", "completions", "ranks"), _read_ranking),
-    Shape("scores", Ranking, ("prompt", "completions", "scores"), _read_ranking),
+    Shape(
+        "ranks", Ranking, ("prompt", "completions", "ranks"), functools.partial(_read_ranking, key="ranks", sign=-1.0)
+    ),
+    Shape(
+        "scores", Ranking, ("prompt", "completions", "scores"), functools.partial(_read_ranking, key="scores", sign=1.0)
+    ),
     Shape("prompt", Prompt, ("prompt",), _read_prompt),
     Shape("labelled", Labelled, ("prompt", "completion", "label"), _read_labelled),
     Shape("scored_text", Scored, ("text", "reward"), _read_scored),
