@@ -290,6 +290,14 @@ ROWS = {
     "a probability above 1": ("pairs", PAIR | {"p_chosen": 1.5}, ["p_chosen", "1.5"]),
     "a negative margin": ("pairs", PAIR | {"margin": -1}, ["margin", "-1"]),
     "a margin that is no number": ("pairs", PAIR | {"margin": "big"}, ["margin", "big"]),
+    "a column that nothing reads": ("pairs", PAIR | {"score_chosen": 2}, ["score_chosen", "data.keep: [score_chosen]"]),
+    "a key that stands twice": ("prompts", '{"prompt": "Hi", "prompt": "Ho"}', ["prompt", "twice"]),
+    "tools": ("prompts", {"prompt": "Hi", "tools": [{"name": "add"}]}, ["tools are not supported yet"]),
+    "a key of a message": (
+        "chat",
+        {"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": "a", "name": "b"}]},
+        ["messages[1].name", "data.keep: [name]"],
+    ),
     "a prompt that is empty": ("prompts", {"prompt": ""}, ["prompt"]),
     "a prompt that is missing": ("prompts", {"promt": "Hi"}, ["promt", "prompt"]),
 }

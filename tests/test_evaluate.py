@@ -67,6 +67,14 @@ def logprob(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float
     return found[0, len(start) :].sum().item(), len(ids) - len(start)
 
 
+def test_columns_that_are_kept_are_listed(here: Path) -> None:
+    save("chat.jsonl", [{"prompt": "ab", "completion": "cd", "lang": "en"}])
+    result = call("one", "data.eval=chat.jsonl")
+    assert result.exit_code == 2
+    assert "chat.jsonl:1: lang: column that is not read" in result.output
+    assert measured("one", "data.eval=chat.jsonl", "data.keep=[lang]")
+
+
 def test_conversations_give_the_perplexity(here: Path, tiny_llama: Any, tiny_tokenizer: Any) -> None:
     found = measured("one", "data.eval=chat.jsonl", "against=two")["perplexity"]
     expected = []

@@ -1,9 +1,15 @@
+import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, _get_bitsandbytes_optimizer
+from transformers.training_args import OptimizerNames
 
 from burnish.recipe import StageData, StageModel, load, schema, shipped
+from burnish.recipe.checks import OPTIM_ARGS, _unread
 from burnish.recipe.loading import RECIPES
 from burnish.recipe.places import read
 from burnish.types import UserError
@@ -220,3 +226,87 @@ def test_shipped_recipes_are_described_by_their_first_line(tmp_path, monkeypatch
 def test_a_field_of_the_trainer_that_does_nothing_is_refused(folder):
     said = message("two.yaml", ["stages.tune.trainer.label_smoothing_factor=0.1"])
     assert "trainer.label_smoothing_factor: this key is not for recipes: a method whose loss" in said
+
+
+def test_names_that_are_kept_are_in_the_schema():
+    keep = schema()["$defs"]["Data"]["properties"]["keep"]
+    assert keep["type"] == "array" and keep["items"] == {"type": "string"} and keep["default"] == []
+
+
+# A field, and another one that makes it do something.
+READ_WITH = [
+    ("eval_steps=2", "eval_strategy=steps"),
+    ("eval_delay=2", "eval_strategy=epoch"),
+    ("logging_steps=2", "logging_strategy=steps", "logging_strategy=epoch"),
+    ("save_steps=2", "save_strategy=steps", "save_strategy=no"),
+    ("save_total_limit=2", "save_strategy=epoch", "save_strategy=no"),
+    ("save_only_model=true", "save_strategy=best", "save_strategy=no"),
+    ("metric_for_best_model=loss", "load_best_model_at_end=true"),
+    ("greater_is_better=true", "lr_scheduler_type=reduce_lr_on_plateau"),
+    ("lr_scheduler_kwargs={min_lr: 1e-6}", "lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_type=constant"),
+    ("warmup_steps=2", "lr_scheduler_type=constant_with_warmup", "lr_scheduler_type=constant"),
+    ("adam_beta2=0.9", "optim=adamw_torch", "optim=sgd"),
+    ("adam_epsilon=0.1", "optim=adamw_torch", "optim=lion_32bit"),
+    ("weight_decay=0.1", "optim=sgd", "optim=galore_adamw"),
+    ("optim_target_modules=all-linear", "optim=galore_adamw"),
+    ("activation_checkpointing_kwargs={use_reentrant: false}", "activation_checkpointing=true"),
+    ("hub_model_id=me/mine", "push_to_hub=true"),
+    ("optim_args=momentum=0.9", "optim=sgd"),
+]
+
+
+@pytest.mark.parametrize("fields", READ_WITH, ids=lambda fields: fields[0].partition("=")[0])
+def test_a_field_of_the_trainer_that_belongs_to_another_one(folder, fields):
+    (folder / "held.jsonl").write_text("")
+    field, with_it, *without = [f"stages.prefer.trainer.{text}" for text in fields]
+    key = field.partition("=")[0]
+    said = message("two.yaml", [field, *without])
+    assert said.startswith(f"command line: {key}: ") and fields[1].partition("=")[0] in said
+    load("two.yaml", [field, with_it, "stages.prefer.data.eval=held.jsonl"])
+
+
+def test_a_field_that_keeps_its_default_may_stand_anywhere(folder):
+    kept = ["lr_scheduler_type=constant", "warmup_steps=0", "eval_delay=0", "optim_args=null", "adam_beta1=0.9"]
+    load("two.yaml", [f"stages.prefer.trainer.{text}" for text in (*kept, "optim=sgd")])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "said"),
+    [
+        ("sgd", "momentun=0.9", "sgd does not read 'momentun'; did you mean 'momentum'?"),
+        ("sgd", "momentum=0.9, weight_decay=0.1", "weight_decay is overruled by trainer.weight_decay"),
+        ("rmsprop", "alpha", "expected name=value, name=value, got 'alpha'"),
+        ("adamw_torch_fused", "betas=0.9", "adamw_torch_fused reads no optim_args; those that do are sgd, "),
+        ("adafactor", "scale_parameter=true", "adafactor reads no optim_args"),
+    ],
+)
+def test_optim_args_that_no_optimizer_reads(folder, optimizer, given, said):
+    fields = [f"stages.prefer.trainer.optim={optimizer}", f"stages.prefer.trainer.optim_args={given}"]
+    assert f"stages.prefer.trainer.optim_args: {said}" in message("two.yaml", fields)
+
+
+def test_what_optimizers_read_is_what_transformers_reads():
+    """By the code of each optimizer's maker: it looks its names up in ``optim_args``, and in nothing else."""
+    for key, maker in _OPTIMIZER_HANDLERS.items():
+        optimizer, code = OptimizerNames(key).value, inspect.getsource(maker)
+        if maker is _get_bitsandbytes_optimizer and "ademamix" not in optimizer:
+            assert (optimizer in OPTIM_ARGS) == ("rmsprop" in optimizer)
+            continue
+        found = set(re.findall(r'optim_args\.(?:get|pop)\(\s*"(\w+)"|"(\w+)" in ctx\.optim_args', code))
+        names = {name for pair in found for name in pair if name}
+        names |= set(re.findall(r'"(\w+)"', "".join(re.findall(r"for key in \((.*)\)", code))))
+        assert names - {"weight_decay"} == set(OPTIM_ARGS.get(optimizer) or ()), optimizer
+
+
+def test_which_optimizers_read_betas_is_what_transformers_reads():
+    reads = {"weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+    for name in ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"):
+        plain, other = (
+            Trainer.get_optimizer_cls_and_kwargs(
+                TrainingArguments("x", optim=name, adam_beta1=beta, adam_beta2=beta, adam_epsilon=beta)
+            )[1]
+            for beta in (0.1, 0.2)
+        )
+        unread = {key for key in reads if _unread(key, {"optim": name})}
+        assert (plain != other) == (unread == set())
+        assert plain != other or unread == reads - {"weight_decay"}

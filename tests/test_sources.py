@@ -18,7 +18,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from burnish import inspect, pipeline
-from burnish.recipe import Recipe, load, sources
+from burnish.data.streaming import RowStream
+from burnish.recipe import Data, Recipe, load, sources
 from burnish.recipes import tiny
 from burnish.training.display import Display
 from burnish.types import Conversation, UserError
@@ -174,6 +175,62 @@ def test_inspect_shows_mixtures_and_the_beginning_of_a_stream(home):
         (line,) = [line for line in shown.getvalue().splitlines() if line.startswith("rows ")]
         assert line.split() == ["rows", said]
     assert "a stream: the first 5 rows" in shown.getvalue()
+
+
+@pytest.mark.parametrize("stream", [(), ("data.stream=true", "trainer.max_steps=6")])
+def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
+    write("a.jsonl", [{"prompt": f"{i}+{i}", "completion": str(i), "lang": "en"} for i in range(8)])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: lang: column that is not read: .*data\.keep: \[lang\]"):
+        run(*stream)
+    assert run("data.keep=[lang]", *stream)[0]["state"] == "done"
+    shown = io.StringIO()
+    inspect.show(load("mixed.yaml", ["data.keep=[lang]"]), None, Console(file=shown, width=200))
+    assert "not read, as data.keep says: lang" in shown.getvalue()
+    assert "data.kep: unknown key; did you mean 'keep'?" in message("data.kep=[lang]")
+    assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
+
+
+def test_held_out_rows_that_are_trained_on_are_a_warning(home):
+    """Whatever the spelling, and also where it is one source of a mixture; the training goes on."""
+    Path("link.jsonl").symlink_to("b.jsonl")
+    write("held.jsonl", [{"prompt": "1+1", "completion": "2"}])
+    one = "data.train=[{from: ./a.jsonl}, {from: held.jsonl}]"
+    stage, shown = run("data.eval=a.jsonl", one)
+    assert stage["state"] == "done"
+    assert shown.count("warning: data.eval is a.jsonl, which data.train reads too") == 1
+
+    def inspected(*overrides: str) -> str:
+        console = Console(file=io.StringIO(), width=300)
+        inspect.show(load("mixed.yaml", overrides), None, console)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    keys = "data.keys={prompt: question}"
+    assert "warning: data.eval is link.jsonl" in inspected("data.eval=link.jsonl", "data.train=b.jsonl", keys)
+    assert "warning" not in inspected("data.eval=held.jsonl", "data.train=a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [("a/b", "a/b:train", True), ("a/b", "a/b:test", False), ("a/b/c", "a/b/d", False)],
+)
+def test_hub_ids_are_the_same_by_their_split(one, other, same):
+    data = Data.model_validate({"train": one, "eval": other})
+    assert (sources.overlap(data, Path("run")) is not None) == same
+
+
+def test_a_stream_whose_file_changes_stops_the_run(home, monkeypatch):
+    """The rows of the second buffer are of another file, which training never sees."""
+    made = RowStream.take
+
+    def take(stream: RowStream, count: int) -> Any:
+        found = made(stream, count)
+        if count == 4:  # a buffer, and not the first look at the rows
+            write("a.jsonl", [{"prompt": "1+1", "completion": "3"} for _ in range(8)])
+        return found
+
+    monkeypatch.setattr(RowStream, "take", take)
+    with pytest.raises(UserError, match=r"a\.jsonl changed while it was being read.*--fresh"):
+        run("data.train=a.jsonl", "data.stream=true", "data.shuffle_buffer=4", "trainer.max_steps=6")
 
 
 @pytest.mark.slow

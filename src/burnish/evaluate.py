@@ -137,7 +137,8 @@ def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
         kinds = (Preference, Ranking)
     elif evaluation.reward or data.format in PROMPTS:
         kinds = (Prompt,)
-    settings: dict[str, Any] = {name: getattr(data, name) for name in ("format", "keys", "on_bad_row", "limit")}
+    names = ("format", "keys", "keep", "on_bad_row", "limit")
+    settings: dict[str, Any] = {name: getattr(data, name) for name in names}
     try:
         found = rows.load(data.eval, kinds, **settings)
     except rows.BadRow as bad:

@@ -98,6 +98,10 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
         console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")
+    if warning := sources.overlap(stage.data, recipe.folder):
+        console.print(warning, markup=False)
+    if stage.data.keep:
+        console.print(f"not read, as data.keep says: {', '.join(stage.data.keep)}", markup=False)
     console.print(_counts(splits))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])

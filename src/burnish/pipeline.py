@@ -355,6 +355,8 @@ class _Training:
         )
         splits = {split: self.rows(split) for split in self.splits}
         check_rewards(self.stage, splits)
+        if warning := sources.overlap(self.data, self.recipe.folder):
+            screen.message(warning)
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
         counts = {s: self._counts(found, trainer) for s, found in splits.items() if isinstance(found, rows.Rows)}
         said = (f"{split}: {_said(counts[split]) if split in counts else 'read as a stream'}" for split in splits)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from burnish.data.rows import load, parse
+from burnish.data.rows import BadRow, load, parse, read
 from burnish.types import Conversation, Message, Preference, Prompt, Ranking, Text, UserError
 
 USER: Message = {"role": "user", "content": "Hi"}
@@ -179,7 +181,9 @@ def test_faults_name_place_and_key(record: Any, kinds: tuple[type, ...], place: 
 
 def test_format_chooses_between_shapes_and_is_checked() -> None:
     record = {"messages": [USER, YES], "conversations": [USER, NO]}
-    assert parsed(record, CONVERSATIONS, "a:1", format="sharegpt").messages == (USER, NO)
+    assert parsed(record, CONVERSATIONS, "a:1", format="sharegpt", keep=["messages"]).messages == (USER, NO)
+    with pytest.raises(UserError, match=r"a:1: messages: column that is not read"):
+        parsed(record, CONVERSATIONS, "a:1", format="sharegpt")
     with pytest.raises(UserError, match=r"did you mean 'alpaca'"):
         parsed(record, CONVERSATIONS, "a:1", format="alpacca")
 
@@ -249,6 +253,45 @@ def test_a_broken_line_names_the_line(tmp_path: Path) -> None:
     assert result.reasons == {"not JSON": 1, "not UTF-8": 1}
 
 
+TWICE = '{"prompt": "Hi", "prompt": "Ho", "completion": "Hello"}'
+NESTED = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "content": "b"}]}'
+GOOD = '{"prompt": "Hi", "completion": "Hello"}'
+
+
+@pytest.mark.parametrize(("bad", "key"), [(TWICE, "prompt"), (NESTED, "content")])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz", "json.gz"])
+def test_a_key_that_stands_twice_is_a_bad_row(tmp_path: Path, ending: str, bad: str, key: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    lines = (GOOD, bad, GOOD)
+    text = "[" + ",\n".join(lines) + "]" if ending.startswith("json.") or ending == "json" else "\n".join(lines)
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
+    with pytest.raises(BadRow, match=rf"a.{ending}:2: {key}: key that stands twice"):
+        load(path, CONVERSATIONS)
+    result = load(path, CONVERSATIONS, on_bad_row="skip")
+    assert [row.source for row in result.rows] == [f"{path}:1", f"{path}:3"]
+    assert result.reasons == {"key that stands twice": 1}
+
+
+def test_a_key_that_stands_twice_in_a_cell_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    cell = json.loads(NESTED)["messages"]
+    text = NESTED.partition(": ")[2][:-1].replace('"', '""')
+    path.write_text(f'messages\n"{text}"\n')
+    assert json.loads(text.replace('""', '"')) == cell
+    with pytest.raises(BadRow, match=r"a.csv:2: messages: key that stands twice: 'content'"):
+        load(path, CONVERSATIONS)
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "depth"])
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_json_beyond_the_limits_of_the_parser_is_named(tmp_path: Path, value: str, ending: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    bad = f'{{"text": {value}}}'
+    path.write_text(f'[{{"text": "a"}},\n{bad}]' if ending == "json" else f'{{"text": "a"}}\n{bad}\n')
+    with pytest.raises(UserError, match=rf"a.{ending}:2: not JSON"):
+        load(path, (Text,))
+
+
 def test_a_column_of_mixed_types_names_line_and_key(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "a"}, {"text": 3})
     with pytest.raises(UserError, match=r"a.jsonl:2: text: not text: expected a string, got int 3"):
@@ -312,3 +355,58 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match=r"empty.jsonl: no rows"):
         load(tmp_path / "empty.jsonl", (Text,))
+
+
+def rewrite(path: Path) -> None:
+    """The same text in place, at another time."""
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def replace(path: Path) -> None:
+    """Another file of the same size and time in its place."""
+    stat = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other.rename(path)
+
+
+def append(path: Path) -> None:
+    """More bytes, at the same time."""
+    stat = path.stat()
+    with path.open("ab") as file:
+        file.write(b"\n")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, append, Path.unlink])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.parquet", "folder/train.jsonl"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, name: str, change: Callable[[Path], None], limit: int | None
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    records = [{"text": f"row {i}"} for i in range(3)]
+    text = {"json": json.dumps(records), "csv": "text\na\nb\nc\n"}.get(name[2:], "\n".join(map(json.dumps, records)))
+    if name == "a.parquet":
+        datasets.Dataset.from_list(records).to_parquet(path)
+    else:
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    source = path.parent if name.startswith("folder") else path
+    assert len(loaded(source, (Text,), limit=limit)) == (limit or 3)
+    rows = read(source, (Text,), limit=limit)
+    next(rows)
+    change(path)
+    with pytest.raises(UserError, match=rf"{path} changed while it was being read"):
+        list(rows)
+
+
+def test_a_file_that_comes_into_a_folder_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "train-1.jsonl", {"text": "a"})
+    rows = read(tmp_path, (Text,))
+    next(rows)
+    write(tmp_path / "train-2.jsonl", {"text": "b"})
+    with pytest.raises(UserError, match=r"train-2.jsonl changed while it was being read"):
+        list(rows)

@@ -86,6 +86,25 @@ def test_a_file_is_read_no_further_than_it_is_asked_for(tmp_path):
         stream.take(1)
 
 
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_a_file_of_a_stream_that_changes_stops_it(tmp_path, taken):
+    """In the middle of a pass, at its end and in the next one; the text is the same, but not known to be."""
+    path = tmp_path / "big.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+
+    def stream() -> RowStream:
+        return RowStream([Source("big", lambda: rows.read(path, (Text,)), files=rows.Unchanged(path))])
+
+    straight = stream()
+    assert len(straight.take(5)[0]) == 5
+    changed = stream()
+    changed.take(taken)
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    path.with_suffix(".new").rename(path)
+    with pytest.raises(UserError, match=r"big.jsonl changed while it was being read"):
+        changed.take(1)
+
+
 # --- steps ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from burnish.data.shapes import SHAPES, BadRow, Record, Shape, missing, shown
-from burnish.types import Row, UserError
+from burnish.data.shapes import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
+from burnish.types import Prompt, Row, UserError
 
 
 def parse(
@@ -17,6 +18,7 @@ def parse(
     source: str,
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
 ) -> Row:
     """One record as one of the rows that a method reads.
 
@@ -26,18 +28,31 @@ def parse(
         source: where the record stands, for messages: ``"chat.jsonl:17"``.
         format: the name of a shape (``alpaca``, ``sharegpt``, ...) where the keys fit several.
         keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
+        keep: names that are not read as a part of the row, in the record and in its messages and steps; the columns of
+            a prompt have them still.
 
     Raises:
-        BadRow: the record fits no shape, or has a fault; the message names the key, and the nearest if it is missing.
+        BadRow: the record fits no shape, has a column that nothing reads, or a fault; the message names the key, and
+            the nearest one that is known.
         UserError: ``format`` is not a shape that makes one of ``kinds``.
     """
     if not isinstance(record, Mapping):
         raise BadRow(source, "", "not a record", f"expected an object with keys, got {shown(record)}")
     record = _renamed(record, keys, source) if keys else record
+    kept = {name: record[name] for name in keep if name in record}
+    if kept:
+        record = {name: value for name, value in record.items() if name not in kept}
     present = frozenset(key for key, value in record.items() if value is not None)
     fitting = _fitting(present, kinds, format)
     if len(fitting) == 1:
-        return fitting[0].read(record, source)
+        at = At(source, keep=frozenset(keep))
+        row = fitting[0].read(record, at)
+        if not empty(record.get("tools")):
+            detail = "the model would not see them; take the column out, or keep it unread with data.keep: [tools]"
+            raise at.inside("tools").bad("tools are not supported yet", detail)
+        if not isinstance(row, Prompt):
+            _nothing_unread(record, present, kinds, format, at)
+        return replace(row, columns={**row.columns, **kept}) if kept and isinstance(row, Prompt) else row
     if fitting:
         names = ", ".join(shape.name for shape in fitting)
         raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format:")
@@ -52,10 +67,32 @@ def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
         if column not in record:
             raise BadRow(source, column, "missing key", f"keys: says that it is {name!r}; {missing(record, (column,))}")
         if name in record and name not in keys.values():
-            detail = f"keys: reads {column!r} as {name!r}: give this one another name, as in {name}_original: {name}"
+            detail = f"keys: reads {column!r} as {name!r}: give this one another name, {name}_original: {name}"
             raise BadRow(source, name, "two columns of one name", detail)
     rest = {name: value for name, value in record.items() if name not in keys.values()}
     return rest | {name: record[column] for name, column in keys.items()}
+
+
+def _nothing_unread(
+    record: Record, present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None, at: At
+) -> None:
+    """Raise a BadRow for the first column that nothing reads."""
+    unread = _unread(present, kinds, format)
+    if not unread:
+        return
+    names = [str(name) for name in record if name in unread]  # in the order of the file
+    known = {name for shape in _shapes(kinds, None) for name in (*shape.needs, *shape.may)} | at.keep
+    near = difflib.get_close_matches(names[0], sorted(known - present), 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise at.inside(names[0]).bad(
+        "column that is not read", f"{hint}Take it out, or keep it unread with data.keep: [{', '.join(names)}]"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _unread(present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None) -> frozenset[str]:
+    (shape,) = _fitting(present, kinds, format)
+    return present - PROVENANCE - {"tools", *shape.needs, *shape.may}
 
 
 @functools.cache

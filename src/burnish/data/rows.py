@@ -16,16 +16,16 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from burnish.data.recognition import parse
-from burnish.data.shapes import BadRow
+from burnish.data.shapes import TWICE, BadRow, Decoder
 from burnish.types import Row, UserError
 
-__all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "load", "parse", "read"]
+__all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "read"]
 
 Found = tuple[str, Any]
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
@@ -69,6 +69,7 @@ def load(
     *,
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
 ) -> Rows:
@@ -81,16 +82,18 @@ def load(
         kinds: the row classes to read, for instance ``(Preference, Ranking)``.
         format: the name of a shape, where the keys fit several.
         keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
+        keep: columns that are no part of a row and no mistake: they are not read. A prompt has them among its columns.
         on_bad_row: ``skip`` leaves bad rows out and lists them; ``error`` stops at the first.
         limit: read this many good rows at most.
 
     Raises:
-        UserError: the source cannot be read, has no good row, or a row is bad and ``on_bad_row`` is ``error``.
+        UserError: the source cannot be read, changes while it is read, or has no good row; or a row is bad and
+            ``on_bad_row`` is ``error``.
     """
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for found in read(source, kinds, format=format, keys=keys, on_bad_row=on_bad_row, limit=limit):
+    for found in read(source, kinds, format=format, keys=keys, keep=keep, on_bad_row=on_bad_row, limit=limit):
         if isinstance(found, Skipped):
             skipped.append(found)
         else:
@@ -107,6 +110,7 @@ def read(
     *,
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
     streaming: bool = False,
@@ -117,23 +121,25 @@ def read(
     list, a csv file and a saved data set are read whole.
 
     Raises:
-        UserError: the source cannot be read, or a row is bad and ``on_bad_row`` is ``error``.
+        UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
+            ``error``.
     """
     good = 0
-    for place, record in _records(source, streaming):
-        if limit is not None and good >= limit:
-            break
-        try:
-            if isinstance(record, BadRow):
-                raise record
-            row = parse(record, kinds, place, format, keys)
-        except BadRow as bad:
-            if on_bad_row == "error":
-                raise
-            yield Skipped(place, bad.reason, str(bad))
-            continue
-        good += 1
-        yield row
+    with Unchanged(source):
+        for place, record in _records(source, streaming):
+            if limit is not None and good >= limit:
+                break
+            try:
+                if isinstance(record, BadRow):
+                    raise record
+                row = parse(record, kinds, place, format, keys, keep)
+            except BadRow as bad:
+                if on_bad_row == "error":
+                    raise
+                yield Skipped(place, bad.reason, str(bad))
+                continue
+            good += 1
+            yield row
 
 
 def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
@@ -143,7 +149,7 @@ def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
     path = Path(source)
     if path.is_file():
         return _file(path)
-    place, _, split = str(source).rpartition(":") if not path.exists() and ":" in str(source) else (str(source), "", "")
+    place, split = _place(source)
     if Path(place).is_dir():
         return _folder(Path(place), split or "train")
     hub = HUB.fullmatch(place)
@@ -152,6 +158,54 @@ def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
     hint = f": did you mean {path.parent / near[0]}?" if near else ""
     raise UserError(f"{source}: no such file, folder or data set{hint}")
+
+
+def _place(source: str | Path) -> tuple[str, str]:
+    """A folder or a hub id, and the split that stands behind it: ``("owner/name", "test")``, or ``""``."""
+    if Path(source).exists() or ":" not in str(source):
+        return str(source), ""
+    place, _, split = str(source).rpartition(":")
+    return place, split
+
+
+class Unchanged:
+    """The files of a source as they were when it was first opened; other sources have none.
+
+    A file is told by its inode, its size, and the time of its last change. As a context, the files are checked at its
+    end, and before an error about what was read in them leaves it.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.began = self._stamps()
+
+    def _stamps(self) -> dict[Path, tuple[int, int, int]]:
+        if not isinstance(self.source, str | Path):
+            return {}
+        path = Path(_place(self.source)[0])
+        inside = (file for file in path.rglob("*") if file.suffix in (*READERS, ".gz", ".arrow"))
+        stats = [(file, file.stat()) for file in ([path] if path.is_file() else inside)]
+        return {file: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats}
+
+    def __enter__(self) -> Unchanged:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, UserError):
+            self.check()
+
+    def check(self) -> None:
+        """Raise a UserError for a file that has been changed, taken away, or put beside the others."""
+        try:
+            now = self._stamps()
+        except OSError:  # taken away between listing and looking
+            now = {}
+        for file in sorted(self.began.keys() | now.keys()):
+            if self.began.get(file) != now.get(file):
+                raise UserError(
+                    f"{file} changed while it was being read, so it is not known which rows were read: start again "
+                    "(burnish run --fresh) when no other program writes to it"
+                )
 
 
 def _numbered(records: Iterable[Any], prefix: str) -> Iterator[Found]:
@@ -185,17 +239,23 @@ def _lines(path: Path) -> Iterator[tuple[str, str | BadRow]]:
 
 
 def _jsonl(path: Path) -> Iterator[Found]:
+    decoder = Decoder()
     for place, line in _lines(path):
         if isinstance(line, BadRow):
             yield place, line
         elif line.strip():
             try:
-                yield place, json.loads(line)
+                yield place, _once(decoder.decode(line), decoder, place)
             except json.JSONDecodeError as error:
                 yield (
                     place,
                     BadRow(place, "", "not JSON", f"{error.msg} at column {error.colno}: {_around(line, error.pos)}"),
                 )
+
+
+def _once(record: Any, decoder: Decoder, place: str) -> Any:
+    """The record that was just decoded, or the error that one of its keys stands twice."""
+    return BadRow(place, decoder.twice[0], TWICE, "write it once") if decoder.twice else record
 
 
 def _around(text: str, position: int) -> str:
@@ -217,7 +277,7 @@ def _json(path: Path) -> Iterator[Found]:
     if not text.lstrip().startswith("["):
         yield from _jsonl(path)
         return
-    decoder = json.JSONDecoder()
+    decoder = Decoder()
     position, line, counted = text.index("[") + 1, 1, 0
     try:
         while True:
@@ -226,7 +286,8 @@ def _json(path: Path) -> Iterator[Found]:
                 break
             line, counted = line + text.count("\n", counted, position), position
             record, position = decoder.raw_decode(text, position)
-            yield f"{path}:{line}", record
+            place = f"{path}:{line}"
+            yield place, _once(record, decoder, place)
             position = _past_space(text, position)
             if not text.startswith(",", position):
                 break

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,12 +34,48 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
 }
-# These keys of a message change what is rendered or learned: a message that uses one is refused.
-UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+# Columns that are kept in a file and never read by training; the second line is of files that Burnish writes itself.
+PROVENANCE = frozenset(
+    {"id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P"}
+    | {"finish", "logprob", "logprob_mean", "step", "kind", "score"}
+)
+TWICE = "key that stands twice"
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards, margins and scores are computed
 EXACT = 1e-6  # how near a Q has to be to 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
 Record = Mapping[str, Any]
+
+
+class Decoder(json.JSONDecoder):
+    """JSON in which no object may have a key twice; ``json`` takes the last of them in silence.
+
+    ``twice`` holds such keys of the text that was decoded last.
+    """
+
+    def __init__(self) -> None:
+        self.twice: list[str] = []
+        super().__init__(object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            self.twice += [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        return found
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        """The value that begins at ``idx``, and where it ends.
+
+        Raises:
+            JSONDecodeError: it is not JSON, is nested too deep, or holds a number of too many digits.
+        """
+        self.twice = []
+        try:
+            return super().raw_decode(s, idx)
+        except json.JSONDecodeError:
+            raise
+        except (RecursionError, ValueError) as error:
+            raise json.JSONDecodeError(str(error).partition(";")[0], s, idx) from None
 
 
 class BadRow(UserError):
@@ -53,14 +90,19 @@ class BadRow(UserError):
 
 
 class At(NamedTuple):
-    """Where a value stands: ``At("chat.jsonl:17", "messages[0].content")``."""
+    """Where a value stands: ``At("chat.jsonl:17", "messages[0].content")``; a row itself has no key.
+
+    ``keep`` are the names that the user wants kept unread, in the row and in its messages and steps.
+    """
 
     source: str
-    key: str
+    key: str = ""
+    keep: frozenset[str] = frozenset()
 
     def inside(self, key: str | int) -> At:
         """The place of an item or of a key of the value."""
-        return At(self.source, f"{self.key}[{key}]" if isinstance(key, int) else f"{self.key}.{key}")
+        name = f"[{key}]" if isinstance(key, int) else f".{key}" if self.key else key
+        return At(self.source, self.key + name, self.keep)
 
     def bad(self, reason: str, detail: str = "") -> BadRow:
         """The error that names this place."""
@@ -83,18 +125,25 @@ def _number(value: Any, at: At) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         raise at.bad("not a number", f"got {shown(value)}") from None
+    except OverflowError:  # a whole number of more than 308 digits
+        number = LARGEST * 2
     if not math.isfinite(number):
         raise at.bad("not a finite number", f"got {shown(value)}")
+    if abs(number) > LARGEST:
+        raise at.bad("too large for float32", f"expected at most {LARGEST:.4g} in size, got {shown(value)}")
     return number
 
 
 def _list(value: Any, at: At) -> list[Any]:
     """A list; files that hold only strings (csv) write it as JSON."""
     if isinstance(value, str):
+        decoder = Decoder()
         try:
-            value = json.loads(value)
+            value = decoder.decode(value)
         except ValueError:
             raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
+        if decoder.twice:
+            raise at.bad(TWICE, repr(decoder.twice[0]))
     if not isinstance(value, list | tuple):
         raise at.bad("not a list", f"got {shown(value)}")
     return list(value)
@@ -113,10 +162,23 @@ def _message(value: Any, at: At) -> Message:
         near = difflib.get_close_matches(str(role), ROLES, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ROLES)}"
         raise at.bad("unknown role", f"got {shown(role)}: {hint}")
-    for key in UNREAD:
-        if value.get(key) not in (None, "", [], {}, 1):
-            raise at.bad("key that is not read", f"{key!r} would be lost: write it into {names[1]!r}, or take it out")
+    if len(value) > len(names):
+        _no_other_keys(value, names, at, f"write it into {names[1]!r}, ")
     return {"role": ROLES[role], "content": _text(content, at.inside(names[1]))}
+
+
+def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, advice: str = "") -> None:
+    """Raise a BadRow for a key of a message or step that says something and is not read; a weight of 1 says nothing."""
+    known = {*names, *PROVENANCE, *at.keep}
+    for key in value:
+        if key not in known and not empty(value[key]) and not (key == "weight" and value[key] == 1):
+            detail = f"{key!r} would be lost: {advice}take it out, or keep it unread with data.keep: [{key}]"
+            raise at.inside(key).bad("key that is not read", detail)
+
+
+def empty(value: Any) -> bool:
+    """Whether a value says nothing: a file with fixed columns has every key in every row, perhaps as JSON in a text."""
+    return value is None or (isinstance(value, str | list | tuple | dict) and (not value or value in ("[]", "{}")))
 
 
 def _messages(value: Any, at: At) -> Messages:
@@ -131,22 +193,25 @@ def _turns(value: Any, at: At, role: str) -> Messages:
     return ({"role": role, "content": _text(value, at)},) if isinstance(value, str) else _messages(value, at)
 
 
-def _with_system(record: Record, source: str, messages: Messages, key: str = "system") -> Messages:
+def _with_system(record: Record, row: At, messages: Messages, key: str = "system") -> Messages:
     """The messages, after the record's system prompt where it has one."""
     system = record.get(key)
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
-    first: Message = {"role": "system", "content": _text(system, At(source, key))}
+    first: Message = {"role": "system", "content": _text(system, row.inside(key))}
     if messages[0]["role"] != "system":
         return (first, *messages)
     if messages[0] != first:
-        raise BadRow(source, key, "two system prompts", "the messages begin with another one")
+        raise row.inside(key).bad("two system prompts", "the messages begin with another one")
     return messages
 
 
 def shown(value: Any) -> str:
     """A value as a message quotes it."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except ValueError:  # a whole number of thousands of digits, or a list that holds itself
+        text = "..."
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
@@ -160,8 +225,8 @@ def missing(record: Record, names: tuple[str, ...]) -> str:
 # --- shapes -------------------------------------------------------------------------------------------------------
 
 
-def _read_text(record: Record, source: str) -> Text:
-    return Text(_text(record["text"], At(source, "text")), source)
+def _read_text(record: Record, row: At) -> Text:
+    return Text(_text(record["text"], row.inside("text")), row.source)
 
 
 def _learnable(messages: Messages, start: int | None, at: At) -> Conversation:
@@ -172,38 +237,38 @@ def _learnable(messages: Messages, start: int | None, at: At) -> Conversation:
     return Conversation(messages, start, at.source)
 
 
-def _read_messages(record: Record, source: str, key: str = "messages") -> Conversation:
-    at = At(source, key)
-    return _learnable(_with_system(record, source, _messages(record[key], at)), None, at)
+def _read_messages(record: Record, row: At, key: str = "messages") -> Conversation:
+    at = row.inside(key)
+    return _learnable(_with_system(record, row, _messages(record[key], at)), None, at)
 
 
-def _read_whole_prompt(record: Record, source: str) -> Conversation:
+def _read_whole_prompt(record: Record, row: At) -> Conversation:
     """OpenRLHF's message list with no output: the whole conversation under one key."""
     if isinstance(record["prompt"], str):
-        raise BadRow(source, "completion", "missing key", missing(record, ("completion",)))
-    return _read_messages(record, source, "prompt")
+        raise row.inside("completion").bad("missing key", missing(record, ("completion",)))
+    return _read_messages(record, row, "prompt")
 
 
-def _completed(record: Record, source: str, prompt: Messages, key: str, system: str = "system") -> Conversation:
-    prompt = _with_system(record, source, prompt, system)
-    return _learnable(prompt + _turns(record[key], At(source, key), "assistant"), len(prompt), At(source, key))
+def _completed(record: Record, row: At, prompt: Messages, key: str, system: str = "system") -> Conversation:
+    prompt = _with_system(record, row, prompt, system)
+    return _learnable(prompt + _turns(record[key], row.inside(key), "assistant"), len(prompt), row.inside(key))
 
 
-def _read_prompt_completion(record: Record, source: str) -> Conversation:
-    return _completed(record, source, _turns(record["prompt"], At(source, "prompt"), "user"), "completion")
+def _read_prompt_completion(record: Record, row: At) -> Conversation:
+    return _completed(record, row, _turns(record["prompt"], row.inside("prompt"), "user"), "completion")
 
 
-def _read_alpaca(record: Record, source: str) -> Conversation:
-    question = _text(record["instruction"], At(source, "instruction"))
+def _read_alpaca(record: Record, row: At) -> Conversation:
+    question = _text(record["instruction"], row.inside("instruction"))
     extra = record.get("input")
     if extra is not None and not (isinstance(extra, str) and not extra.strip()):
-        question = f"{question}\n\n{_text(extra, At(source, 'input'))}"
-    return _completed(record, source, ({"role": "user", "content": question},), "output")
+        question = f"{question}\n\n{_text(extra, row.inside('input'))}"
+    return _completed(record, row, ({"role": "user", "content": question},), "output")
 
 
-def _read_openorca(record: Record, source: str) -> Conversation:
-    question = _turns(_text(record["question"], At(source, "question")), At(source, "question"), "user")
-    return _completed(record, source, question, "response", "system_prompt")
+def _read_openorca(record: Record, row: At) -> Conversation:
+    question = _turns(_text(record["question"], row.inside("question")), row.inside("question"), "user")
+    return _completed(record, row, question, "response", "system_prompt")
 
 
 def _transcript(value: str, at: At) -> Messages:
@@ -233,19 +298,19 @@ def _answer(value: Any, at: At, prompt: Messages) -> Messages:
     return messages[start + len(prompt) :]
 
 
-def _compared(record: Record, source: str, prompt: Messages, chosen: Messages, rejected: Messages) -> Preference:
-    prompt = _with_system(record, source, prompt)
+def _compared(record: Record, row: At, prompt: Messages, chosen: Messages, rejected: Messages) -> Preference:
+    prompt = _with_system(record, row, prompt)
     if chosen == rejected:
-        raise BadRow(source, "rejected", "equal to chosen", "there is nothing to prefer")
+        raise row.inside("rejected").bad("equal to chosen", "there is nothing to prefer")
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
-        _ends_with_assistant(answer, At(source, key))
-    margin = None if record.get("margin") is None else _number(record["margin"], At(source, "margin"))
+        _ends_with_assistant(answer, row.inside(key))
+    margin = None if record.get("margin") is None else _number(record["margin"], row.inside("margin"))
     if margin is not None and margin < 0:
-        raise BadRow(source, "margin", "margin below 0", f"got {margin}: swap chosen and rejected")
-    share = None if record.get("p_chosen") is None else _number(record["p_chosen"], At(source, "p_chosen"))
+        raise row.inside("margin").bad("margin below 0", f"got {margin}: swap chosen and rejected")
+    share = None if record.get("p_chosen") is None else _number(record["p_chosen"], row.inside("p_chosen"))
     if share is not None and not 0 <= share <= 1:
-        raise BadRow(source, "p_chosen", "probability outside [0, 1]", f"got {share}")
-    return Preference(prompt, chosen, rejected, margin, share, source)
+        raise row.inside("p_chosen").bad("probability outside [0, 1]", f"got {share}")
+    return Preference(prompt, chosen, rejected, margin, share, row.source)
 
 
 def _ends_with_assistant(messages: Messages, at: At) -> None:
@@ -253,86 +318,87 @@ def _ends_with_assistant(messages: Messages, at: At) -> None:
         raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
 
 
-def _read_preference(record: Record, source: str) -> Preference:
-    prompt = _turns(record["prompt"], At(source, "prompt"), "user")
-    answers = (_answer(record[key], At(source, key), prompt) for key in ("chosen", "rejected"))
-    return _compared(record, source, prompt, *answers)
+def _read_preference(record: Record, row: At) -> Preference:
+    prompt = _turns(record["prompt"], row.inside("prompt"), "user")
+    answers = (_answer(record[key], row.inside(key), prompt) for key in ("chosen", "rejected"))
+    return _compared(record, row, prompt, *answers)
 
 
-def _read_pair(record: Record, source: str) -> Preference:
+def _read_pair(record: Record, row: At) -> Preference:
     """Two conversations, as message lists or HH transcripts; the prompt is what they have in common."""
     chosen, rejected = (
-        _transcript(record[key], At(source, key))
+        _transcript(record[key], row.inside(key))
         if isinstance(record[key], str)
-        else _messages(record[key], At(source, key))
+        else _messages(record[key], row.inside(key))
         for key in ("chosen", "rejected")
     )
     if chosen == rejected:
-        raise BadRow(source, "rejected", "equal to chosen", "there is nothing to prefer")
+        raise row.inside("rejected").bad("equal to chosen", "there is nothing to prefer")
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
     for key, answer in (("chosen", chosen[same:]), ("rejected", rejected[same:])):
         if not answer:
-            raise BadRow(source, key, "no answer of its own", "the other conversation begins with all of it")
+            raise row.inside(key).bad("no answer of its own", "the other conversation begins with all of it")
         if answer[0]["role"] != "assistant":
-            raise BadRow(source, key, "parts from the other before an answer", f"at its turn {same}, by the user")
+            raise row.inside(key).bad("parts from the other before an answer", f"at its turn {same}, by the user")
     if same == 0:
-        raise BadRow(source, "chosen", "no common prompt", "chosen and rejected differ from their first message on")
-    return _compared(record, source, chosen[:same], chosen[same:], rejected[same:])
+        raise row.inside("chosen").bad("no common prompt", "chosen and rejected differ from their first message on")
+    return _compared(record, row, chosen[:same], chosen[same:], rejected[same:])
 
 
-def _read_ranking(record: Record, source: str) -> Ranking:
-    key, sign = ("ranks", -1.0) if record.get("ranks") is not None else ("scores", 1.0)
-    prompt = _turns(record["prompt"], At(source, "prompt"), "user")
-    at = At(source, "completions")
+def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
+    """Scores, or ranks with a sign of -1: the best rank is the lowest."""
+    prompt = _turns(record["prompt"], row.inside("prompt"), "user")
+    at = row.inside("completions")
     answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
     for i, answer in enumerate(answers):
         _ends_with_assistant(answer, at.inside(i))
         if answer in answers[:i]:
             raise at.inside(i).bad("equal to another completion", "there is nothing to prefer")
-    numbers = _list(record[key], At(source, key))
-    scores = tuple(sign * _number(value, At(source, key).inside(i)) for i, value in enumerate(numbers))
+    numbers = _list(record[key], row.inside(key))
+    scores = tuple(sign * _number(value, row.inside(key).inside(i)) for i, value in enumerate(numbers))
     if len(answers) < 2 or len(answers) != len(scores):
         detail = f"{len(answers)} completions and {len(scores)} {key}: expected one each, of at least two"
-        raise BadRow(source, key, "not one for each completion", detail)
-    return Ranking(_with_system(record, source, prompt), answers, scores, source)
+        raise row.inside(key).bad("not one for each completion", detail)
+    return Ranking(_with_system(record, row, prompt), answers, scores, row.source)
 
 
-def _read_prompt(record: Record, source: str, key: str = "prompt") -> Prompt:
-    messages = _with_system(record, source, _turns(record[key], At(source, key), "user"))
+def _read_prompt(record: Record, row: At, key: str = "prompt") -> Prompt:
+    messages = _with_system(record, row, _turns(record[key], row.inside(key), "user"))
     if messages[-1]["role"] == "assistant":
-        raise BadRow(source, key, "prompt ends with the assistant", "there is nothing left to answer")
-    return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, source)
+        raise row.inside(key).bad("prompt ends with the assistant", "there is nothing left to answer")
+    return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, row.source)
 
 
-def _read_labelled(record: Record, source: str) -> Labelled:
-    prompt = _with_system(record, source, _turns(record["prompt"], At(source, "prompt"), "user"))
-    completion = _answer(record["completion"], At(source, "completion"), prompt)
-    _ends_with_assistant(completion, At(source, "completion"))
+def _read_labelled(record: Record, row: At) -> Labelled:
+    prompt = _with_system(record, row, _turns(record["prompt"], row.inside("prompt"), "user"))
+    completion = _answer(record["completion"], row.inside("completion"), prompt)
+    _ends_with_assistant(completion, row.inside("completion"))
     value = record["label"]
     words = {"true": True, "false": False, "1": True, "0": False}
     label = words.get(str(value).lower()) if isinstance(value, bool | int | str) else None
     if label is None:
-        raise BadRow(source, "label", "not true or false", f"got {shown(value)}")
-    return Labelled(prompt, completion, label, source)
+        raise row.inside("label").bad("not true or false", f"got {shown(value)}")
+    return Labelled(prompt, completion, label, row.source)
 
 
-def _read_scored(record: Record, source: str, key: str = "text") -> Scored:
-    conversation = _read_messages(record, source, key)
-    return Scored(conversation.messages, _number(record["reward"], At(source, "reward")), source)
+def _read_scored(record: Record, row: At, key: str = "text") -> Scored:
+    conversation = _read_messages(record, row, key)
+    return Scored(conversation.messages, _number(record["reward"], row.inside("reward")), row.source)
 
 
-def _read_steps(record: Record, source: str) -> Steps:
-    """AlphaMath's rows: steps with their Q; keys that are not known, such as P, are left alone."""
-    question = _with_system(record, source, _turns(record["instruction"], At(source, "instruction"), "user"))
-    at = At(source, "output")
+def _read_steps(record: Record, row: At) -> Steps:
+    """AlphaMath's rows: steps with their Q; the prior P of a step is kept and not read."""
+    question = _with_system(record, row, _turns(record["instruction"], row.inside("instruction"), "user"))
+    at = row.inside("output")
     texts, values = [], []
     for i, item in enumerate(_list(record["output"], at)):
         here = at.inside(i)
         for key in ("step", "Q"):
             if not isinstance(item, Mapping) or key not in item:
                 raise here.inside(key).bad("missing key", f"expected step and Q, got {shown(item)}")
+        _no_other_keys(item, ("step", "Q"), here)
         texts.append(_text(item["step"], here.inside("step")).strip())
         value = _number(item["Q"], here.inside("Q"))
         if abs(value) > 1 + EXACT:
@@ -344,30 +410,39 @@ def _read_steps(record: Record, source: str) -> Steps:
         last = at.inside(len(values) - 1).inside("Q")
         raise last.bad("last Q is not 1 or -1", f"it is the outcome, got {values[-1]:g}")
     values[-1] = math.copysign(1.0, values[-1])
-    return Steps(question, tuple(texts), tuple(values), source)
+    return Steps(question, tuple(texts), tuple(values), row.source)
 
 
 class Shape(NamedTuple):
-    """One way to write a row: its name in ``format:``, the row it makes, and the keys it needs and may have."""
+    """One way to write a row: its name in ``format:``, the row it makes, the columns it needs and those it may have.
+
+    A prompt may have any further column: it reaches the rewards.
+    """
 
     name: str
     kind: type[Any]
     needs: tuple[str, ...]
-    read: Callable[[Record, str], Row]
+    read: Callable[[Record, At], Row]
+    may: tuple[str, ...] = ("system",)
 
 
+_PAIR = ("system", "margin", "p_chosen")
 SHAPES = (
-    Shape("text", Text, ("text",), _read_text),
+    Shape("text", Text, ("text",), _read_text, ()),
     Shape("messages", Conversation, ("messages",), _read_messages),
     Shape("sharegpt", Conversation, ("conversations",), functools.partial(_read_messages, key="conversations")),
     Shape("prompt_completion", Conversation, ("prompt", "completion"), _read_prompt_completion),
     Shape("openrlhf", Conversation, ("prompt",), _read_whole_prompt),
-    Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca),
-    Shape("openorca", Conversation, ("question", "response"), _read_openorca),
-    Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference),
-    Shape("pair", Preference, ("chosen", "rejected"), _read_pair),
-    Shape("ranks", Ranking, ("prompt", "completions", "ranks"), _read_ranking),
-    Shape("scores", Ranking, ("prompt", "completions", "scores"), _read_ranking),
+    Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca, ("input", "system")),
+    Shape("openorca", Conversation, ("question", "response"), _read_openorca, ("system_prompt",)),
+    Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference, _PAIR),
+    Shape("pair", Preference, ("chosen", "rejected"), _read_pair, _PAIR),
+    Shape(
+        "ranks", Ranking, ("prompt", "completions", "ranks"), functools.partial(_read_ranking, key="ranks", sign=-1.0)
+    ),
+    Shape(
+        "scores", Ranking, ("prompt", "completions", "scores"), functools.partial(_read_ranking, key="scores", sign=1.0)
+    ),
     Shape("prompt", Prompt, ("prompt",), _read_prompt),
     Shape("labelled", Labelled, ("prompt", "completion", "label"), _read_labelled),
     Shape("scored_text", Scored, ("text", "reward"), _read_scored),

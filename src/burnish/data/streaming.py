@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from burnish.data.batching import permutation
 from burnish.data.lengths import sort_changes, without_cache
 from burnish.data.mixing import next_source
-from burnish.data.rows import Skipped
+from burnish.data.rows import Skipped, Unchanged
 from burnish.protocols import Context, Method
 from burnish.types import Encoded, Example, Pair, Row, Sequence, UserError
 
@@ -25,6 +25,8 @@ class Source(NamedTuple):
     name: str
     read: Callable[[], Iterator[Row | Skipped]]
     weight: float | None = None
+    files: Unchanged | None = None
+    """What is read, as it was when the run began; None is not checked."""
 
 
 class RowStream:
@@ -58,7 +60,7 @@ class RowStream:
         """The next rows, and those left out on the way.
 
         Raises:
-            UserError: a source has no good row, or a row is bad and is not to be skipped.
+            UserError: a source has no good row or has changed, or a row is bad and is not to be skipped.
         """
         rows: list[Row] = []
         skipped: list[Skipped] = []
@@ -78,11 +80,18 @@ class RowStream:
                 rows.append(record)
                 self.drawn[self.current] += 1
                 fruitless = 0
+        self._check_files()
         return rows, skipped
+
+    def _check_files(self) -> None:
+        for source in self.sources:
+            if source.files is not None:
+                source.files.check()
 
     def _records(self, index: int) -> Iterator[Row | Skipped]:
         records = self._open[index]
         if records is None:
+            self._check_files()
             records = self._open[index] = itertools.islice(self.sources[index].read(), self.at[index], None)
         return records
 

@@ -49,6 +49,33 @@ OWNED = IGNORED | {
     "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",
     "do_predict": "use burnish generate",
 }
+LOW_RANK = ("galore", "apollo")
+# Beginnings of the names of optimizers that have no betas.
+NOT_ADAM = ("adafactor", "adagrad", "adalomo", "galore", "grokadamw", "lomo", "rmsprop", "schedule_free_sgd", "sgd")
+_GALORE = ("rank", "update_proj_gap", "scale", "proj_type")
+# What each optimizer of transformers reads in optim_args; any other reads nothing. None: all of it is passed on.
+OPTIM_ARGS: dict[str, tuple[str, ...] | None] = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("lr_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
+    "adamw_anyprecision": (
+        "use_kahan_summation",
+        "momentum_dtype",
+        "variance_dtype",
+        "compensation_buffer_dtype",
+    ),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("block_size", "bf16_stochastic_round")),
+    **dict.fromkeys(
+        ("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+        ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3"),
+    ),
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")),
+    **{f"galore_{kind}{each}": _GALORE for each in ("", "_layerwise") for kind in ("adamw", "adamw_8bit", "adafactor")},
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), (*_GALORE, "proj", "scale_type")),
+    "grokadamw": ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping"),
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), ("weight_lr_power", "r")),
+    "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
+}
 
 
 # --- checks of values ---------------------------------------------------------------------------------------------
@@ -125,6 +152,90 @@ def _trainer_problems(trainer: dict[str, Any], at: Keys) -> Iterator[Problem]:
         elif (expected := _unfit(value, types[key], fields[key].default)) is not None:
             near = nearest(value, expected.split(", ")) if isinstance(value, str) else ""
             yield Problem((*at, key), f"expected {expected}, got {shown(value)}{near}")
+        elif value != fields[key].default and (text := _unread(key, trainer)):
+            yield Problem((*at, key), text)
+        elif key == "optim_args" and value:
+            yield from (Problem((*at, key), text) for text in _optim_args_problems(value, trainer))
+
+
+def _optim_args_problems(written: str, trainer: dict[str, Any]) -> Iterator[str]:
+    """Optimizers take what they know of optim_args and leave the rest; most of them know nothing."""
+    from transformers import TrainingArguments
+
+    optimizer = trainer.get("optim", TrainingArguments.optim)
+    if optimizer not in OPTIM_ARGS:
+        yield f"{optimizer} reads no optim_args; those that do are {', '.join(OPTIM_ARGS)}"
+        return
+    known = OPTIM_ARGS[optimizer]
+    for part in written.replace(" ", "").split(","):
+        name, equals, value = part.partition("=")
+        if not (name and equals and value) or "=" in value:
+            yield f"expected name=value, name=value, got {written!r}"
+        elif name == "weight_decay":
+            yield "weight_decay is overruled by trainer.weight_decay: set it there"
+        elif known is not None and name not in known:
+            yield f"{optimizer} does not read {name!r}{nearest(name, known)}; it reads {', '.join(known)}"
+
+
+def _unread(key: str, trainer: dict[str, Any]) -> str | None:
+    """Why a field of TrainingArguments does nothing beside the others, None where it is read."""
+    from transformers import TrainingArguments
+
+    reasons = _read_with().get(key, {})
+    given = {other: trainer.get(other, getattr(TrainingArguments, other)) for other in reasons}
+    for other, values in reasons.items():
+        if any(value in values for value in (given[other] if isinstance(given[other], list) else [given[other]])):
+            return None
+    here = " and ".join(f"{other}: {str(value).lower()}" for other, value in given.items())
+    ways = " or ".join(f"{other}: {_first(values)}" for other, values in reasons.items())
+    return f"nothing reads it with {here}; it belongs to {ways}" if reasons else None
+
+
+def _first(values: list[Any], count: int = 6) -> str:
+    names = [str(value).lower() for value in values]
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+def _read_with() -> dict[str, dict[str, list[Any]]]:
+    """Fields that are read only where another field has one of these values; one of several fields is enough."""
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    schedules = [str(kind.value) for kind in SchedulerType]
+    optimizers = [str(kind.value) for kind in OptimizerNames]
+    adam = [name for name in optimizers if not name.startswith(NOT_ADAM)]
+    decays = [name for name in schedules if name not in ("constant", "reduce_lr_on_plateau", "greedy")]
+    best = {"load_best_model_at_end": [True], "save_strategy": ["best"]}
+    best |= {"lr_scheduler_type": ["reduce_lr_on_plateau", "greedy"]}
+    saves = {"save_strategy": ["steps", "epoch", "best"]}
+    checkpointing = {"activation_checkpointing": [True], "gradient_checkpointing": [True]}
+    hub = ("hub_always_push", "hub_model_id", "hub_revision", "hub_strategy", "hub_token")
+    trackio = ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id")
+    return {
+        "activation_checkpointing_kwargs": checkpointing,
+        "adam_beta1": {"optim": adam},
+        "adam_beta2": {"optim": adam},
+        "adam_epsilon": {"optim": [name for name in adam if "lion" not in name]},
+        "eval_delay": {"eval_strategy": ["steps", "epoch"]},
+        "eval_steps": {"eval_strategy": ["steps"]},
+        "gradient_checkpointing_kwargs": checkpointing,
+        "greater_is_better": best,
+        "liger_kernel_config": {"use_liger_kernel": [True]},
+        "logging_steps": {"logging_strategy": ["steps"], "eval_strategy": ["steps"]},
+        "lr_scheduler_kwargs": {
+            "lr_scheduler_type": [name for name in schedules if not name.startswith("constant")],
+        },
+        "metric_for_best_model": best,
+        "optim_target_modules": {"optim": [name for name in optimizers if name.startswith(LOW_RANK)]},
+        "save_only_model": saves,
+        "save_steps": {"save_strategy": ["steps"]},
+        "save_total_limit": saves,
+        "warmup_steps": {"lr_scheduler_type": decays, "optim": ["schedule_free_adamw", "schedule_free_sgd"]},
+        "weight_decay": {"optim": [name for name in optimizers if not name.startswith((*LOW_RANK, "lomo", "adalomo"))]},
+        **{key: {"push_to_hub": [True]} for key in hub},
+        **{key: {"report_to": ["trackio", "all"]} for key in trackio},
+        "hub_private_repo": {"push_to_hub": [True], "report_to": ["trackio", "all"]},
+    }
 
 
 def _tracker_problems(value: Any) -> Iterator[str]:

@@ -26,6 +26,9 @@ class EvaluationData(Length, use_attribute_docstrings=True):
     """Name of the row shape, where the keys do not tell it."""
     keys: dict[str, str] | None = None
     """Names of the file's keys: {prompt: question}."""
+    keep: list[str] = Field([])
+    """Columns that are not read, besides id, source and the like. Any other column that is no part of a row is an
+    error."""
     limit: int | None = Field(None, gt=0)
     """Read this many rows."""
 

@@ -23,6 +23,26 @@ def references(data: Data, split: str, folder: Path) -> list[str]:
     return [data_reference(part.source, folder) for part in data.parts(split)]
 
 
+def overlap(data: Data, folder: Path) -> str | None:
+    """A warning where ``data.eval`` is a source of ``data.train``, None where it is not."""
+    if data.eval is None:
+        return None
+    ((held_out,), trained) = references(data, "eval", folder), references(data, "train", folder)
+    if not any(_same(held_out, name) for name in trained):
+        return None
+    return (
+        f"warning: data.eval is {held_out}, which data.train reads too: its results say how well these rows were "
+        "learned, not what the model does with rows that it has not seen"
+    )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two references name one file or folder, whatever the spelling, or one hub id."""
+    if Path(one).exists() and Path(other).exists():
+        return Path(one).samefile(other)
+    return one.removesuffix(":train") == other.removesuffix(":train")
+
+
 def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int) -> rows.Rows:
     """The rows of a split; those of several sources are mixed by their weights.
 
@@ -42,9 +62,10 @@ def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:
     sources = []
     for part, name in zip(data.parts("train"), references(data, "train", folder), strict=True):
         again: partial[Iterator[Any]] = partial(rows.read, name, kinds, streaming=True, **_how(data, part))
-        sources.append(Source(name, again, part.weight))
+        sources.append(Source(name, again, part.weight, rows.Unchanged(name)))
     return RowStream(sources, data.shuffle_buffer)
 
 
 def _how(data: Data, part: Part) -> dict[str, Any]:
-    return {"format": part.format, "keys": part.keys, "on_bad_row": data.on_bad_row, "limit": part.limit}
+    shared = {"keep": data.keep, "on_bad_row": data.on_bad_row}
+    return {"format": part.format, "keys": part.keys, "limit": part.limit} | shared
