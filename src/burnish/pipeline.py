@@ -113,7 +113,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         training = None if stage.run else _Training(recipe, stage)
         entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
         _write(folder, manifest)
-        found = training.run(screen) if training else _run_function(recipe, stage)
+        found = training.run(screen, entry, checksums) if training else _run_function(recipe, stage)
         for name, checksum in found["files"].items():
             checksums.note(folder / stage.name / name, checksum)
         entry |= found | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
@@ -337,8 +337,11 @@ class _Training:
         """Later checkpoints, and what is wrong with them."""
         return self._found[1]
 
-    def run(self, screen: Display) -> dict[str, Any]:
-        """Train to the end; what it came to, for the manifest."""
+    def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
+        """Train to the end; what it came to, for the manifest.
+
+        ``entry`` is the stage's entry in the manifest, with the checksums of what it reads.
+        """
         recorder = Recorder(self.folder)
         start = self.start
         for wrong in self.damaged:
@@ -354,6 +357,7 @@ class _Training:
             f"trained ({summary['trainable share']:.1%}), {summary['dtype']}, pad/eos/bos {summary['pad/eos/bos']}"
         )
         splits = {split: self.rows(split) for split in self.splits}
+        self._check_data(entry, checksums)
         check_rewards(self.stage, splits)
         if warning := sources.overlap(self.data, self.recipe.folder):
             screen.message(warning)
@@ -391,14 +395,21 @@ class _Training:
         for reference in models:
             inputs |= of_model(reference, checksums)
         found = {"data": of_rows(self.data, self.splits, self.recipe.folder, checksums), "inputs": inputs}
-        for kind, now in found.items():
-            old = before.get(kind) or {}
-            changed = [name for name in [*now, *old] if now.get(name) != old.get(name)]
-            if changed and self.start is not None:
-                raise UserError(
-                    f"{changed[0]} is not what {self.stage.name} began with: put it back, or start with --fresh"
-                )
+        if self.start is not None:
+            for kind, now in found.items():
+                self._refuse_changes(before.get(kind) or {}, now)
         return found
+
+    def _check_data(self, entry: Mapping[str, Any], checksums: Checksums) -> None:
+        """Whether the rows that were just read are those whose checksums were taken before."""
+        self._refuse_changes(entry["data"], of_rows(self.data, self.splits, self.recipe.folder, checksums))
+
+    def _refuse_changes(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        changed = [name for name in [*now, *before] if now.get(name) != before.get(name)]
+        if changed:
+            raise UserError(
+                f"{changed[0]} is not what {self.stage.name} began with: put it back, or start with --fresh"
+            )
 
     def _evaluations(self) -> list[dict[str, Any]]:
         return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]

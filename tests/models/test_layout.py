@@ -16,7 +16,7 @@ from burnish.models.layout import BUDGET_OF_PASS, Layout
 from burnish.models.loading import load_reward_model
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.types import Answer, Conversation, Example, Sequence
+from burnish.types import Answer, Conversation, Example, Messages, Sequence
 
 
 def examples(n: int, length: int = 10) -> list[Example]:
@@ -63,7 +63,7 @@ def test_passes_go_on_in_halves_where_memory_runs_out(
     pass_: str, tiny_llama: Any, tiny_tokenizer: Any, tiny_folder: Any, make_trainer: Any, full: Any
 ) -> None:
     """Only training steps were repeated: an evaluation or a reward ended the run."""
-    prompt = ({"role": "user", "content": "Hi"},)
+    prompt: Messages = ({"role": "user", "content": "Hi"},)
     words = ["yes\n" * (1 + i % 4) for i in range(12)]
     ids = [tuple(tiny_tokenizer(text, add_special_tokens=False)["input_ids"]) for text in words]
     answers = [

@@ -257,7 +257,7 @@ class Trainer(transformers.Trainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping; a step whose gradient is not finite is not taken."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         # with loss scaling (fp16) infinite gradients are part of the method: its scaler leaves such steps out
         if self.accelerator.scaler is None and not math.isfinite(norm):
             self._leave_out(f"the norm of the gradient is {float(norm):g}")
