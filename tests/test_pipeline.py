@@ -139,7 +139,7 @@ def test_the_manifest_says_what_was_done(done, home):
     for stage in (sft, reward, ppo):
         file = "model/model.safetensors"
         assert stage["files"][file] == sha256(done / stage["name"] / file)
-        assert all(sha256(Path(path)) == digest for path, digest in stage["data"].items())
+        assert all(sha256(done / path) == digest for path, digest in stage["data"].items())
         assert len(stage["data"]) == 2 and stage["seconds"] > 0
     assert sft["rows"]["train"] == {"rows": 24, "skipped": [], "cut": []}
     assert sft["model"]["class"] == "LlamaForCausalLM" and sft["model"]["source"] == str(done / "prepare" / "model")

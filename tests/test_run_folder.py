@@ -61,10 +61,10 @@ def home(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     yield tmp_path
 
 
-def run(*, fresh: bool = False) -> str:
+def run(*overrides: str, fresh: bool = False) -> str:
     shown = io.StringIO()
     with Display(Console(file=shown, width=200)) as screen:
-        pipeline.run(load("small.yaml"), fresh=fresh, display=screen)
+        pipeline.run(load("small.yaml", overrides), fresh=fresh, display=screen)
     return shown.getvalue()
 
 
@@ -216,7 +216,7 @@ def test_inputs_that_were_replaced_between_two_runs_of_a_stage_are_refused(
     if path == "made":  # made again, with other rows
         shutil.rmtree("runs/small/made")
         Path("make.py").write_text(CODE.replace("range(6)", "range(5)"))
-        path = "runs/small/made/data/chat.jsonl"
+        path = "made/data/chat.jsonl"
     else:
         Path(path).write_bytes(Path(path).read_bytes() + b" ")
     with pytest.raises(UserError, match=f"{path} is not what sft began with: put it back, or start with --fresh"):
@@ -243,6 +243,17 @@ def test_what_changes_before_the_first_checkpoint_is_taken(home: Path, monkeypat
         run()
     Path("own.jsonl").write_text('{"prompt": "a", "completion": "c"}\n')
     run()
+
+
+def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another spelling of out: was another recipe, and rows were known by the folder that they had been in."""
+    run()
+    expected = weights()
+    shutil.rmtree("runs/small")
+    stop_in("ppo", 1, monkeypatch)
+    shutil.move("runs/small", "moved")
+    assert "goes on after step 1" in run(f"out={home / 'moved'}")
+    assert weights("moved") == expected
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------

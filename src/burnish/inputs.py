@@ -74,22 +74,27 @@ def _from_stages(stage: Stage) -> list[StageModel | StageData]:
 def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -> dict[str, str]:
     """Checksums of the files of rows by their names; a data set on the hub has none."""
     found = {}
-    for name in (name for split in splits for name in references(data, split, folder)):
-        path = Path(name if Path(name).exists() else name.rpartition(":")[0])
+    for reference in (reference for split in splits for reference in references(data, split, folder)):
+        path = Path(reference if Path(reference).exists() else reference.rpartition(":")[0])
         if path.is_dir():
-            found |= {str(one): checksums.of(one) for one in sorted(path.rglob("*")) if one.is_file()}
+            found |= {_name(one, folder): checksums.of(one) for one in sorted(path.rglob("*")) if one.is_file()}
         else:
-            found[name] = checksums.of(path) if path.is_file() else "not a file"
+            found[_name(path, folder)] = checksums.of(path) if path.is_file() else "not a file"
     return found
 
 
-def of_model(reference: str, checksums: Checksums) -> dict[str, str]:
+def _name(path: Path, folder: Path) -> str:
+    """A path as messages and the manifest say it: from the run's folder on where it lies there, which may be moved."""
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, str]:
     """Checksums of the files of a model by their paths; of a hub id the commit."""
     path = Path(reference).expanduser()
     if path.is_dir():
         has = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-        folder = path if has or not (path / "model").is_dir() else path / "model"
-        return {str(one): checksums.of(one) for one in sorted(folder.iterdir()) if one.suffix in READ}
+        inner = path if has or not (path / "model").is_dir() else path / "model"
+        return {_name(one, folder): checksums.of(one) for one in sorted(inner.iterdir()) if one.suffix in READ}
     if path.is_file():
         return {str(path): checksums.of(path)}
     try:

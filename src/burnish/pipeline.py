@@ -192,7 +192,8 @@ def _open(recipe: Recipe) -> dict[str, Any]:
                 f"{recipe.folder} holds a run of another version of Burnish: start over with --fresh, or name another "
                 "folder with out=FOLDER"
             )
-        different = next(differences(manifest["recipe"], resolved, ""), None)
+        # a run that was moved is the same run
+        different = next(differences(manifest["recipe"] | {"out": recipe.out}, resolved, ""), None)
         if different is not None:
             raise UserError(
                 f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
@@ -390,11 +391,12 @@ class _Training:
         Raises:
             UserError: the stage has begun with others.
         """
-        models = [self.source, *(model_reference(r.model, self.recipe.folder) for r in self.stage.reward if r.model)]
+        folder = self.recipe.folder
+        models = [self.source, *(model_reference(r.model, folder) for r in self.stage.reward if r.model)]
         inputs = of_code(self.recipe, self.stage, checksums)
         for reference in models:
-            inputs |= of_model(reference, checksums)
-        found = {"data": of_rows(self.data, self.splits, self.recipe.folder, checksums), "inputs": inputs}
+            inputs |= of_model(reference, folder, checksums)
+        found = {"data": of_rows(self.data, self.splits, folder, checksums), "inputs": inputs}
         if self.start is not None:
             for kind, now in found.items():
                 self._refuse_changes(before.get(kind) or {}, now)

@@ -127,14 +127,14 @@ def results(folder: Path) -> dict[str, Any]:
     (run,) = folder.glob("runs/*")
     found: dict[str, Any] = {}
     for kind in ("*/data/**/*", "*/model/**/*", "*/adapter/**/*", "*/samples.jsonl"):
-        # peft writes target_modules in the order of a set, which differs from process to process
-        unordered = {"adapter_config.json", "checksums.json"} if "adapter" in kind else set()
-        for path in sorted(path for path in run.glob(kind) if path.is_file() and path.name not in unordered):
+        for path in sorted(path for path in run.glob(kind) if path.is_file()):
             found[str(path.relative_to(run))] = path.read_bytes()
     for path in sorted(run.glob("*/metrics.jsonl")):
         values = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         found[str(path.relative_to(run))] = without_timings(values)
-    found["manifest.json"] = without_timings(json.loads((run / "manifest.json").read_text("utf-8")))
+    manifest = json.loads((run / "manifest.json").read_text("utf-8"))
+    del manifest["checksums"]  # they are known by the times when files changed
+    found["manifest.json"] = without_timings(manifest)
     return found
 
 

@@ -6,7 +6,8 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import peft
 import torch
@@ -80,6 +81,14 @@ def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
     """``peft.get_peft_model`` without its warning."""
     with without_warning():
         return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
+
+
+def save(model: peft.PeftModel, folder: str | Path, **kwargs: Any) -> None:
+    """Save an adapter as peft does, with its modules in an order that is the same in every process."""
+    for config in model.peft_config.values():
+        if isinstance(config, peft.LoraConfig) and isinstance(config.target_modules, set):
+            config.target_modules = sorted(config.target_modules)
+    model.save_pretrained(str(folder), **kwargs)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from burnish.math.tensors import precise
-from burnish.models import bases
+from burnish.models import adapters, bases
 from burnish.models.adapters import trained_on, wrap
 from burnish.models.dropout import disable_dropout
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
@@ -190,12 +190,17 @@ class Network(nn.Module):
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy as transformers and peft do, and the critic beside it."""
         self.save_policy(folder, **kwargs)
-        if isinstance(self.critic, PreTrainedModel | PeftModel):
+        if isinstance(self.critic, PeftModel):
+            adapters.save(self.critic, Path(folder) / "critic")
+        elif isinstance(self.critic, PreTrainedModel):
             self.critic.save_pretrained(str(Path(folder) / "critic"))
 
     def save_policy(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the policy, and what belongs to it: the base that its adapter was trained on, a head that it shares."""
-        self.policy.save_pretrained(folder, **kwargs)  # type: ignore[operator]
+        if isinstance(self.policy, PeftModel):
+            adapters.save(self.policy, folder, **kwargs)
+        else:
+            self.policy.save_pretrained(folder, **kwargs)  # type: ignore[operator]
         if (base := trained_on(self.policy)) is not None:
             bases.record(Path(folder), base)
         if isinstance(self.critic, SharedCritic | StepValueHead):
