@@ -165,7 +165,7 @@ class Writer:
     @cached_property
     def written(self) -> How:
         """How a conversation is tokenised: its template writes the special tokens itself, so none are added."""
-        return How(self.rust, offsets=self.marks)
+        return How(self.rust, offsets=self.marks or bool(self.specials.fragile))
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
@@ -210,24 +210,25 @@ class Writer:
                 before.append(block)
         return "".join(before), tuple(marked)
 
-    def skeleton(self, written: Written) -> tuple[Skeleton, list[str]] | None:
-        """The skeleton that the contents fill to this text, and the pieces of the text; None for no such skeleton.
+    def skeleton(self, written: Written) -> tuple[Skeleton, list[str], list[str]] | None:
+        """The skeleton of a text, the pieces of the text, and the contents that fill it; None for no such skeleton.
 
         Contents are tried as they are, then with the white space around them in the skeleton: some templates strip it.
         """
         messages = written.messages
         roles = (written.generation_prompt, *[message["role"] for message in messages])
         contents = [message["content"] for message in messages]
-        found = self._filled(roles, contents, written, [("", "")] * len(contents))
+        if (found := self._filled(roles, contents, written, [("", "")] * len(contents))) is not None:
+            return found
         cores = [content.strip() for content in contents]
-        if found is None and cores != contents:
+        if cores != contents:
             outer = [tuple(c.split(core)) if core else (c, "") for c, core in zip(contents, cores, strict=True)]
             found = self._filled((*roles, *outer), cores, written, outer)
         return found
 
     def _filled(
         self, key: tuple[Any, ...], contents: list[str], written: Written, outer: list[tuple[str, ...]]
-    ) -> tuple[Skeleton, list[str]] | None:
+    ) -> tuple[Skeleton, list[str], list[str]] | None:
         if key not in self._skeletons:
             if len(self._skeletons) >= SKELETONS:
                 self._skeletons.clear()
@@ -235,7 +236,7 @@ class Writer:
         skeleton = self._skeletons[key]
         if skeleton is None or "".join(texts := skeleton.fill(contents)) != written.text:
             return None
-        return skeleton, texts
+        return skeleton, texts, contents
 
     def guard(self, stand_ins: tuple[tuple[str, int], ...]) -> Guard:
         """The tokenizer that knows these characters for these special tokens, and no other special token."""
@@ -292,16 +293,19 @@ def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
         UserError: the tokenizer cannot write as text a special token that a message spells.
     """
     if (found := writer.skeleton(written)) is not None:
-        skeleton, texts = found
+        skeleton, texts, contents = found
         if skeleton.special is None:
-            pieces = yield writer.written, [*texts, skeleton.harmless]
-            skeleton.special = list(filter(writer.special.__contains__, pieces.pop().ids))
+            *pieces, harmless = yield writer.written, [*texts, skeleton.harmless]
+            skeleton.special = list(filter(writer.special.__contains__, harmless.ids))
         else:
             pieces = yield writer.written, texts
         tokens = _joined(texts, pieces)
         same = list(filter(writer.special.__contains__, tokens.ids)) == skeleton.special
-        if same and writer.specials.unknown not in tokens.ids and writer.specials.fragile.isdisjoint(tokens.ids):
-            return tokens
+        if same and writer.specials.unknown not in tokens.ids:
+            # a message may unmake a fragile token of the template and spell the same one elsewhere
+            sure = writer.specials.fragile.isdisjoint(tokens.ids)
+            if sure or not skeleton.touched(writer, contents, texts, pieces):
+                return tokens
     return (yield from _as_text(writer, written, source))
 
 
@@ -390,17 +394,30 @@ class Skeleton:
         self.harmless = STAND_IN.sub(letter, "".join(pieces))
         self.special: list[int] | None = None
         self._pieces = pieces
-        self._open: list[tuple[int, str, list[int]]] = []
+        self._open: list[tuple[int, str, list[int], list[str]]] = []
         for at, piece in enumerate(pieces):
             if messages := [ord(character) - PRIVATE[0] for character in STAND_IN.findall(piece)]:
-                self._open.append((at, STAND_IN.sub("%s", piece.replace("%", "%%")), messages))
+                pattern = STAND_IN.sub("%s", piece.replace("%", "%%"))
+                self._open.append((at, pattern, messages, STAND_IN.split(piece)))
 
     def fill(self, contents: list[str]) -> list[str]:
         """The pieces with the contents in their places."""
         pieces = self._pieces.copy()
-        for at, pattern, messages in self._open:
+        for at, pattern, messages, _ in self._open:
             pieces[at] = pattern % tuple([contents[message] for message in messages])
         return pieces
+
+    def touched(self, writer: Writer, contents: list[str], texts: list[str], pieces: list[Piece]) -> bool:
+        """Whether a special token of the filled pieces has a character of a content, other than white space."""
+        for at, _, messages, around in self._open:
+            spans, start = _spans(writer, pieces[at], texts[at]), 0
+            for fixed, message in zip(around, messages, strict=False):
+                start += len(fixed)
+                end = start + len(contents[message])
+                if any(a < end and b > start for _, a, b in spans):
+                    return True
+                start = end
+        return False
 
 
 def _skeleton(writer: Writer, written: Written, contents: list[str], outer: list[tuple[str, ...]]) -> Skeleton | None:
@@ -488,9 +505,9 @@ def _without(writer: Writer, written: Written, where: list[set[int]]) -> str | N
     if hidden is None or len(hidden) != len(written.text):
         return None
     pairs = list(zip(hidden, written.text, strict=True))
-    if any(a not in (b, stand_in) for a, b in pairs):
+    if any(a != b and a != stand_in for a, b in pairs):
         return None
-    return "".join(_harmless(writer, b) if a == stand_in else b for a, b in pairs)
+    return "".join([_harmless(writer, b) if a == stand_in else b for a, b in pairs])
 
 
 def _harmless(writer: Writer, character: str) -> str:
