@@ -229,7 +229,8 @@ def test_a_model_without_dropout_is_left_alone(tiny_llama):
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_is_stored_as_ever(dora, tiny_llama, tmp_path):
-    model: Any = add_adapter(tiny_llama(), AdapterConfig(r=4, dropout=0.3, dora=dora), "CAUSAL_LM")
+    config = AdapterConfig.model_validate({"r": 4, "dropout": 0.3, "dora": dora})
+    model: Any = add_adapter(tiny_llama(), config, "CAUSAL_LM")
     names = list(model.state_dict())
     keys = key_dropout([model])
     assert keys.layers == 14

@@ -53,7 +53,7 @@ def main(kind: str, out: str, start: str | None) -> None:
         num_attention_heads=2,
         pad_token_id=0,
     )
-    adapted = add_adapter(LlamaForCausalLM(config), AdapterConfig(r=4, dropout=0.3), "CAUSAL_LM")
+    adapted = add_adapter(LlamaForCausalLM(config), AdapterConfig.model_validate({"r": 4, "dropout": 0.3}), "CAUSAL_LM")
     trainer = Trainer(
         model=adapted,
         args=TrainingArguments(
