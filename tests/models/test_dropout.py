@@ -229,9 +229,11 @@ def test_a_model_without_dropout_is_left_alone(tiny_llama):
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_is_stored_as_ever(dora, tiny_llama, tmp_path):
-    model: Any = add_adapter(tiny_llama(), AdapterConfig(r=4, dropout=0.3, dora=dora), "CAUSAL_LM")
+    config = AdapterConfig.model_validate({"r": 4, "dropout": 0.3, "dora": dora})
+    model: Any = add_adapter(tiny_llama(), config, "CAUSAL_LM")
     names = list(model.state_dict())
-    assert key_dropout([model]).layers == 14
+    keys = key_dropout([model])
+    assert keys.layers == 14
     assert list(model.state_dict()) == names
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -242,6 +244,12 @@ def test_an_adapter_is_stored_as_ever(dora, tiny_llama, tmp_path):
     assert loaded.peft_config["default"].lora_dropout == 0.3
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)
+    batch, passes = lay_out([[[1, 2, 3]]]), []
+    for step in (0, 0, 1):
+        with keys.of(batch, 0, step):
+            passes.append(model.train()(ids).logits)
+    assert torch.equal(passes[0], passes[1]) and not torch.equal(passes[0], passes[2])
     # a second training starts with keys of its own
     assert key_dropout([model]).layers == 14
-    assert torch.equal(model.merge_and_unload()(ids).logits, model.eval()(ids).logits)
+    adapted = model.eval()(ids).logits
+    torch.testing.assert_close(model.merge_and_unload()(ids).logits, adapted)

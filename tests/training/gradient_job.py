@@ -131,9 +131,9 @@ def cases(dtype: torch.dtype) -> dict:
         torch.manual_seed(1)
         return exact(LlamaForCausalLM(CONFIG), dtype)
 
-    def adapted(**settings: Any) -> Any:
+    def adapted() -> Any:
         """A policy with an adapter that is no longer fresh, else its first factors would have no gradient."""
-        model = add_adapter(policy(), AdapterConfig(r=4, dropout=0.3, **settings), "CAUSAL_LM")
+        model = add_adapter(policy(), AdapterConfig.model_validate({"r": 4, "dropout": 0.3}), "CAUSAL_LM")
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
@@ -141,8 +141,9 @@ def cases(dtype: torch.dtype) -> dict:
 
     def gpt2() -> Any:
         torch.manual_seed(1)
-        dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, **dropout)).to(dtype)
+        dropout: dict[str, Any] = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+        model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, **dropout))
+        return model.to(dtype)
 
     def classifier() -> Any:
         torch.manual_seed(1)
@@ -160,9 +161,7 @@ def cases(dtype: torch.dtype) -> dict:
         "pretrain": (Pretrain(), policy(), whole),
         "pretrain, dropout of the model": (Pretrain(), gpt2(), whole),
         "sft": (SFT(), policy(), plain),
-        "sft, dropout of an adapter": (SFT(), adapted(), plain),
         "sft, dropout of an adapter, completions": (SFT(), adapted(), completions()),
-        "sft, dropout of an adapter with DoRA, completions": (SFT(), adapted(dora=True), completions()),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "reinforce": (Reinforce(), policy(), scored),
         "reinforce, all options": (

@@ -1,7 +1,8 @@
-"""Trains by SFT with dropout, in as many processes as there are; run by test_processes.py.
+"""Trains an adapter with dropout, in as many processes as there are; run by test_processes.py.
 
 ``python -m torch.distributed.run --nproc-per-node 2 resume_job.py KIND OUT [CHECKPOINT]`` saves the weights in
-OUT/end.pt. KIND is rows, stream (pre-training on text that is read while the run goes on) or kto.
+OUT/end.pt. KIND is rows (with noise from the random state of each process), stream (pre-training on text that is read
+while the run goes on) or kto.
 """
 
 import os
@@ -17,6 +18,7 @@ from burnish import DPO, SFT, Pretrain, Trainer
 from burnish.data.chat import Length, set_template
 from burnish.data.rows import read
 from burnish.data.streaming import RowStream, Source
+from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.types import Text
 
 ROWS = [{"prompt": f"{i} + 1", "completion": "x" * (1 + i % 5) + str(i * 7)} for i in range(12)]
@@ -49,11 +51,11 @@ def main(kind: str, out: str, start: str | None) -> None:
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
-        attention_dropout=0.3,
         pad_token_id=0,
     )
+    adapted = add_adapter(LlamaForCausalLM(config), AdapterConfig.model_validate({"r": 4, "dropout": 0.3}), "CAUSAL_LM")
     trainer = Trainer(
-        model=LlamaForCausalLM(config),
+        model=adapted,
         args=TrainingArguments(
             out,
             use_cpu=True,
@@ -65,6 +67,7 @@ def main(kind: str, out: str, start: str | None) -> None:
             num_train_epochs=2,
             max_steps=-1 if kind == "rows" else 8,
             learning_rate=1e-2,
+            neftune_noise_alpha=5 if kind == "rows" else None,
             ddp_backend="gloo" if "RANK" in os.environ else None,
         ),
         method={"rows": SFT(), "stream": Pretrain(), "kto": DPO(loss="kto")}[kind],

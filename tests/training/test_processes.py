@@ -39,6 +39,8 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
     states = [torch.load(path, weights_only=True) for path in ends]
     assert states[0] == states[1]
     # one process goes on in the same order with as many rows a step
-    run(kind, tmp_path / "alone", folder, processes=1)
+    alone = run(kind, tmp_path / "alone", folder, processes=1)
+    if kind == "stream":  # dropout needs no random state; the noise of rows is drawn from that of each process
+        assert all(torch.allclose(value, alone[name], atol=1e-4) for name, value in straight.items())
     made = {path.name for path in (tmp_path / "alone").glob("checkpoint-*")}
     assert made == {f"checkpoint-{step}" for step in range(3, 5 if kind == "rows" else 9)}

@@ -107,7 +107,7 @@ def gradient(make, **settings: Any) -> dict[str, torch.Tensor]:
 def with_dropout(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"vocab_size": 105, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **ends, attn_pdrop=0.0, resid_pdrop=0.2, embd_pdrop=0.2))
 
 
