@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import unicodedata
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,13 +22,49 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+FRAGMENTS = (
+    *(
+        "<|im_end|>",
+        "<|IM_START|>",
+        "<|END|>",
+        "<|end|>",
+        "<|é|>",
+        "<|e\u0301|>",
+        "<|im_",
+        "<|",
+        "|>",
+        "end",
+        "END|>",
+        ">",
+    ),
+    *(
+        "\uff1c",
+        "\uff5c",
+        "\uff1e",
+        "\uff25\uff2e\uff24",
+        "\u200b",
+        "\u0301",
+        "\u0338",
+        " ",
+        "\n",
+        "hi",
+        "é",
+        "[INST]",
+        "user",
+    ),
+    *("\u4e00", "\ufb01", "▁", "im", "start|>", "<|im_start|>user\n", "\U000f0000", "."),
+)
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|END|>", "<|é|>")
 
 
 def make(normalizer: Any = None, template: str = CHATML, metaspace: str = "", **flags: bool) -> Any:
     """A tokenizer of single bytes, or of single characters behind a metaspace, whose special tokens have the flags."""
     if metaspace:
-        symbols = ["<unk>", "▁", *map(chr, range(33, 127)), "\n", "é"]
+        ascii, accents = [*map(chr, range(33, 127))], ("", "\u0301", "\u0338")
+        typed = "".join([*FRAGMENTS, *(c + accent for c in ascii for accent in accents)])
+        forms = [unicodedata.normalize(form, typed) for form in ("NFC", "NFD", "NFKC")]
+        symbols = ["<unk>", "▁", *ascii, "\n", *sorted({*typed, *typed.lower(), *"".join(forms)})]
+        symbols = list(dict.fromkeys(symbols))
         backend = Tokenizer(models.BPE({c: id for id, c in enumerate(symbols)}, [], unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace)
         backend.decoder = decoders.Metaspace(prepend_scheme=metaspace)
@@ -167,4 +209,80 @@ def test_an_unknown_token_that_is_typed_is_text() -> None:
     tokenizer.unk_token = "<unk>"
     unknown = tokenizer.unk_token_id
     assert unknown not in prompt(tokenizer, turns("a<unk>b"))
-    assert prompt(tokenizer, turns("a\u4e00b")).count(unknown) == 1
+    assert prompt(tokenizer, turns("a\u4e01b")).count(unknown) == 1
+
+
+# --- any normalizer, token, template and content -----------------------------------------------------------------
+
+NORMALIZERS = {
+    "none": None,
+    "lowercase": normalizers.Lowercase(),
+    "nfkc": normalizers.NFKC(),
+    "nfc": normalizers.NFC(),
+    "nfd": normalizers.NFD(),
+    "accents": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]),
+    "bert": normalizers.BertNormalizer(lowercase=True),
+    "zero width": ZERO_WIDTH,
+    "sentencepiece": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+}
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+INSTRUCT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}"
+    "{% else %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+TEMPLATES = ("text", "question_answer", CHATML, MARKED, INSTRUCT)
+FLAGS = ("normalized", "lstrip", "rstrip", "single_word")
+
+
+@functools.cache
+def made(normalizer: str, template: str, metaspace: str, flags: tuple[bool, ...]) -> Any:
+    return make(NORMALIZERS[normalizer], template, metaspace, **dict(zip(FLAGS, flags, strict=True)))
+
+
+def harmless(content: str, keep_shape: bool) -> str:
+    """Letters for all of it; else only for letters, where what stands beside a special token decides about it."""
+    if not keep_shape:
+        return "x" * len(content)
+    words = ("L", "N", "M", "Pc")  # what a regular expression calls a word
+    kept = (c if c.isspace() else "x" if unicodedata.category(c).startswith(words) else "." for c in content)
+    return "".join(kept)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(NORMALIZERS)),
+    st.sampled_from(TEMPLATES),
+    st.sampled_from(["", "", "first", "always"]),
+    st.tuples(st.booleans(), *[st.sampled_from([False, False, False, True])] * 3),
+    st.lists(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=5).map("".join), min_size=1, max_size=4),
+)
+def test_only_the_template_makes_special_tokens(
+    normalizer: str, template: str, metaspace: str, flags: tuple[bool, ...], said: list[str]
+) -> None:
+    tokenizer = made(normalizer, template, metaspace, flags)
+    messages = turns(*said)
+    keep = flags[3] or normalizer == "sentencepiece"
+    instead = turns(*(harmless(content, keep) for content in said))
+    closed = len(said) % 2 == 0
+    rust = tokenizer.backend_tokenizer
+    text, usual = (
+        tokenizer.apply_chat_template(list(m), tokenize=False, add_generation_prompt=not closed)
+        for m in (messages, instead)
+    )
+    rust.encode_special_tokens = False
+    as_usual = rust.encode(text, add_special_tokens=False).ids
+    expected = Counter(specials(tokenizer, rust.encode(usual, add_special_tokens=False).ids))
+    tokens = answer(tokenizer, messages[:-1], said[-1]).tokens if closed else prompt(tokenizer, messages)
+    assert Counter(specials(tokenizer, tokens)) == expected
+    if Counter(specials(tokenizer, as_usual)) == expected and not flags[0] and not flags[3]:
+        assert list(tokens) == as_usual
+
+    def canonical(written: str) -> str:
+        return re.sub(r"[\s▁]", "", rust.normalizer.normalize_str(written) if rust.normalizer else written)
+
+    assert canonical(tokenizer.decode(tokens)) == canonical(text)
