@@ -155,6 +155,13 @@ def test_a_special_token_across_a_border_stays_text(
     assert tokens[-1] == tokenizer.eos_token_id
 
 
+def test_what_a_template_makes_of_a_content_is_not_special() -> None:
+    tokenizer = make(template=joined("m['content'].replace('</think>', '').replace('!', '<|END|>')"))
+    assert specials(tokenizer, prompt(tokenizer, turns("a </think>|>! b"), "a:1")) == ["<|END|>", "<|im_end|>"]
+    with pytest.raises(UserError, match=r"a:1: a message may spell a part of <\|im_end\|>, and the chat template"):
+        prompt(tokenizer, turns("a <|im_</think>end|> b"), "a:1")
+
+
 def test_a_template_that_depends_on_a_spelled_token_is_refused() -> None:
     tokenizer = make(template=joined("('<|END|>' in m['content'] and 'yes ' or '') + m['content']"))
     assert specials(tokenizer, prompt(tokenizer, turns("a <|END> b"), "a:1")) == ["<|im_end|>"]
@@ -235,7 +242,11 @@ INSTRUCT = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}"
     "{% else %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-TEMPLATES = ("text", "question_answer", CHATML, MARKED, INSTRUCT)
+THINKS = (
+    "{% for m in messages %}{{ m['content'].split('end')[-1] if m['role'] == 'assistant' else m['content'] }}"
+    "{{ eos_token }}{% endfor %}"
+)
+TEMPLATES = ("text", "question_answer", CHATML, MARKED, INSTRUCT, THINKS)
 FLAGS = ("normalized", "lstrip", "rstrip", "single_word")
 
 
@@ -253,7 +264,7 @@ def harmless(content: str, keep_shape: bool) -> str:
     return "".join(kept)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(sorted(NORMALIZERS)),
     st.sampled_from(TEMPLATES),
@@ -265,9 +276,12 @@ def test_only_the_template_makes_special_tokens(
     normalizer: str, template: str, metaspace: str, flags: tuple[bool, ...], said: list[str]
 ) -> None:
     tokenizer = made(normalizer, template, metaspace, flags)
+    if flags[0] and flags[3]:  # a character that is removed has no shape that other text could keep
+        said = [re.sub("[\u200b\u0301\u0338]", "", content) or "x" for content in said]
     messages = turns(*said)
     keep = flags[3] or normalizer == "sentencepiece"
-    instead = turns(*(harmless(content, keep) for content in said))
+    shown = [c.split("end")[-1] if template == THINKS and i % 2 else c for i, c in enumerate(said)]
+    instead = turns(*(harmless(content, keep) for content in shown))
     closed = len(said) % 2 == 0
     rust = tokenizer.backend_tokenizer
     text, usual = (
@@ -277,12 +291,20 @@ def test_only_the_template_makes_special_tokens(
     rust.encode_special_tokens = False
     as_usual = rust.encode(text, add_special_tokens=False).ids
     expected = Counter(specials(tokenizer, rust.encode(usual, add_special_tokens=False).ids))
-    tokens = answer(tokenizer, messages[:-1], said[-1]).tokens if closed else prompt(tokenizer, messages)
-    assert Counter(specials(tokenizer, tokens)) == expected
+    try:
+        whole = closed and answer(tokenizer, messages[:-1], said[-1], source="a:1").tokens
+        tokens = whole or prompt(tokenizer, messages, "a:1")
+    except UserError as error:
+        assert template == THINKS and "a:1: a message may spell" in str(error)
+        return
+    found = Counter(specials(tokenizer, tokens))
+    assert found <= expected if template == THINKS else found == expected
     if Counter(specials(tokenizer, as_usual)) == expected and not flags[0] and not flags[3]:
         assert list(tokens) == as_usual
 
     def canonical(written: str) -> str:
-        return re.sub(r"[\s▁]", "", rust.normalizer.normalize_str(written) if rust.normalizer else written)
+        """White space is no matter: tokens take it in, and sentencepiece puts it before words."""
+        bare = re.sub(r"[\s▁]", "", written)
+        return re.sub(r"[\s▁]", "", rust.normalizer.normalize_str(bare) if rust.normalizer else bare)
 
     assert canonical(tokenizer.decode(tokens)) == canonical(text)

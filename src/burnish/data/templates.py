@@ -12,7 +12,9 @@ import difflib
 import functools
 import re
 import unicodedata
+from collections import Counter
 from functools import cached_property
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.data.drafts import Draft, How, Piece, make
@@ -210,33 +212,35 @@ class Writer:
                 before.append(block)
         return "".join(before), tuple(marked)
 
-    def skeleton(self, written: Written) -> tuple[Skeleton, list[str], list[str]] | None:
-        """The skeleton of a text, the pieces of the text, and the contents that fill it; None for no such skeleton.
+    def filled(self, written: Written) -> tuple[Skeleton, list[str], list[str]] | None:
+        """The skeleton of a text, the pieces of the text, and the contents that stand in them.
 
         Contents are tried as they are, then with the white space around them in the skeleton: some templates strip it.
+        Where the template changes contents, none are given; None where they may then add to a special token.
         """
-        messages = written.messages
-        roles = (written.generation_prompt, *[message["role"] for message in messages])
-        contents = [message["content"] for message in messages]
-        if (found := self._filled(roles, contents, written, [("", "")] * len(contents))) is not None:
-            return found
+        contents = [message["content"] for message in written.messages]
+        skeleton = self.skeleton(written)
+        if skeleton is not None and "".join(texts := skeleton.fill(contents)) == written.text:
+            return skeleton, texts, contents
         cores = [content.strip() for content in contents]
         if cores != contents:
             outer = [tuple(c.split(core)) if core else (c, "") for c, core in zip(contents, cores, strict=True)]
-            found = self._filled((*roles, *outer), cores, written, outer)
-        return found
+            closer = self.skeleton(written, tuple(outer))
+            if closer is not None and "".join(texts := closer.fill(cores)) == written.text:
+                return closer, texts, cores
+        specials = self.specials
+        if skeleton is None or specials.fragile or specials.spelled.search("".join(contents)) is not None:
+            return None
+        return skeleton, specials.pieces(written.text), []
 
-    def _filled(
-        self, key: tuple[Any, ...], contents: list[str], written: Written, outer: list[tuple[str, ...]]
-    ) -> tuple[Skeleton, list[str], list[str]] | None:
+    def skeleton(self, written: Written, outer: tuple[tuple[str, ...], ...] = ()) -> Skeleton | None:
+        """What the template writes around messages of these roles, with white space around their contents."""
+        key = (written.generation_prompt, *[message["role"] for message in written.messages], *outer)
         if key not in self._skeletons:
             if len(self._skeletons) >= SKELETONS:
                 self._skeletons.clear()
-            self._skeletons[key] = _skeleton(self, written, contents, outer)
-        skeleton = self._skeletons[key]
-        if skeleton is None or "".join(texts := skeleton.fill(contents)) != written.text:
-            return None
-        return skeleton, texts, contents
+            self._skeletons[key] = _skeleton(self, written, outer)
+        return self._skeletons[key]
 
     def guard(self, stand_ins: tuple[tuple[str, int], ...]) -> Guard:
         """The tokenizer that knows these characters for these special tokens, and no other special token."""
@@ -292,7 +296,7 @@ def tokenise(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
     Raises:
         UserError: the tokenizer cannot write as text a special token that a message spells.
     """
-    if (found := writer.skeleton(written)) is not None:
+    if (found := writer.filled(written)) is not None:
         skeleton, texts, contents = found
         if skeleton.special is None:
             *pieces, harmless = yield writer.written, [*texts, skeleton.harmless]
@@ -335,7 +339,8 @@ class Specials(NamedTuple):
     """The special tokens of a tokenizer.
 
     ``names`` are all of them and ``ids`` those that only a special token has: not that of unknown words, ``unknown``.
-    ``fragile`` are those that the text beside them can unmake. ``cut`` finds those before which a text may be cut.
+    ``fragile`` are those that the text beside them can unmake. ``spelled`` finds all of them in a text, and ``cut``
+    those before which it may be cut.
     ``letter`` and ``mark`` are a letter and a mark of punctuation that none of them has; ``spaced`` says whether one
     has white space.
     """
@@ -345,10 +350,17 @@ class Specials(NamedTuple):
     ids: frozenset[int]
     unknown: int | None
     fragile: frozenset[int]
+    spelled: re.Pattern[str]
     cut: re.Pattern[str]
     letter: str
     mark: str
     spaced: bool
+
+    def pieces(self, text: str) -> list[str]:
+        """A text, cut before special tokens."""
+        between = self.cut.split(text)  # text, special token, text, ..., special token, text
+        texts = list(map(add, between[1::2], between[2::2]))
+        return [between[0], *texts] if between[0] else texts
 
 
 @functools.lru_cache(maxsize=8)
@@ -362,7 +374,10 @@ def _specials(tokenizer: Any, size: int, eos: str, normalizes: bool) -> Specials
     names = {id: token.content for id, token in added.items()}
     names |= {_id(tokenizer.backend_tokenizer, name): name for name in tokenizer.all_special_tokens}
     plain = {t.content for t in added.values() if not (t.normalized or t.lstrip or t.single_word)}
-    longest_first = sorted(filter(plain.__contains__, names.values()), key=len, reverse=True)
+    longest_first = sorted(names.values(), key=len, reverse=True)
+    spelled, cut = (
+        "|".join(map(re.escape, some)) or "(?!)" for some in (longest_first, filter(plain.__contains__, longest_first))
+    )
     unknown = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id
     characters = "".join(names.values()).casefold()
     return Specials(
@@ -371,7 +386,8 @@ def _specials(tokenizer: Any, size: int, eos: str, normalizes: bool) -> Specials
         ids=frozenset(names) - {unknown},
         unknown=unknown,
         fragile=frozenset(id for id, t in added.items() if t.single_word or (t.normalized and normalizes)),
-        cut=re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"),
+        spelled=re.compile(spelled),
+        cut=re.compile(f"({cut})"),
         letter=next((c for c in "xqzjkwyvbghcfdmnopuastiler" if c not in characters), "x"),
         mark=next((c for c in ".,;:!?-" if c not in characters), "."),
         spaced=any(map(str.isspace, characters)),
@@ -420,17 +436,20 @@ class Skeleton:
         return False
 
 
-def _skeleton(writer: Writer, written: Written, contents: list[str], outer: list[tuple[str, ...]]) -> Skeleton | None:
-    """What the template writes around contents, each between the white space ``outer``; None where it refuses."""
-    stand_ins = [
-        (chr(PRIVATE[i]) if content else "").join(outer[i]) for i, content in enumerate(contents[: len(PRIVATE)])
-    ]
-    text = _render_instead(writer, written, stand_ins)
-    if text is None or any(ord(character) >= PRIVATE[0] + len(contents) for character in STAND_IN.findall(text)):
+def _skeleton(writer: Writer, written: Written, outer: tuple[tuple[str, ...], ...]) -> Skeleton | None:
+    """What the template writes around contents, or around what stands between their white space; None: it refuses.
+
+    A content of nothing but white space is a part of the skeleton.
+    """
+    size = len(written.messages)
+    stand_ins = list(map(chr, PRIVATE[:size]))
+    for i, (before, after) in enumerate(outer):
+        white = len(before) == len(written.messages[i]["content"])
+        stand_ins[i] = before if white else before + stand_ins[i] + after
+    text = _render_instead(writer, written, stand_ins) if len(stand_ins) == size else None
+    if text is None or any(ord(character) >= PRIVATE[0] + size for character in STAND_IN.findall(text)):
         return None
-    between = writer.specials.cut.split(text)  # text, special token, text, ..., special token, text
-    pieces = [special + after for special, after in zip(between[1::2], between[2::2], strict=True)]
-    return Skeleton([between[0], *pieces] if between[0] else pieces, writer.specials.letter)
+    return Skeleton(writer.specials.pieces(text), writer.specials.letter)
 
 
 def _render_instead(writer: Writer, written: Written, contents: list[str]) -> str | None:
@@ -448,12 +467,7 @@ def _render_instead(writer: Writer, written: Written, contents: list[str]) -> st
 def _as_text(writer: Writer, written: Written, source: str) -> Draft[Tokens]:
     """The tokens of a conversation whose messages may spell special tokens."""
     text, whole = written.text, How(writer.rust, offsets=True)
-    every = [
-        {i for i, character in enumerate(message["content"]) if writer.specials.spaced or not character.isspace()}
-        for message in written.messages
-    ]
-    harmless = _without(writer, written, every)
-    if harmless is None:
+    if (harmless := _without(writer, written)) is None:
         harmless = yield from _without_spelled(writer, written, source)
     plain, own = yield whole, [text, harmless]
     typed, spans = _spans(writer, plain, text), _spans(writer, own, harmless)
@@ -489,19 +503,19 @@ def _spans(writer: Writer, piece: Piece, text: str) -> list[Span]:
     return spans
 
 
-def _without(writer: Writer, written: Written, where: list[set[int]]) -> str | None:
-    """The text with these characters of the contents made harmless; None where the template depends on them."""
+def _without(writer: Writer, written: Written, where: list[set[int]] | None = None) -> str | None:
+    """The text with these characters of the contents made harmless, or with all; None where it depends on them."""
     contents = [message["content"] for message in written.messages]
     taken = {*written.text, *"".join(contents)}
     stand_in = next(chr(code) for code in PRIVATE if chr(code) not in taken)
-    hidden = _render_instead(
-        writer,
-        written,
-        [
+    if where is None:
+        others = [re.sub("(?s)." if writer.specials.spaced else r"\S", stand_in, content) for content in contents]
+    else:
+        others = [
             "".join(stand_in if i in chosen else character for i, character in enumerate(content))
             for content, chosen in zip(contents, where, strict=True)
-        ],
-    )
+        ]
+    hidden = _render_instead(writer, written, others)
     if hidden is None or len(hidden) != len(written.text):
         return None
     pairs = list(zip(hidden, written.text, strict=True))
@@ -522,7 +536,8 @@ def _without_spelled(writer: Writer, written: Written, source: str) -> Draft[str
     """The text without what contents may add to a special token, for templates that depend on the contents.
 
     Of each special token in the text, whatever a content has of its characters is made harmless, until no special token
-    is left that could hold a character of a content.
+    is left that could hold a character of a content. A template may make one by leaving out what stands between: what
+    is more than its usual special tokens may not be found in the contents.
 
     Raises:
         UserError: the template depends on just these characters.
@@ -536,16 +551,34 @@ def _without_spelled(writer: Writer, written: Written, source: str) -> Draft[str
         spelled = {written.text[start:end] for _, start, end in spans}
         more = [chosen | _shared(content, spelled) for chosen, content in zip(where, contents, strict=True)]
         if more == where:
-            return harmless
+            break
         where, found = more, _without(writer, written, more)
         if found is None:
             shared = {id for id, a, b in spans if any(_shared(content, {written.text[a:b]}) for content in contents)}
-            names = ", ".join(sorted(writer.specials.names[id] for id in shared))
-            raise UserError(
-                f"{source}: a message may spell a part of {names}, and the chat template depends on that part, so that"
-                " it cannot be kept as text: take it out"
-            )
+            raise _depends(writer, shared, source)
         harmless = found
+    skeleton = writer.skeleton(written)
+    (usual,) = yield How(writer.rust, offsets=True), [skeleton.harmless if skeleton else ""]
+    more_than_usual = Counter(span[0] for span in spans) - Counter(usual.ids)
+    said = "".join(contents).lower()
+    made = {id for id, a, b in spans if id in more_than_usual and _in_order(harmless[a:b].lower(), said)}
+    if made:
+        raise _depends(writer, made, source)
+    return harmless
+
+
+def _depends(writer: Writer, ids: set[int], source: str) -> UserError:
+    names = ", ".join(sorted(writer.specials.names[id] for id in ids))
+    return UserError(
+        f"{source}: a message may spell a part of {names}, and the chat template depends on that part, so that it"
+        " cannot be kept as text: take it out"
+    )
+
+
+def _in_order(part: str, whole: str) -> bool:
+    """Whether a template could make a part of a whole by leaving out characters."""
+    characters = iter(whole)
+    return all(character in characters for character in part)
 
 
 def _shared(content: str, spelled: set[str]) -> set[int]:
