@@ -225,13 +225,13 @@ def test_one_point_of_each_kind(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     recording, expected = record(home, monkeypatch)
     chosen = one_of_a_kind(recording.points)
     assert len(chosen) > 20 and any("checkpoint-N" in point.kind for point in chosen)
-    replay(chosen[:: max(1, len(chosen) // 24)], home, expected)
+    replay(chosen[:: max(1, len(chosen) // 12)], home, expected)
 
 
 def test_a_fresh_start_at_one_point_of_each_kind(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points, expected = record_fresh(home, monkeypatch)
     chosen = one_of_a_kind(points)
-    replay(chosen[:: max(1, len(chosen) // 6)], home, expected, fresh=True)
+    replay(chosen[:: max(1, len(chosen) // 4)], home, expected, fresh=True)
 
 
 @pytest.mark.acceptance

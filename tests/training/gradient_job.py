@@ -161,6 +161,7 @@ def cases(dtype: torch.dtype) -> dict:
         "pretrain": (Pretrain(), policy(), whole),
         "pretrain, dropout of the model": (Pretrain(), gpt2(), whole),
         "sft": (SFT(), policy(), plain),
+        "sft, noise, completions": (SFT(), policy(), completions()),
         "sft, dropout of an adapter, completions": (SFT(), adapted(), completions()),
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "reinforce": (Reinforce(), policy(), scored),
@@ -176,6 +177,7 @@ def cases(dtype: torch.dtype) -> dict:
         ),
         "step_value": (StepValue(alpha=0.5), policy(), [solved(i) for i in range(9)]),
         "dpo": (DPO(nll_weight=0.1), policy(), referred),
+        "dpo, noise": (DPO(), policy(), referred),
         "dpo ipo": (DPO(loss="ipo", average=True), policy(), referred),
         "dpo orpo": (DPO(loss="orpo"), policy(), referred),
         "dpo kto": (DPO(loss="kto", desirable_weight=1.5), policy(), judged),
@@ -210,7 +212,14 @@ def cases(dtype: torch.dtype) -> dict:
 
 
 def trainer(
-    folder: str, method: Any, model: Any, loader: Any, steps: int, callback: TrainerCallback, **layout: Any
+    folder: str,
+    method: Any,
+    model: Any,
+    loader: Any,
+    steps: int,
+    callback: TrainerCallback,
+    neftune: float | None = None,
+    **layout: Any,
 ) -> Trainer:
     """A trainer of ``steps`` steps that a loader gives, by Adam with weight decay."""
     method.loader = loader
@@ -226,6 +235,7 @@ def trainer(
         save_strategy="no",
         disable_tqdm=True,
         ddp_backend="gloo" if "RANK" in os.environ else None,
+        neftune_noise_alpha=neftune,
     )
     return Trainer(
         model=model,
@@ -287,7 +297,9 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
             ready = (lambda step: method.ready(step, context)) if isinstance(method, DPO) else None
             return RowLoader(examples, len(examples), 0, ready)
 
-        trainer(folder, method, model, loader, 1, Keep(), **layout).train()
+        # as strong as the embeddings, whose standard deviation is 0.02
+        neftune = 0.5 if "noise" in name else None
+        trainer(folder, method, model, loader, 1, Keep(), neftune, **layout).train()
         found[name] = grads[0]
     return found
 

@@ -154,15 +154,18 @@ def test_rows_of_a_step_are_batch_size_times_accumulation(make):
 
 
 def test_activation_checkpointing_does_not_change_the_gradient(make, tiny_llama):
-    off = gradient(make, model=tiny_llama(dtype=torch.float64))
-    on = gradient(make, model=tiny_llama(dtype=torch.float64), **CHECKPOINTING)
-    assert distance(on, off) < 1e-12
+    for alpha in (None, 5):
+        options = {"neftune_noise_alpha": alpha}
+        off = gradient(make, model=tiny_llama(dtype=torch.float64), **options)
+        on = gradient(make, model=tiny_llama(dtype=torch.float64), **options, **CHECKPOINTING)
+        assert distance(on, off) < 1e-12
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_reaches_an_adapter(dropout, make, tiny_llama):
-    off = gradient(make, model=lora(tiny_llama(), dropout))
-    on = gradient(make, model=lora(tiny_llama(), dropout), **CHECKPOINTING)
+@pytest.mark.parametrize("alpha", [None, 5])
+def test_activation_checkpointing_reaches_an_adapter(dropout, alpha, make, tiny_llama):
+    off = gradient(make, model=lora(tiny_llama(), dropout), neftune_noise_alpha=alpha)
+    on = gradient(make, model=lora(tiny_llama(), dropout), neftune_noise_alpha=alpha, **CHECKPOINTING)
     assert distance(on, off) < 1e-6 and all("lora_" in name for name in on)
 
 
@@ -357,6 +360,37 @@ def test_evaluation_does_not_change_the_run(make):
     assert weights(plain) == weights(evaluated)
 
 
+def test_noise_is_of_training_passes_alone_and_leaves_nothing_behind(make, tiny_llama, tmp_path):
+    plain = make(eval_dataset=ROWS[:3]).evaluate()
+    options = {"model": tiny_llama(), "neftune_noise_alpha": 5, "eval_dataset": ROWS[:3], "learning_rate": 0.0}
+    trainer = make(**options, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    embeddings = trainer.network.policy.get_input_embeddings()
+    attributes = list(vars(embeddings))
+    trainer.train()
+    found = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert found == [plain["eval_loss"]] * 6
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    quiet = make(**(options | {"neftune_noise_alpha": None}))
+    quiet.train()
+    expected = [line["loss"] for line in quiet.state.log_history if "loss" in line]
+    assert all(abs(a - b) > 1e-5 for a, b in zip(losses, expected, strict=True))
+    assert not embeddings._forward_hooks and list(vars(embeddings)) == attributes
+    saved = tmp_path / "out" / "checkpoint-6"
+    assert "neftune" not in (saved / "config.json").read_text()
+    assert weights(trainer) == weights(make())
+    # training goes on with noise where it is called again
+    trainer.args.max_steps = 7
+    trainer.state.log_history.clear()
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"] - expected[0]) > 1e-5
+
+
+def test_noise_of_no_strength_is_none_and_of_a_negative_one_is_refused(make):
+    assert distance(gradient(make, neftune_noise_alpha=0), gradient(make)) == 0
+    with pytest.raises(UserError, match="neftune_noise_alpha: expected a number above 0, got -5"):
+        make(neftune_noise_alpha=-5)
+
+
 def test_the_best_model_is_loaded_at_the_end(make, tmp_path):
     options = {
         "eval_strategy": "steps",
@@ -499,6 +533,12 @@ class Record(TrainerCallback):
         self.recorder.metrics(state.global_step, logs or {})
 
 
+@pytest.mark.parametrize("method", [ppo, grpo])
+def test_noise_is_refused_where_completions_are_sampled(method, make):
+    with pytest.raises(UserError, match=r"neftune_noise_alpha=5: .* completions were sampled\. Take this setting away"):
+        make(method(), rows=PROMPTS, neftune_noise_alpha=5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_goes_on_ends_with_the_bytes_of_one_that_never_stopped(case, make, tiny_llama, tmp_path):
     def trainer(folder: Path, save: str = "no") -> Trainer:
@@ -516,7 +556,6 @@ def test_a_run_that_goes_on_ends_with_the_bytes_of_one_that_never_stopped(case, 
             num_train_epochs=1 if isinstance(method, PPO) else 2 if rows is not PROMPTS else 3,
             token_budget=120,
             max_grad_norm=1.0,
-            # noise from the random state, of which a checkpoint keeps its own copy
             neftune_noise_alpha=5 if isinstance(method, SFT) else None,
         )
 

@@ -56,9 +56,8 @@ class TokenDropout(nn.Dropout):
         if not self.training or self.keys.now is None or not 0 < self.p < 1:
             return super().forward(input)
         width = input.shape[-1]
-        tokens = mixed(self.keys.now + _signed(self.number * GOLDEN)).view(*input.shape[:-1], 1)
         # two numbers of 16 bits from each hash
-        drawn = mixed(tokens ^ _features(-(-width // 2), input.device)).view(torch.int16)[..., :width]
+        drawn = hashes(self.keys.now.view(input.shape[:-1]), self.number, -(-width // 2)).view(torch.int16)[..., :width]
         left_out = min(round(self.p * LEVELS), LEVELS - 1)
         return torch.where(drawn >= left_out - LEVELS // 2, input, 0) * (LEVELS / (LEVELS - left_out))
 
@@ -79,6 +78,11 @@ def token_keys(batch: MicroBatch, seed: int, step: int) -> Tensor:
     return mixed(prefixes ^ start)
 
 
+def hashes(keys: Tensor, number: int, width: int) -> Tensor:
+    """A hash (..., width), int32, of tokens' keys (...), of the layer of this number, and of each feature."""
+    return mixed(mixed(keys + _signed(number * GOLDEN)).unsqueeze(-1) ^ _features(width, keys.device))
+
+
 def mixed(x: Tensor) -> Tensor:
     """A hash of each number of an int32 tensor: lowbias32 of Wellons, "Prospecting for hash functions" (2018)."""
     # the mask makes a logical shift of the arithmetic one
@@ -96,7 +100,7 @@ def _signed(x: int) -> int:
 
 @lru_cache(maxsize=16)
 def _features(width: int, device: torch.device) -> Tensor:
-    """A number for each two features."""
+    """A number for each hash of a token."""
     return mixed(torch.arange(1, width + 1, dtype=torch.int32, device=device))
 
 

@@ -31,6 +31,7 @@ from burnish.models.dropout import key_dropout
 from burnish.models.finite import non_finite
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget, is_out_of_memory
+from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Context, Method
 from burnish.training.arguments import warn_ignored
 from burnish.training.metrics import Recorder
@@ -59,7 +60,7 @@ class Trainer(transformers.Trainer):
         padding_side: right or left; pad_to: the least width of a micro-batch (for kernels that want round numbers);
             packed: several sequences in one row that do not see each other; None packs where that is fastest, which
             is where attention needs no mask for it. shared_prompts: answers to one prompt stand behind it, and it
-            runs once, where the model allows it.
+            runs once, where the model allows it and ``args.neftune_noise_alpha`` is not set.
         on_non_finite: ``error`` stops at the first loss or gradient that is NaN or infinite; ``skip`` leaves the step
             out, warns, and counts it as ``non_finite_steps``, but stops after 10 such steps in a row.
         recorder: where samples go; None keeps none.
@@ -109,9 +110,11 @@ class Trainer(transformers.Trainer):
             streaming.check(method, args.max_steps)
         self.rows = [] if self.stream is not None else self._rows(train_dataset)
         self.eval_rows = [] if eval_dataset is None else self._rows(eval_dataset)
+        check_noise(args.neftune_noise_alpha, self.rows)
         self.tokenizer: Any = processing_class
         network = method.prepare(model, processing_class)
         self.dropout = key_dropout(network.models)
+        self.noise = EmbeddingNoise(network.policy, args.neftune_noise_alpha)
         super().__init__(
             model=network,
             args=args,
@@ -120,7 +123,9 @@ class Trainer(transformers.Trainer):
             processing_class=processing_class,
             **others,
         )
+        self.neftune_noise_alpha = None  # not by transformers: self.noise
         self.network: Network = network
+        shared_prompts = shared_prompts and not args.neftune_noise_alpha
         pad_id = self.tokenizer.pad_token_id or 0
         with self.accelerator.autocast():
             self.layout = Layout(network.models, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
@@ -226,8 +231,9 @@ class Trainer(transformers.Trainer):
         losses = []
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
-            masks = self.dropout.of(batch, self.args.seed, self.state.global_step)
-            with masks, contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+            at = (batch, self.args.seed, self.state.global_step)
+            syncing = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
+            with self.dropout.of(*at), self.noise.of(*at), syncing:
                 terms: Terms = model(self.method, batch, weights)
                 loss = torch.stack([weight * terms[n].total / counts[n] for n, weight in weights.items()]).sum()
                 # wrappers average the gradients of processes, but terms are sums already divided once

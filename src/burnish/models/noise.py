@@ -1,0 +1,80 @@
+"""NEFTune: noise on the embeddings that depends on the tokens and the optimizer step alone, as dropout does here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.models.dropout import hashes, token_keys
+from burnish.models.forward import unwrap
+from burnish.types import MicroBatch, Prompt, Row, UserError
+
+NUMBER = -1  # dropout layers count from 0
+
+
+class EmbeddingNoise:
+    """Uniform noise in [-m, m] on the embeddings, m = alpha / sqrt(L H), of one micro-batch after another.
+
+    H is the width of an embedding and L the length in tokens of the token's own sequence, so a prompt cannot be shared
+    by sequences of several lengths. Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning".
+    """
+
+    def __init__(self, model: nn.Module, alpha: float | None) -> None:
+        self.model = model
+        self.alpha = alpha
+        self.keys = self.lengths = torch.empty(0)
+
+    @contextmanager
+    def of(self, batch: MicroBatch, seed: int, step: int) -> Iterator[None]:
+        """Add noise in the forward pass of this micro-batch; the model keeps nothing of it."""
+        if not self.alpha:
+            yield
+            return
+        self.keys, self.lengths = token_keys(batch, seed, step), lengths(batch)
+        hook = unwrap(self.model).get_input_embeddings().register_forward_hook(self._add)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _add(self, _: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
+        """The hook: embeddings (B, T, H) with noise."""
+        assert self.alpha is not None
+        return embeddings + noise(self.keys, self.lengths, self.alpha, embeddings.shape[-1], embeddings.dtype)
+
+
+def noise(keys: Tensor, length: Tensor, alpha: float, width: int, dtype: torch.dtype) -> Tensor:
+    """Noise (B, T, width) of tokens with these keys (B, T), in sequences of these lengths (B, T)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    strongest = (alpha / math.sqrt(width)) * length.to(wide).rsqrt()
+    drawn = hashes(keys, NUMBER, width).to(wide) / 2**31  # uniform in [-1, 1]
+    return (strongest.unsqueeze(-1) * drawn).to(dtype)
+
+
+def lengths(batch: MicroBatch) -> Tensor:
+    """The length in tokens of each token's own sequence, (B, T); no prompt is shared."""
+    segments = batch.segments
+    rows, width = segments.shape
+    sizes = segments.new_zeros(rows, width + 1).scatter_add_(1, segments, torch.ones_like(segments))
+    return sizes.gather(1, segments)
+
+
+def check_noise(alpha: float | None, rows: list[Row]) -> None:
+    """Raise a UserError where there can be no such noise, or where it would be wrong.
+
+    Completions that the policy samples have the log-probabilities of a network without noise.
+    """
+    if not alpha:
+        return
+    if not 0 < alpha < math.inf:
+        raise UserError(f"neftune_noise_alpha: expected a number above 0, got {alpha:g}")
+    if any(isinstance(row, Prompt) for row in rows):
+        raise UserError(
+            f"neftune_noise_alpha={alpha:g}: noise on the embeddings would make the log-probabilities of the policy "
+            "differ from those with which its completions were sampled. Take this setting away"
+        )
