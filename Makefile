@@ -56,8 +56,8 @@ classic: $(SMALL) $(WORDNET) ## the classic chain on definitions: SFT, reward mo
 	$(BIN)/burnish generate runs/classic/ppo --beams 4 --sample --top-k 10 --temperature 0.6 --max-new-tokens 24 \
 		'Define "lantern".' 'Define "carpenter".' 'Define "patience".'
 
-test: $(STAMP) ## run the tests
-	$(BIN)/pytest -q
+test: $(STAMP) ## run the tests, a process for each core
+	$(BIN)/pytest -q -n auto --dist loadfile
 
 # Without TRL's environment, as on a machine that is offline, the comparison with it is skipped, and the table says so.
 acceptance: $(STAMP) ## run what takes too long for every commit, with a table at the end
