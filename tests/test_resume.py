@@ -38,7 +38,7 @@ stages:
   - name: pretrain
     method: {name: pretrain}
     model: {stage: sums}
-    data: {train: {stage: sums, file: prompts.jsonl}, keys: {text: prompt}}
+    data: {train: {stage: sums, file: prompts.jsonl}, keys: {text: prompt}, keep: [answer]}
     trainer: &often {per_device_train_batch_size: 8, save_steps: 3, num_train_epochs: 2}
   - name: dpo
     method: {name: dpo}
