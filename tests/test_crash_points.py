@@ -124,7 +124,8 @@ class Recording:
         self.folder = folder
         self.events = 0
         self.points: list[Point] = []
-        self.synced: dict[int, bytes] = {}
+        there = [path for path in folder.rglob("*") if path.is_file()]
+        self.synced = {path.stat().st_ino: path.read_bytes() for path in there}
         self.seen: set[bytes] = set()
         self.busy = False
 
@@ -139,6 +140,9 @@ class Recording:
             if path.is_file():
                 killed[name] = path.read_bytes()
                 lost[name] = self.synced.get(path.stat().st_ino, b"")
+        # a number that is free again may be given to another file
+        living = {path.stat().st_ino for path in self.folder.rglob("*")} if self.folder.exists() else set()
+        self.synced = {number: content for number, content in self.synced.items() if number in living}
         for end, tree in (("killed", killed), ("without power", lost)):
             digest = hashlib.sha256(repr(sorted(tree.items())).encode()).digest()
             if digest not in self.seen:

@@ -71,7 +71,7 @@ def test_columns_that_are_kept_are_listed(here: Path) -> None:
     save("chat.jsonl", [{"prompt": "ab", "completion": "cd", "lang": "en"}])
     result = call("one", "data.eval=chat.jsonl")
     assert result.exit_code == 2
-    assert "chat.jsonl:1: lang: column that is not read" in result.output
+    assert "chat.jsonl:1: lang: unknown column" in result.output
     assert measured("one", "data.eval=chat.jsonl", "data.keep=[lang]")
 
 

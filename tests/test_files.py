@@ -109,9 +109,17 @@ def test_the_oldest_checkpoints_go_and_the_best_and_the_newest_stay(limit, best,
         make(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-5").write_text("a file")
     (tmp_path / "checkpoint-6-mine").mkdir()
-    rotate(tmp_path, limit, best and tmp_path / f"checkpoint-{best}")
+    rotate(tmp_path, limit, best and tmp_path / f"checkpoint-{best}", 4)
     assert [int(path.name.rpartition("-")[2]) for path in checkpoints(tmp_path)] == kept
     assert (tmp_path / "checkpoint-6-mine").is_dir()
+
+
+def test_checkpoints_of_a_run_that_started_over_do_not_push_out_new_ones(tmp_path):
+    """A damaged checkpoint-30 stayed, and each new one was removed as soon as it was written."""
+    for step in (30, 5, 10):
+        make(tmp_path / f"checkpoint-{step}")
+    rotate(tmp_path, 1, None, 10)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-30", "checkpoint-10"]
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):

@@ -244,7 +244,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(stage, step, done, home, mon
         prompts = folder / "prepare" / "data" / "prompts.jsonl"
         whole = prompts.read_bytes()
         prompts.write_bytes(whole + whole.splitlines(keepends=True)[0])
-        with pytest.raises(UserError, match=r"prompts.jsonl is not what stage prepare wrote: it has other bytes"):
+        with pytest.raises(UserError, match=r"prompts.jsonl has changed since stage prepare wrote it"):
             run(home, folder)
         prompts.write_bytes(whole)
     torch.manual_seed(123)
@@ -277,10 +277,11 @@ def test_fresh_starts_over_and_removes_the_run_alone(home, tmp_path):
     run(home, folder, FIRST)
     (folder / "prepare" / "left").write_text("from before")
     (folder / "notes.txt").write_text("mine")
+    (folder / ".notes.old").mkdir()
     shown = run(home, folder, FIRST, "seed=1", fresh=True)
     assert "done before" not in shown and manifest(folder)["recipe"]["seed"] == 1
     assert not (folder / "prepare" / "left").exists()
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / ".notes.old").is_dir()
 
 
 def test_fresh_leaves_the_run_where_the_recipe_cannot_start(home, tmp_path):

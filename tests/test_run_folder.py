@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from burnish import pipeline
-from burnish.recipe import load
+from burnish.inputs import Checksums, of_rows
+from burnish.recipe import Data, load
 from burnish.training.display import Display
 from burnish.types import UserError
 
@@ -129,7 +130,7 @@ def test_a_manifest_that_is_none_is_told(text: str, home: Path) -> None:
     Path("runs/small").mkdir(parents=True)
     Path("runs/small/manifest.json").write_text(text)
     for fresh in (False, True):
-        with pytest.raises(UserError, match=r"manifest\.json: not the manifest of a run"):
+        with pytest.raises(UserError, match=r"manifest\.json: not a valid manifest"):
             run(fresh=fresh)
 
 
@@ -173,8 +174,8 @@ def flip(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "harm", "wrong"),
     [
-        ("runs/small/sft/model/model.safetensors", flip, "has other bytes"),
-        ("runs/small/sft/model/config.json", lambda path: Path(path).unlink(), "is missing"),
+        ("runs/small/sft/model/model.safetensors", flip, "has changed since"),
+        ("runs/small/sft/model/config.json", lambda path: Path(path).unlink(), "is missing;"),
     ],
 )
 def test_what_a_finished_stage_wrote_is_checked_before_it_is_used(
@@ -184,7 +185,7 @@ def test_what_a_finished_stage_wrote_is_checked_before_it_is_used(
     stop_in("ppo", 1, monkeypatch)
     shutil.copytree("runs/small/sft", "kept")
     harm(path)
-    with pytest.raises(UserError, match=f"{path} is not what stage sft wrote: it {wrong}: put it back, or remove"):
+    with pytest.raises(UserError, match=f"{path} {wrong} stage sft wrote it: restore it, or remove"):
         run()
     shutil.rmtree("runs/small/sft")
     shutil.copytree("kept", "runs/small/sft", copy_function=shutil.copy)  # with other times of change
@@ -219,7 +220,9 @@ def test_inputs_that_were_replaced_between_two_runs_of_a_stage_are_refused(
         path = "made/data/chat.jsonl"
     else:
         Path(path).write_bytes(Path(path).read_bytes() + b" ")
-    with pytest.raises(UserError, match=f"{path} is not what sft began with: put it back, or start with --fresh"):
+    with pytest.raises(
+        UserError, match=f"{path} has changed since sft started: restore it, or start over with --fresh"
+    ):
         run()
 
 
@@ -228,7 +231,7 @@ def test_a_reward_that_was_edited_between_two_runs_of_a_stage_is_refused(
 ) -> None:
     stop_in("ppo", 1, monkeypatch)
     Path("make.py").write_text(CODE.replace("-float", "float"))
-    with pytest.raises(UserError, match=r"make\.py is not what ppo began with"):
+    with pytest.raises(UserError, match=r"make\.py has changed since ppo started"):
         run()
     Path("make.py").write_text(CODE)
     assert "goes on after step 1" in run()
@@ -252,7 +255,57 @@ def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatc
     shutil.rmtree("runs/small")
     stop_in("ppo", 1, monkeypatch)
     shutil.move("runs/small", "moved")
-    assert "goes on after step 1" in run(f"out={home / 'moved'}")
+    Path("elsewhere").mkdir()
+    for name in ("small.yaml", "make.py"):  # the reward is known as the recipe names it
+        shutil.move(name, "elsewhere")
+    shown = io.StringIO()
+    with Display(Console(file=shown, width=200)) as screen:
+        pipeline.run(load("elsewhere/small.yaml", [f"out={home / 'moved'}"]), display=screen)
+    assert "goes on after step 1" in shown.getvalue() and weights("moved") == expected
+
+
+def test_a_stage_that_ran_again_and_wrote_something_else_makes_later_ones_stale(home: Path) -> None:
+    run()
+    shutil.rmtree("runs/small/made")
+    Path("make.py").write_text(CODE.replace("i + 1", "i + 2"))
+    with pytest.raises(UserError, match=r"runs/small/sft was made from another made/data/chat\.jsonl: .*remove runs/"):
+        run()
+    shutil.rmtree("runs/small/sft")
+    with pytest.raises(UserError, match=r"runs/small/ppo was made from another sft/model/model\.safetensors"):
+        run()
+
+
+def test_rows_of_the_hub_have_no_files_here(home: Path) -> None:
+    """The name without its split was empty, which is the working folder: all of it was hashed."""
+    data = Data.model_validate({"train": "owner/name", "eval": "owner/name:test"})
+    assert of_rows(data, ["train", "eval"], Path("runs/small"), Checksums({})) == {}
+
+
+def test_a_folder_of_rows_may_hold_other_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("rows").mkdir()
+    shutil.move("prompts.jsonl", "rows/prompts.jsonl")
+    Path("small.yaml").write_text(Path("small.yaml").read_text().replace("train: prompts.jsonl", "train: rows"))
+    stop_in("ppo", 1, monkeypatch)
+    Path("rows/.DS_Store").touch()
+    Path("rows/notes.txt").touch()
+    assert "goes on after step 1" in run()
+
+
+def test_the_best_checkpoint_of_a_run_that_was_moved_stays_the_best(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers forgets it where its folder has another name, and says so only in its log."""
+    best = "save_steps: 1, eval_strategy: steps, eval_steps: 1, load_best_model_at_end: true, learning_rate: 0.3"
+    recipe = Path("small.yaml").read_text().replace("save_steps: 1, max_steps: 3", f"{best}, max_steps: 3")
+    Path("small.yaml").write_text(recipe[: recipe.index("  - name: ppo")])
+    run()
+    expected = weights()
+    state = json.loads(next(Path("runs/small/sft").glob("checkpoint-*/trainer_state.json")).read_text())
+    assert state["best_global_step"] == 1  # each step makes it worse
+    shutil.rmtree("runs/small")
+    stop_in("sft", 2, monkeypatch)
+    shutil.move("runs/small", "moved")
+    run("out=moved")
     assert weights("moved") == expected
 
 
@@ -271,8 +324,8 @@ def test_a_damaged_checkpoint_is_named_with_the_one_that_is_used(home: Path, mon
     shutil.copytree("runs/small", "kept")
     assert "goes on after step 2" in run() and weights() == expected
     for damaged, said in [
-        ([2], "checkpoint-2: model.safetensors has other bytes .*checkpoint-1 is used instead"),
-        ([2, 1], "checkpoint-1: model.safetensors has other bytes than when it was saved: the stage starts over"),
+        ([2], "checkpoint-2: model.safetensors has changed since .*checkpoint-1 is used instead"),
+        ([2, 1], "checkpoint-1: model.safetensors has changed since it was saved: the stage starts over"),
     ]:
         shutil.rmtree("runs/small")
         shutil.copytree("kept", "runs/small")

@@ -180,7 +180,7 @@ def test_inspect_shows_mixtures_and_the_beginning_of_a_stream(home):
 @pytest.mark.parametrize("stream", [(), ("data.stream=true", "trainer.max_steps=6")])
 def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
     write("a.jsonl", [{"prompt": f"{i}+{i}", "completion": str(i), "lang": "en"} for i in range(8)])
-    with pytest.raises(UserError, match=r"a\.jsonl:1: lang: column that is not read: .*data\.keep: \[lang\]"):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: lang: unknown column: .*data\.keep: \[lang\]"):
         run(*stream)
     assert run("data.keep=[lang]", *stream)[0]["state"] == "done"
     shown = io.StringIO()

@@ -91,10 +91,15 @@ def staging(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}{PARTIAL}")
 
 
+def removing(folder: Path) -> Path:
+    """Where a folder is while it is removed."""
+    return folder.with_name(f".{folder.name}{OLD}")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """Give a folder to write into, which takes the place of ``folder`` once the context ends without an error."""
-    aside, old = staging(folder), _old(folder)
+    aside, old = staging(folder), removing(folder)
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -118,27 +123,23 @@ def damage(folder: Path) -> str | None:
         if not path.is_file():
             return f"{name} is missing"
         if sha256(path) != checksum:
-            return f"{name} has other bytes than when it was saved"
+            return f"{name} has changed since it was saved"
     return None
 
 
 def remove(folder: Path) -> None:
     """Remove a folder so that it is gone at once: under its own name there is never a part of it."""
-    old = _old(folder)
+    old = removing(folder)
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     shutil.rmtree(old)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left in a folder: folders that it had not finished writing or removing."""
+    """Remove what a killed process left in a stage's folder: folders that it was writing or removing."""
     for path in folder.glob(".*"):
         if path.is_dir() and not path.is_symlink() and path.name.endswith((PARTIAL, OLD)):
             shutil.rmtree(path)
-
-
-def _old(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}{OLD}")
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -146,12 +147,8 @@ def _old(folder: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a stage's folder, the one with the highest step first, whether or not they are complete."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def latest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -165,11 +162,20 @@ def latest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
-def rotate(folder: Path, limit: int | None, best: Path | None) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left; the best and the newest always stay."""
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was saved after: 30 for ``checkpoint-30``."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def rotate(folder: Path, limit: int | None, best: Path | None, step: int) -> None:
+    """Remove the oldest checkpoints until ``limit`` are left; the best and the newest always stay.
+
+    Checkpoints after ``step``, the one that training has reached, do not count: training has started over since, and
+    will replace them.
+    """
     if not limit:
         return
-    found = checkpoints(folder)
+    found = [path for path in checkpoints(folder) if step_of(path) <= step]
     others = [path for path in found if path != best]
     kept = found[:limit] if best in (None, *found[:limit]) else [*others[: max(limit - 1, 1)], best]
     for path in found:

@@ -1,4 +1,4 @@
-"""What a stage reads, by the checksums of its files: what changes in the middle of a run is refused."""
+"""Checksums of what a stage reads: a stage does not resume if they have changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from burnish import files
+from burnish.data.rows import files_of
 from burnish.methods import METHODS
 from burnish.recipe import Recipe, Stage, StageData, StageModel
 from burnish.recipe.blocks import Data
@@ -21,7 +22,7 @@ READ = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py
 
 
 class Checksums:
-    """SHA-256 of files, worked out again only where a file's size or time of change is another than it was.
+    """SHA-256 of files; a file is hashed again only if its size or modification time has changed.
 
     ``known`` is what a manifest keeps: ``{"runs/tiny/sft/model/config.json": [629, 1795300000123456789, "9f86"]}``.
     """
@@ -47,7 +48,7 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
     """Whether what a stage takes from earlier stages is what they wrote; ``entries`` are those of the manifest by name.
 
     Raises:
-        UserError: a file is missing or has other bytes.
+        UserError: a file is missing or has changed.
     """
     for source in _from_stages(stage):
         folder = recipe.folder / source.stage
@@ -57,10 +58,26 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
             if not name.startswith(part):
                 continue
             if not path.is_file() or checksums.of(path) != checksum:
-                wrong = "has other bytes" if path.is_file() else "is missing"
+                wrong = "has changed since" if path.is_file() else "is missing;"
                 raise UserError(
-                    f"{path} is not what stage {source.stage} wrote: it {wrong}: put it back, or remove {folder} to "
-                    f"run that stage again"
+                    f"{path} {wrong} stage {source.stage} wrote it: restore it, or remove {folder} to run that stage "
+                    "again"
+                )
+
+
+def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Whether a finished stage read what is now in the folders of the stages before it.
+
+    Raises:
+        UserError: one of them ran again since, and wrote something else.
+    """
+    read = {**entries[stage.name].get("data", {}), **entries[stage.name].get("inputs", {})}
+    for source in _from_stages(stage):
+        for name, checksum in entries[source.stage]["files"].items():
+            if read.get(f"{source.stage}/{name}", checksum) != checksum:
+                raise UserError(
+                    f"{recipe.folder / stage.name} was made from another {source.stage}/{name}: that stage ran again "
+                    f"since and wrote something else: remove {recipe.folder / stage.name} to run {stage.name} again"
                 )
 
 
@@ -75,11 +92,7 @@ def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -
     """Checksums of the files of rows by their names; a data set on the hub has none."""
     found = {}
     for reference in (reference for split in splits for reference in references(data, split, folder)):
-        path = Path(reference if Path(reference).exists() else reference.rpartition(":")[0])
-        if path.is_dir():
-            found |= {_name(one, folder): checksums.of(one) for one in sorted(path.rglob("*")) if one.is_file()}
-        else:
-            found[_name(path, folder)] = checksums.of(path) if path.is_file() else "not a file"
+        found |= {_name(path, folder): checksums.of(path) for path in files_of(reference)}
     return found
 
 
@@ -106,15 +119,16 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
     """Checksums of the files that define a stage's rewards and a method of the user's own."""
-    names = [recipe.locate(reward.function) for reward in stage.reward if reward.function]
+    names = [reward.function for reward in stage.reward if reward.function]
     if stage.method and stage.method.name not in METHODS:
         names.append(stage.method.name)
     found = {}
     for name in names:
-        place = name.rpartition(":")[0]
+        written = name.rpartition(":")[0]  # the key: a recipe may be moved with its files
+        place = recipe.locate(name).rpartition(":")[0]
         if not place.endswith(".py"):
             spec = importlib.util.find_spec(place)
             place = (spec.origin if spec else None) or ""
         if Path(place).is_file():
-            found[place] = checksums.of(Path(place))
+            found[written] = checksums.of(Path(place))
     return found

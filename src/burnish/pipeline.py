@@ -24,7 +24,7 @@ from burnish import files, merge
 from burnish.data import chat, rows
 from burnish.data.lengths import sort_changes
 from burnish.data.streaming import RowStream, StreamLoader
-from burnish.inputs import Checksums, of_code, of_model, of_rows, verify
+from burnish.inputs import Checksums, check_still_current, of_code, of_model, of_rows, verify
 from burnish.lock import locked
 from burnish.models import loading, quantise
 from burnish.models.adapters import add_adapter
@@ -102,6 +102,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         entry = entries[stage.name]
         if entry["state"] == "done":
             if (folder / stage.name).is_dir():
+                check_still_current(recipe, stage, entries)
                 screen.message("done before")
                 continue
             screen.message(f"{folder / stage.name} is gone: the stage runs again")
@@ -170,10 +171,9 @@ def _clear(folder: Path) -> None:
             )
         manifest.replace(folder / REMOVING)
         files.sync(folder)
-        for place in places:
-            if place.is_dir():
-                shutil.rmtree(place)
-        files.remove_leftovers(folder)
+        for path in (part for place in places for part in (place, files.staging(place), files.removing(place))):
+            if path.is_dir():
+                shutil.rmtree(path)
         (folder / "report.html").unlink(missing_ok=True)
         (folder / REMOVING).unlink()
 
@@ -238,7 +238,7 @@ def _versions() -> dict[str, str]:
 
 
 def _other_versions(manifest: Mapping[str, Any]) -> str:
-    """Packages of another version than when the run began: ``torch 2.12.0 and goes on with 2.13.0``."""
+    """Packages of another version than when the run began: ``torch 2.12.0 and resumes with 2.13.0``."""
     now = _versions()
     changed = [name for name, old in manifest["versions"].items() if now.get(name) != old]
     return ", ".join(f"{name} {manifest['versions'][name]} and resumes with {now.get(name)}" for name in changed)
@@ -250,9 +250,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
         names = [entry["name"] for entry in found["stages"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not the manifest of a run ({error!r}): put it back, or remove the folder") from error
+        raise UserError(f"{path}: not a valid manifest ({error!r}): restore it, or remove the folder") from error
     if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(NAME, name))]:
-        raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: put the file back, or remove the folder")
+        raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: restore the file, or remove the folder")
     return found
 
 
@@ -410,7 +410,7 @@ class _Training:
         changed = [name for name in [*now, *before] if now.get(name) != before.get(name)]
         if changed:
             raise UserError(
-                f"{changed[0]} is not what {self.stage.name} began with: put it back, or start with --fresh"
+                f"{changed[0]} has changed since {self.stage.name} started: restore it, or start over with --fresh"
             )
 
     def _evaluations(self) -> list[dict[str, Any]]:

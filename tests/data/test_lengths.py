@@ -177,7 +177,7 @@ def test_a_damaged_file_is_made_again(
     first = encode([PAIR], function, Length(), "key")
     (path,) = (tmp_path / "cache").glob("*.safetensors")
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match="is damaged, and made again"):
+    with pytest.warns(UserWarning, match="is damaged and will be rebuilt"):
         assert encode([PAIR], function, Length(), "key") == first
     assert encode([PAIR], function, Length(), "key") == first  # without a warning
 

@@ -143,7 +143,7 @@ def test_a_column_is_read_or_kept_or_an_error(shape: Any, column: str, value: An
         return
     with pytest.raises(BadRow) as caught:
         parse(record | {column: value}, (shape.kind,), "r.jsonl:7", shape.name)
-    assert str(caught.value).startswith(f"r.jsonl:7: {column}: column that is not read: ")
+    assert str(caught.value).startswith(f"r.jsonl:7: {column}: unknown column: ")
     assert f"data.keep: [{column}]" in str(caught.value)
     for harmless, keep in (({column: value}, (column,)), ({column: None}, ()), (dict.fromkeys(KEPT, value), ())):
         assert parse(record | harmless, (shape.kind,), "r.jsonl:7", shape.name, keep=keep) == row
@@ -153,7 +153,7 @@ def test_a_column_is_read_or_kept_or_an_error(shape: Any, column: str, value: An
 def test_a_column_of_another_shape_is_not_read(shape: Any) -> None:
     known = {column for other in SHAPES for column in (*other.needs, *other.may)}
     for column in sorted(known.difference(shape.needs, shape.may)):
-        with pytest.raises(BadRow, match=rf"r:1: {column}: column that is not read"):
+        with pytest.raises(BadRow, match=rf"r:1: {column}: unknown column"):
             parse(FULL[shape.name] | {column: "x"}, (shape.kind,), "r:1", shape.name)
 
 
@@ -170,12 +170,12 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
 @pytest.mark.parametrize(
     ("record", "kind", "said"),
     [
-        ({"prompt": "Hi", "completion": "a", "label": True}, Conversation, "r:1: label: column that is not read"),
-        ({"prompt": "Hi", **ANSWERS, "margn": 1}, Preference, "margn: column that is not read: did you mean 'margin'?"),
+        ({"prompt": "Hi", "completion": "a", "label": True}, Conversation, "r:1: label: unknown column"),
+        ({"prompt": "Hi", **ANSWERS, "margn": 1}, Preference, "margn: unknown column: did you mean 'margin'?"),
         (
             {"prompt": "Hi", **ANSWERS, "score_chosen": 2, "id": 1, "score_rejected": 1},
             Preference,
-            r"score_chosen: column that is not read: .*data\.keep: \[score_chosen, score_rejected\]",
+            r"score_chosen: unknown column: .*data\.keep: \[score_chosen, score_rejected\]",
         ),
         ({"prompt": "Hi", **ANSWERS, "scor_chosen": 2}, Preference, r"did you mean 'score_chosen'\?"),
         ({"question": "Hi", "response": "a", "system": "s"}, Conversation, "did you mean 'system_prompt'?"),
@@ -195,7 +195,7 @@ def test_a_column_that_is_renamed_is_read() -> None:
     record = {"question": "Hi", "answer": "Hello", "label": 1}
     keys = {"prompt": "question", "completion": "answer"}
     assert parse(record, (Labelled,), "r:1", keys=keys) == Labelled(HI, HELLO, True, "r:1")
-    with pytest.raises(BadRow, match=r"r:1: label: column that is not read"):
+    with pytest.raises(BadRow, match=r"r:1: label: unknown column"):
         parse(record, (Conversation,), "r:1", keys=keys)
 
 
@@ -231,4 +231,4 @@ def test_rows_with_columns_that_are_not_read_can_be_skipped() -> None:
     rows = [{"text": "a"}, {"text": "b", "titel": "c"}, {"text": "d", "lang": "en"}]
     result = load(rows, (Text,), on_bad_row="skip", keep=["lang"])
     assert [row.source for row in result.rows] == ["row 1", "row 3"]
-    assert result.reasons == {"column that is not read": 1}
+    assert result.reasons == {"unknown column": 1}

@@ -275,7 +275,7 @@ def test_a_damaged_file_of_the_reference_is_made_again(
     (path,) = (tmp_path / "cache" / "reference").iterdir()
     whole = path.read_bytes()
     path.write_bytes(harm(whole))
-    with pytest.warns(UserWarning, match="is damaged, and made again"):
+    with pytest.warns(UserWarning, match="is damaged and will be rebuilt"):
         assert train() == first
     assert path.read_bytes() == whole
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 
+from burnish import SFT
 from burnish.data.batching import collate
 from burnish.models.adapters import AdapterConfig, add_adapter, without_warning
 from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mixed, token_keys
@@ -225,6 +226,17 @@ def test_a_model_without_dropout_is_left_alone(tiny_llama):
     keys = key_dropout([model])
     with keys.of(lay_out([[[1, 2]]]), 0, 0):
         assert keys.now is None and keys.layers == 0
+
+
+def test_dropout_of_the_head_is_switched_off_as_it_sees_learned_tokens_alone(tiny_llama, make_trainer):
+    """A step ended in an error: the head's input has another shape than the tokens of the batch."""
+    settings = {"r": 4, "dropout": 0.3, "targets": ["q_proj", "lm_head"]}
+    model: Any = add_adapter(tiny_llama(), AdapterConfig.model_validate(settings), "CAUSAL_LM")
+    rows = [{"prompt": str(i), "completion": str(i)} for i in range(4)]
+    with pytest.warns(UserWarning, match="dropout of the model is switched off"):
+        trainer = make_trainer(SFT(), model, rows)
+    assert trainer.dropout.layers == 2  # those of q_proj
+    trainer.train()
 
 
 @pytest.mark.parametrize("dora", [False, True])

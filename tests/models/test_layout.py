@@ -92,11 +92,21 @@ def test_passes_go_on_in_halves_where_memory_runs_out(
 
     expected = run()
     seen = full(60)
-    with pytest.warns(UserWarning, match="out of memory: the pass goes on with token_budget="):
+    with pytest.warns(UserWarning, match="out of memory: continuing with token_budget="):
         found = run()
     assert len(seen) > 2 and max(seen) <= 60
     for a, b in zip(found, expected, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_padding_to_a_fixed_width_does_not_repeat_a_pass_for_ever(tiny_llama: Any, full: Any) -> None:
+    model = tiny_llama()
+    layout = Layout([model], pad_to=128, packed=False)
+    seen = full(300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        done = list(layout.passes(lambda b: forward.learned_logprobs(model, b), examples(8)))
+    assert sorted(i for group, _, _ in done for i in group) == list(range(8)) and max(seen) <= 300
 
 
 def test_one_example_that_does_not_fit_is_an_error(tiny_llama: Any, full: Any) -> None:

@@ -104,7 +104,7 @@ def test_a_step_that_is_left_out_changes_nothing_and_is_counted(
     """Three steps of four rows, twice: the run equals one whose loader gives nothing in the place of the bad step."""
     own = {"on_non_finite": "skip"}
     bad = make_trainer(Bad({"chat:7"}, kind), tiny_llama(), CHATS, own=own, num_train_epochs=2)
-    with pytest.warns(UserWarning, match=r"step \d is left out: .*chat:7"):
+    with pytest.warns(UserWarning, match=r"skipped step \d: .*chat:7"):
         bad.train()
     good = make_trainer(SFT(), tiny_llama(), CHATS, num_train_epochs=2)
     steps = good.training_step
@@ -147,6 +147,27 @@ def test_a_run_in_which_nothing_is_finite_stops_all_the_same(tiny_llama: Any, ma
     with warnings.catch_warnings(), pytest.raises(UserError, match="step 10: .*the 10th step in a row"):  # noqa: RUF043
         warnings.simplefilter("ignore")
         trainer.train()
+
+
+def test_good_steps_before_do_not_hide_bad_ones_in_a_row(tiny_llama: Any, make_trainer: Any) -> None:
+    """One good step since the last line of the log reset the count at every bad one."""
+    trainer = make_trainer(
+        Bad({row.source for row in CHATS[1:]}, "loss"),
+        tiny_llama(),
+        CHATS,
+        batch=1,
+        own={"on_non_finite": "skip"},
+        num_train_epochs=3,
+        logging_steps=100,
+    )
+    with warnings.catch_warnings(), pytest.raises(UserError, match="the 10th step in a row"):
+        warnings.simplefilter("ignore")
+        trainer.train()
+
+
+def test_a_setting_that_is_none_is_told(tiny_llama: Any, make_trainer: Any) -> None:
+    with pytest.raises(UserError, match="on_non_finite: expected error or skip, got 'Skip'"):
+        make_trainer(SFT(), tiny_llama(), CHATS, own={"on_non_finite": "Skip"})
 
 
 def test_what_was_left_out_is_part_of_a_checkpoint(

@@ -649,7 +649,7 @@ def test_a_damaged_checkpoint_is_refused(make, tmp_path):
     make(save_strategy="steps", save_steps=6).train()
     file = tmp_path / "out" / "checkpoint-6" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"checkpoint-6: the checkpoint is damaged: model\.safetensors has other bytes"):
+    with pytest.raises(UserError, match=r"checkpoint-6: the checkpoint is damaged: model\.safetensors has changed"):
         make().train(resume_from_checkpoint=True)
 
 

@@ -359,7 +359,7 @@ def _read(path: Path) -> Encoded | None:
         if notes.pop(CHECKSUM, None) != _checksum(tensors, notes):
             raise ValueError("its bytes do not match its checksum")
     except (OSError, ValueError, SafetensorError) as error:
-        warnings.warn(f"{path} is damaged, and made again: {error}", stacklevel=3)
+        warnings.warn(f"{path} is damaged and will be rebuilt: {error}", stacklevel=3)
         return None
     arrays = {name: tensor.tolist() for name, tensor in tensors.items()}
     sources = iter(json.loads(notes["sources"]))

@@ -48,7 +48,7 @@ def parse(
         at = At(source, keep=frozenset(keep))
         row = fitting[0].read(record, at)
         if not empty(record.get("tools")):
-            detail = "the model would not see them; take the column out, or keep it unread with data.keep: [tools]"
+            detail = "the model would not see them; remove the column, or ignore it with data.keep: [tools]"
             raise at.inside("tools").bad("tools are not supported yet", detail)
         if not isinstance(row, Prompt):
             _nothing_unread(record, present, kinds, format, at)
@@ -85,7 +85,7 @@ def _nothing_unread(
     near = difflib.get_close_matches(names[0], sorted(known - present), 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise at.inside(names[0]).bad(
-        "column that is not read", f"{hint}Take it out, or keep it unread with data.keep: [{', '.join(names)}]"
+        "unknown column", f"{hint}Remove it, or ignore it with data.keep: [{', '.join(names)}]"
     )
 
 

@@ -168,6 +168,16 @@ def _place(source: str | Path) -> tuple[str, str]:
     return place, split
 
 
+def files_of(source: Any) -> list[Path]:
+    """The files that rows are read from; none for rows in memory and on the hub."""
+    if not isinstance(source, str | Path):
+        return []
+    path = Path(_place(source)[0])
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.suffix in (*READERS, ".gz", ".arrow"))
+
+
 class Unchanged:
     """The files of a source as they were when it was first opened; other sources have none.
 
@@ -180,11 +190,7 @@ class Unchanged:
         self.began = self._stamps()
 
     def _stamps(self) -> dict[Path, tuple[int, int, int]]:
-        if not isinstance(self.source, str | Path):
-            return {}
-        path = Path(_place(self.source)[0])
-        inside = (file for file in path.rglob("*") if file.suffix in (*READERS, ".gz", ".arrow"))
-        stats = [(file, file.stat()) for file in ([path] if path.is_file() else inside)]
+        stats = [(file, file.stat()) for file in files_of(self.source)]
         return {file: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats}
 
     def __enter__(self) -> Unchanged:
@@ -204,7 +210,7 @@ class Unchanged:
             if self.began.get(file) != now.get(file):
                 raise UserError(
                     f"{file} changed while it was being read, so it is not known which rows were read: start again "
-                    "(burnish run --fresh) when no other program writes to it"
+                    "when no other program writes to it"
                 )
 
 
@@ -255,7 +261,7 @@ def _jsonl(path: Path) -> Iterator[Found]:
 
 def _once(record: Any, decoder: Decoder, place: str) -> Any:
     """The record that was just decoded, or the error that one of its keys stands twice."""
-    return BadRow(place, decoder.twice[0], TWICE, "write it once") if decoder.twice else record
+    return BadRow(place, decoder.twice[0], TWICE, "write the key once") if decoder.twice else record
 
 
 def _around(text: str, position: int) -> str:

@@ -39,7 +39,7 @@ PROVENANCE = frozenset(
     {"id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P"}
     | {"finish", "logprob", "logprob_mean", "step", "kind", "score"}
 )
-TWICE = "key that stands twice"
+TWICE = "duplicate key"
 LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards, margins and scores are computed
 EXACT = 1e-6  # how near a Q has to be to 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
@@ -172,7 +172,7 @@ def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, adv
     known = {*names, *PROVENANCE, *at.keep}
     for key in value:
         if key not in known and not empty(value[key]) and not (key == "weight" and value[key] == 1):
-            detail = f"{key!r} would be lost: {advice}take it out, or keep it unread with data.keep: [{key}]"
+            detail = f"{key!r} would be lost: {advice}remove it, or ignore it with data.keep: [{key}]"
             raise at.inside(key).bad("key that is not read", detail)
 
 

@@ -116,17 +116,15 @@ def key_dropout(models: list[nn.Module]) -> DropoutKeys:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p}
         found = switch_off(model)
         for name in _called_with_tokens(model, layers):
-            parent, _, child = name.rpartition(".")
-            layer = TokenDropout(found.pop(name), keys).train(layers[name].training)
-            model.get_submodule(parent).set_submodule(child, layer)
+            model.set_submodule(name, TokenDropout(found.pop(name), keys).train(layers[name].training))
         left |= found
     if left:
         # layers differ in their number alone
         names = sorted({f"{name.rpartition('.')[2]} {p:g}" for name, p in left.items()})
         warnings.warn(
             f"dropout of the model is switched off: {', '.join(names)}. It does not act on one token at a time, so its "
-            "masks would depend on how a step is cut into micro-batches. Set it to 0 in the model's config.json, and "
-            "this warning goes away",
+            "masks would depend on how a step is cut into micro-batches. To silence this warning, set it to 0 in the "
+            "model's config.json",
             stacklevel=3,
         )
     return keys
@@ -176,7 +174,8 @@ def _called_with_tokens(model: nn.Module, layers: dict[str, nn.Dropout]) -> list
         # adapters with DoRA call their dropout in training mode alone
         model.train()
         with torch.no_grad():
-            base(input_ids=torch.zeros(rows, width, dtype=torch.long, device=base.device))
+            # the head does not run on all tokens of a batch, so its dropout is none of these layers
+            base.base_model(input_ids=torch.zeros(rows, width, dtype=torch.long, device=base.device))
     finally:
         for module, training in modes.items():
             module.training = training

@@ -81,7 +81,8 @@ class Layout:
         For passes without gradient. On out-of-memory a micro-batch is cut in half, and so are those behind it; a single
         example that does not fit is an error.
         """
-        waiting = self.groups(examples, budget or BUDGET_OF_PASS)[rank::world_size]
+        budget = budget or BUDGET_OF_PASS
+        waiting = self.groups(examples, budget)[rank::world_size]
         while waiting:
             group = waiting.pop(0)
             batch = self.collate([examples[i] for i in group])
@@ -96,10 +97,11 @@ class Layout:
             # outside the except block, where the traceback no longer holds the tensors
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            half = batch.tokens.numel() // 2
-            warnings.warn(f"out of memory: the pass goes on with token_budget={half}", stacklevel=2)
+            # padding to a fixed width is in the batch and not in the budget, so that half a batch may be above it
+            budget = min(budget, batch.tokens.numel()) // 2
+            warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
             rest = [i for one in (group, *waiting) for i in one]
-            waiting = [[rest[k] for k in one] for one in self.groups([examples[i] for i in rest], half)]
+            waiting = [[rest[k] for k in one] for one in self.groups([examples[i] for i in rest], budget)]
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """Micro-batches of one process; every process gets equally many, an empty one where they run out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import inspect
@@ -100,8 +101,9 @@ def convert_gguf(path: Path) -> Path:
     if folder.is_dir():
         if (wrong := files.damage(folder)) is None:
             return folder
-        warnings.warn(f"{folder}: {wrong}: it is made again", stacklevel=2)
-        files.remove(folder)
+        warnings.warn(f"{folder}: {wrong}: it will be rebuilt", stacklevel=2)
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            files.remove(folder)
     staging = folder.with_name(f".{folder.name}.{os.getpid()}")
     extra = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}

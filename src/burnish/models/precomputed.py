@@ -98,7 +98,7 @@ def _stored(path: Path) -> Tensor | None:
                 raise ValueError("its bytes do not match its checksum")
             return values
     except (OSError, ValueError, SafetensorError) as error:
-        warnings.warn(f"{path} is damaged, and made again: {error}", stacklevel=3)
+        warnings.warn(f"{path} is damaged and will be rebuilt: {error}", stacklevel=3)
         return None
 
 

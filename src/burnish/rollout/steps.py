@@ -252,7 +252,7 @@ class RolloutLoader:
         if s.kl_target is not None:
             self.kl.update(0.0, self.batch * samples_each)  # a horizon that is too short is told before sampling
         self.epoch = self.position = self.iteration = self.update = 0
-        self.stopped = self.sampled = False
+        self.stopped = self.sampled = self.compared = False
         self.moments = Moments()
         self.pending: list[Example] = []
 
@@ -295,7 +295,7 @@ class RolloutLoader:
         serve; over all of them where the gap is more than rounding, or tokens are weighed by it.
         """
         annotate, limit = self.context.annotate, self.settings.max_gap
-        gap, self.sampled = 0.0, False
+        gap, self.sampled, self.compared = 0.0, False, False
         if self.settings.importance_cap is None:
             own = self.sampler.experience(self.context.network.policy, None, sampled=False)
             first = self.iteration % min(CHECKED, len(examples))
@@ -362,8 +362,10 @@ class RolloutLoader:
         Raises:
             RuntimeError: the root of the mean square, which no mean exceeds, is above the limit.
         """
-        if self.sampled and self.update == 1 % (self.settings.epochs * self.settings.mini_batches):
-            gap = math.sqrt(2 * self.context.last().get("approxkl", 0.0))
+        last = self.context.last()
+        if self.sampled and not self.compared and "approxkl" in last:
+            self.compared = True
+            gap = math.sqrt(2 * last["approxkl"])
             within(gap, self.settings.max_gap, "in the first step (root of the mean square)")
 
     def _moved_too_far(self) -> bool:
@@ -395,4 +397,4 @@ class RolloutLoader:
 
 CHECKED = 8  # one rollout in so many shows whether the sampler's log-probabilities are the trainer's
 ROUNDING = 1e-5  # nats a token: with a larger gap the ratios of an update would not begin at 1
-PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped", "sampled")
+PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped", "sampled", "compared")

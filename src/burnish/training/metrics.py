@@ -178,7 +178,7 @@ METRICS: dict[str, Metric] = {
     "values": Metric("Values", "mean prediction of the critic, a token"),
     "returns": Metric("Returns", "mean of what the critic should predict, a token"),
     "gap": Metric("Sampler to trainer gap", "difference of log-probability; 0 when both agree"),
-    "non_finite_steps": Metric("Steps left out", "so far, as their loss or gradient was not finite", "lower"),
+    "non_finite_steps": Metric("Skipped steps", "so far, whose loss or gradient was not finite", "lower"),
     "learning_rate": Metric("Learning rate", "", headline=True),
     "grad_norm": Metric("Gradient norm", "before clipping"),
     "tokens": Metric("Tokens", "processed in a step"),

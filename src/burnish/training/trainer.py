@@ -33,13 +33,13 @@ from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget, is_out_of_memory
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Context, Method
-from burnish.training.arguments import warn_ignored
+from burnish.training.arguments import OWN, warn_ignored
 from burnish.training.metrics import Recorder
 from burnish.training.passes import Passes, add
 from burnish.types import Example, Row, Term, Terms, UserError
 
 LOADER_STATE = "burnish.pt"
-MOST_IN_A_ROW = 10  # steps that may be left out one after another
+MOST_IN_A_ROW = 10  # a run stops at so many skipped steps one after another
 
 
 class Trainer(transformers.Trainer):
@@ -61,8 +61,8 @@ class Trainer(transformers.Trainer):
             packed: several sequences in one row that do not see each other; None packs where that is fastest, which
             is where attention needs no mask for it. shared_prompts: answers to one prompt stand behind it, and it
             runs once, where the model allows it and ``args.neftune_noise_alpha`` is not set.
-        on_non_finite: ``error`` stops at the first loss or gradient that is NaN or infinite; ``skip`` leaves the step
-            out, warns, and counts it as ``non_finite_steps``, but stops after 10 such steps in a row.
+        on_non_finite: ``error`` stops at the first loss or gradient that is NaN or infinite; ``skip`` skips the step,
+            warns, and counts it as ``non_finite_steps``, but stops after 10 such steps in a row.
         recorder: where samples go; None keeps none.
         others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
     """
@@ -94,6 +94,10 @@ class Trainer(transformers.Trainer):
                 f"{args.n_gpu} GPUs in one process: start one process for each (torchrun --nproc-per-node {args.n_gpu} "
                 "...), or choose one GPU with CUDA_VISIBLE_DEVICES=0"
             )
+        if on_non_finite not in OWN["on_non_finite"]:
+            raise UserError(f"on_non_finite: expected error or skip, got {on_non_finite!r}")
+        if on_non_finite == "skip" and args.fp16:
+            raise UserError("on_non_finite: skip: with fp16 the loss scaler skips steps itself: take this setting away")
         warn_ignored(args)
         self.method = method
         self.length = length or Length()
@@ -113,7 +117,6 @@ class Trainer(transformers.Trainer):
         check_noise(args.neftune_noise_alpha, self.rows)
         self.tokenizer: Any = processing_class
         network = method.prepare(model, processing_class)
-        self.dropout = key_dropout(network.models)
         self.noise = EmbeddingNoise(network.policy, args.neftune_noise_alpha)
         super().__init__(
             model=network,
@@ -125,19 +128,25 @@ class Trainer(transformers.Trainer):
         )
         self.neftune_noise_alpha = None  # not by transformers: self.noise
         self.network: Network = network
+        self.dropout = key_dropout(network.models)
         shared_prompts = shared_prompts and not args.neftune_noise_alpha
         pad_id = self.tokenizer.pad_token_id or 0
         with self.accelerator.autocast():
             self.layout = Layout(network.models, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
         self.passes = Passes(network, self.layout, self.accelerator)
         self.loader = None
+        self._last: Terms = {}
+        self.non_finite_steps = self._non_finite_in_a_row = 0
+        self._skipped = False
+        self._sources: list[str] = []
+        self._clock = time.perf_counter()
+        self._begin_log()
+
+    def _begin_log(self) -> None:
+        """Forget what was summed up since the last line of the log."""
         self._pending: dict[str, list[float]] = {}
         self._sums: Terms = {}
-        self._last: Terms = {}
-        self._tokens, self._clock = 0, time.perf_counter()
-        self.non_finite_steps = self._non_finite_in_a_row = 0
-        self._steps_since_log = self._losses_since_log = 0
-        self._sources: list[str] = []
+        self._tokens = self._steps_since_log = self._losses_since_log = 0
 
     def _rows(self, rows: Any) -> list[Row]:
         rows = rows.rows if isinstance(rows, Rows) else list(rows)
@@ -192,6 +201,7 @@ class Trainer(transformers.Trainer):
         """Gradient of one optimizer step; on out-of-memory again, with half the token budget."""
         examples: list[Example] = inputs[0]
         self._tokens += sum(len(s.tokens) for e in examples for s in e.sequences)
+        self._skipped = False
         self._sources = [example.source for example in examples]
         self._steps_since_log += 1
         self._losses_since_log += 1
@@ -215,6 +225,8 @@ class Trainer(transformers.Trainer):
             return False
         longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
         now = max(batch.tokens.numel() for batch in self.layout.cut(examples, self.token_budget, 0, 1))
+        # padding to a fixed width is in a batch and not in the budget, so that half a batch may be above it
+        now = min(now, self.token_budget or now)
         if now <= longest:
             return False
         self.token_budget = max(now // 2, longest)
@@ -242,10 +254,10 @@ class Trainer(transformers.Trainer):
             add(sums, terms)
         loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
         if not self._all(loss_sum.isfinite()):
-            self._sources = [
-                s for x, b in zip(losses, batches, strict=True) if not x.isfinite() for s in b.sources
-            ] or self._sources
-            self._leave_out(f"the loss is {loss_sum.item():g}")
+            bad = [s for x, b in zip(losses, batches, strict=True) if not x.isfinite() for s in b.sources]
+            found = self.passes.gather((loss_sum.item(), bad))
+            self._sources = [source for _, part in found for source in part] or self._sources
+            self._skip(f"the loss is {sum(loss for loss, _ in found):g}")
             model.zero_grad()
             self._last, self._losses_since_log = {}, self._losses_since_log - 1
             return torch.zeros((), device=self.args.device)
@@ -266,36 +278,39 @@ class Trainer(transformers.Trainer):
         norm: Any = super()._get_grad_norm(model, grad_norm)
         # with loss scaling (fp16) infinite gradients are part of the method: its scaler leaves such steps out
         if self.accelerator.scaler is None and not math.isfinite(norm):
-            self._leave_out(f"the norm of the gradient is {float(norm):g}")
+            self._skip(f"the norm of the gradient is {float(norm):g}")
             model.zero_grad()
-        elif self._losses_since_log:
+        elif not self._skipped:
             self._non_finite_in_a_row = 0
         return norm
 
-    def _leave_out(self, what: str) -> None:
-        """Count a step that is not taken, or stop the run where that is not asked for.
+    def _skip(self, what: str) -> None:
+        """Count a step that is not taken, or stop the run where skipping is not asked for.
 
         Raises:
             UserError: what is wrong, in which rows, and what to do about it.
         """
+        self._skipped = True
         self.non_finite_steps += 1
         self._non_finite_in_a_row += 1
         step, rows = self.state.global_step + 1, list(dict.fromkeys(self._sources))
         named = ", ".join(rows[:3]) + (f" and {len(rows) - 3} more rows" if len(rows) > 3 else "")
         if self.on_non_finite == "skip" and self._non_finite_in_a_row < MOST_IN_A_ROW:
-            warnings.warn(f"step {step} is left out: {what}, in {named}", stacklevel=2)
+            warnings.warn(f"skipped step {step}: {what}, in {named}", stacklevel=2)
             return
         again = f", the {self._non_finite_in_a_row}th step in a row" if self.on_non_finite == "skip" else ""
-        skip = "" if self.on_non_finite == "skip" else "; trainer.on_non_finite: skip leaves out single steps like this"
-        raise UserError(f"step {step}: {what}, in {named}{again}. {self._advice()}{skip}")
+        skip = "" if self.on_non_finite == "skip" else "; trainer.on_non_finite: skip skips single steps like this one"
+        raise UserError(
+            f"step {step}: {what}, in {named}{again}. {self._advice()}, or these rows hold extreme numbers{skip}"
+        )
 
     def _advice(self) -> str:
         """What usually makes numbers infinite, and where the last good weights are."""
         saved, _ = files.latest(self.folder)
         kept = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint before it"
         return (
-            f"Nothing of it was saved: {kept}. Usually the learning rate is too high (it is {self.args.learning_rate:g}"
-            f"), lacks warmup_steps, or these rows hold extreme numbers"
+            f"This step was not saved: {kept}. Usually the learning rate is too high (it is "
+            f"{self.args.learning_rate:g}) or lacks warmup_steps"
         )
 
     def _check_weights(self) -> None:
@@ -312,8 +327,19 @@ class Trainer(transformers.Trainer):
         Raises:
             UserError: a loss, a gradient, or a weight is not finite.
         """
+        self._begin_log()
         found = super().train(*args, **kwargs)
         self._check_weights()
+        if self.args.should_save:
+            self._rotate()  # a run that was killed before it did so has nothing more to save
+        return found
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; the best checkpoint is found again in a run that was moved."""
+        found = super()._init_training_state(*args, **kwargs)
+        best = self.folder / f"checkpoint-{self.state.best_global_step}"
+        if self.state.best_global_step and best.is_dir():
+            self.state.best_model_checkpoint = str(best)
         return found
 
     def _check_counts(self, sums: Terms, counts: Mapping[str, float]) -> None:
@@ -336,7 +362,8 @@ class Trainer(transformers.Trainer):
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in self.method.evaluate(rows, self.context).items()}
         if not math.isfinite(loss := metrics.get(f"{metric_key_prefix}_loss", 0.0)):
-            raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {self._advice()}")
+            advice = self._advice() if self.state.global_step else "Check the model and these rows"
+            raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {advice}")
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._clock = time.perf_counter()
@@ -369,12 +396,11 @@ class Trainer(transformers.Trainer):
             logs |= self.passes.means(self._sums) | {name: fmean(values) for name, values in self._pending.items()}
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
             if self.non_finite_steps:
-                # transformers divides by all steps, and those left out have no loss
+                # transformers divides by all steps, and skipped ones have no loss
                 counted = self._losses_since_log
                 logs["loss"] = logs["loss"] * self._steps_since_log / counted if counted else math.nan
                 logs["non_finite_steps"] = self.non_finite_steps
-            self._sums, self._tokens, self._steps_since_log, self._losses_since_log = {}, 0, 0, 0
-            self._pending.clear()
+            self._begin_log()
         super().log(logs, start_time)
 
     def _note(self, metrics: Mapping[str, float]) -> None:
@@ -426,8 +452,12 @@ class Trainer(transformers.Trainer):
             self._staging = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            files.rotate(self.folder, self.args.save_total_limit, Path(best) if best else None)
+            self._rotate()
+
+    def _rotate(self) -> None:
+        """Remove the checkpoints beyond ``save_total_limit``."""
+        best = self.state.best_model_checkpoint
+        files.rotate(self.folder, self.args.save_total_limit, Path(best) if best else None, self.state.global_step)
 
     def _own_state(self, last: dict[str, tuple[float, float]]) -> dict[str, Any]:
         assert self.loader is not None
