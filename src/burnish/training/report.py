@@ -222,7 +222,7 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     seconds = sum(entry.get("seconds") or 0 for entry in manifest.get("stages", []))
     machine = manifest.get("machine", {})
     hashes = {
-        entry["name"]: {kind: entry[kind] for kind in ("model", "data", "files") if entry.get(kind)}
+        entry["name"]: {kind: entry[kind] for kind in ("model", "data", "inputs", "files") if entry.get(kind)}
         for entry in manifest.get("stages", [])
     }
 

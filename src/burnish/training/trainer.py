@@ -201,7 +201,7 @@ class Trainer(transformers.Trainer):
         """Gradient of one optimizer step; on out-of-memory again, with half the token budget."""
         examples: list[Example] = inputs[0]
         self._tokens += sum(len(s.tokens) for e in examples for s in e.sequences)
-        self._skipped = False
+        self._skipped = not examples
         self._sources = [example.source for example in examples]
         self._steps_since_log += 1
         self._losses_since_log += 1
