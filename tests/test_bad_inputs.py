@@ -291,7 +291,7 @@ ROWS = {
     "a negative margin": ("pairs", PAIR | {"margin": -1}, ["margin", "-1"]),
     "a margin that is no number": ("pairs", PAIR | {"margin": "big"}, ["margin", "big"]),
     "a column that nothing reads": ("pairs", PAIR | {"score_chosen": 2}, ["score_chosen", "data.keep: [score_chosen]"]),
-    "a duplicate key": ("prompts", '{"prompt": "Hi", "prompt": "Ho"}', ["prompt", "twice"]),
+    "a duplicate key": ("prompts", '{"prompt": "Hi", "prompt": "Ho"}', ["prompts.jsonl:2: prompt: duplicate key"]),
     "tools": ("prompts", {"prompt": "Hi", "tools": [{"name": "add"}]}, ["tools are not supported yet"]),
     "a key of a message": (
         "chat",
