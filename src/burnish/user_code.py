@@ -32,8 +32,8 @@ def user_code(
     default device, number of threads, deterministic mode, float32 matmul precision, and cuDNN's deterministic and
     benchmark flags; the random states of ``random``, numpy and torch (CPU and CUDA).
 
-    Not restored: ``sys.path``, imported modules, signal handlers, the locale, logging, the garbage collector, and torch's
-    other settings, such as those of scaled dot product attention, TF32 and autocast. A call takes about half a
+    Not restored: ``sys.path``, imported modules, signal handlers, the locale, logging, the garbage collector, and other
+    settings of torch, such as those of scaled dot product attention, TF32 and autocast. A call takes about half a
     millisecond.
 
     Args:
