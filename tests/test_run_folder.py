@@ -192,6 +192,18 @@ def test_what_a_finished_stage_wrote_is_checked_before_it_is_used(
     assert "goes on after step 1" in run()
 
 
+def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a file's name begins with the name of one that is read."""
+    code = CODE.replace(
+        '"data" / "chat.jsonl").write',
+        '"data" / "chat.jsonl.bak").write_text("x")\n    (folder / "data" / "chat.jsonl").write',
+    )
+    Path("make.py").write_text(code)
+    stop_in("sft", 1, monkeypatch)
+    Path("runs/small/made/data/chat.jsonl.bak").write_text("y")
+    assert "goes on after step 1" in run()
+
+
 def test_a_file_that_was_not_touched_is_not_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_in("ppo", 1, monkeypatch)
     read: list[str] = []

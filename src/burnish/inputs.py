@@ -52,10 +52,10 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
     """
     for source in _from_stages(stage):
         folder = recipe.folder / source.stage
-        part = "model/" if isinstance(source, StageModel) else f"data/{source.file}"
+        part = "model" if isinstance(source, StageModel) else f"data/{source.file}"
         for name, checksum in entries[source.stage]["files"].items():
             path = folder / name
-            if not name.startswith(part):
+            if name != part and not name.startswith(f"{part}/"):
                 continue
             if not path.is_file() or checksums.of(path) != checksum:
                 wrong = "has changed since" if path.is_file() else "is missing;"

@@ -152,7 +152,7 @@ def check_rewards(stage: Stage, splits: Mapping[str, rows.Rows | RowStream]) -> 
 
 
 def _clear(folder: Path) -> None:
-    """Remove a run, and nothing else that the folder may hold.
+    """Remove the stages, the report and the manifest of a run, and nothing else that the folder may hold.
 
     The manifest takes another name first, so that no stage counts as done while others are removed; where the process
     is killed on the way, the next run removes the rest.
