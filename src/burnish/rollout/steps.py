@@ -362,10 +362,9 @@ class RolloutLoader:
         Raises:
             RuntimeError: the root of the mean square, which no mean exceeds, is above the limit.
         """
-        last = self.context.last()
-        if self.sampled and not self.compared and "approxkl" in last:
+        if self.sampled and not self.compared:
             self.compared = True
-            gap = math.sqrt(2 * last["approxkl"])
+            gap = math.sqrt(2 * self.context.last().get("approxkl", 0.0))
             within(gap, self.settings.max_gap, "in the first step (root of the mean square)")
 
     def _moved_too_far(self) -> bool:
