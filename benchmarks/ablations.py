@@ -43,7 +43,7 @@ def unsorted() -> None:
 
 def products_of_torch() -> None:
     """Linear layers as they are in PyTorch."""
-    from burnish.models import linear
+    from burnish.kernels import linear
 
     linear.has_onednn = lambda: False
 
@@ -52,7 +52,7 @@ def head_everywhere() -> None:
     """The head runs on every token that has one before it."""
     from burnish.methods import ppo, reinforce
     from burnish.models import forward
-    from burnish.rollout import steps
+    from burnish.rl import loader as steps
 
     narrow = forward.token_logprobs
 

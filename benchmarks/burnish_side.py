@@ -13,11 +13,11 @@ from workload import LONGEST
 
 from burnish import DPO, PPO, SFT, Trainer
 from burnish.data.batching import permutation
+from burnish.generate.local import LocalGenerator, Sampling
 from burnish.methods.reinforce import Reinforce
 from burnish.methods.reward import RewardModel
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.rollout.generate import Local, Sampling
 from burnish.types import Completion
 
 PPO_EPOCHS = 4
@@ -86,7 +86,7 @@ def method(job: Job, clock: Clock, tokenizer: Any, settings: dict[str, Any]) -> 
 
 def counted(job: Job, clock: Clock) -> Any:
     """The default generator, or one that gives the job's completions; it counts tokens."""
-    local = Local()
+    local = LocalGenerator()
 
     def complete(model: Any, requests: list[Any], *args: Any, **others: Any) -> list[Completion]:
         done = as_given(job, model, requests) if job.given else local(model, requests, *args, **others)

@@ -23,9 +23,9 @@ import run
 from rich.console import Console
 from rich.table import Table
 
-from burnish.data import chat
 from burnish.methods.sft import SFT
 from burnish.models import loading
+from burnish.render import chat
 from burnish.types import Conversation, Messages, Row
 
 WORDS = (
@@ -72,7 +72,7 @@ def measure(rows: list[Row], tokenizer: Any, rounds: int) -> dict[str, float]:
             os.environ["BURNISH_CACHE"] = cache
             for when in ("first", "cached"):
                 wall, cpu = time.perf_counter(), time.process_time()
-                examples = SFT().examples(rows, tokenizer, chat.Length()).examples
+                examples = SFT().examples(rows, tokenizer, chat.Truncation()).examples
                 spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
                 for clock, seconds in spent.items():
                     best[f"{when}_{clock}"] = max(best.get(f"{when}_{clock}", 0.0), len(rows) / seconds)

@@ -21,8 +21,8 @@ import run
 import torch
 import transformers
 
+from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
 from burnish.math.tensors import token_logprobs
-from burnish.rollout.generate import Local, Request, Sampling, request_seed
 
 END_SHARE = 64  # one token in so many ends a completion
 
@@ -99,7 +99,7 @@ def main() -> None:
 
     def burnish(seed: int) -> list[int]:
         requests = [Request(row, request_seed(seed, i, 0, 0)) for i, row in enumerate(ids)]
-        done = Local(batch_size=arguments.prompts)(model, requests, sampling, eos_ids=ends, pad_id=0)
+        done = LocalGenerator(batch_size=arguments.prompts)(model, requests, sampling, eos_ids=ends, pad_id=0)
         nonlocal gap
         if gap is None:
             gap = 0.0
@@ -134,7 +134,13 @@ def main() -> None:
         )
         low, high = ratios[key][0], ratios[key][-1]
         print(f"{key}: transformers / burnish: {low:.2f} to {high:.2f}, median {statistics.median(ratios[key]):.2f}")
-    found = {"vocabulary": arguments.vocabulary, "machine": run.machine(), "gap": gap, "runs": runs, "ratios": ratios}
+    found = {
+        "vocabulary": arguments.vocabulary,
+        "machine": run.machine(),
+        "sampler_mismatch": gap,
+        "runs": runs,
+        "ratios": ratios,
+    }
     run.write(f"generation-{arguments.vocabulary}", found)
 
 

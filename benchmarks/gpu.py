@@ -21,8 +21,8 @@ import workload
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback, TrainingArguments
 
 from burnish import PPO, SFT, Trainer, machine
-from burnish.data.rows import load
-from burnish.rollout.generate import Sampling
+from burnish.data.readers import load
+from burnish.generate.local import Sampling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 151_936,

@@ -122,7 +122,7 @@ def share_of_machine(job: Job, clock: Clock, cpu: float) -> dict[str, float]:
     """
     import torch
 
-    from burnish.models import linear
+    from burnish.kernels import linear
 
     size = len(job.rows) // (job.warmup + job.steps)
     parts = [row["tokens"] for row in job.rows[job.warmup * size :]]

@@ -280,7 +280,11 @@ ROWS = {
     "content that is no text": ("chat", said(("user", 5), ("assistant", "Hello")), ["content"]),
     "content that is empty": ("chat", said(("user", "Hi"), ("assistant", "")), ["content"]),
     "a key that is misspelt": ("chat", {"mesages": CHAT["messages"]}, ["mesages", "messages"]),
-    "a row that is too long": ("chat", said(("user", "Hi"), ("assistant", "o" * 100)), ["max_length", "64", "on_long"]),
+    "a row that is too long": (
+        "chat",
+        said(("user", "Hi"), ("assistant", "o" * 100)),
+        ["max_length", "64", "too_long"],
+    ),
     "equal answers": ("pairs", PAIR | {"rejected": "Hello"}, ["chosen", "rejected"]),
     "an answer that is missing": (
         "pairs",

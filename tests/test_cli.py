@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from burnish import cli, machine
-from burnish.types import UserError
+from burnish.errors import UserError
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
@@ -107,8 +107,8 @@ def test_wrong_usage_exits_with_2():
 @pytest.fixture
 def pipeline(monkeypatch):
     fake = SimpleNamespace(calls=[])
-    monkeypatch.setitem(sys.modules, "burnish.pipeline", fake)
-    monkeypatch.setattr("burnish.pipeline", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "burnish.config.run", fake)
+    monkeypatch.setattr("burnish.config.run", fake, raising=False)
     return fake
 
 
@@ -262,7 +262,7 @@ def test_the_environment_is_set_unless_the_user_did(monkeypatch):
 
 def test_recipes_lists_names_and_descriptions(tmp_path, monkeypatch):
     (tmp_path / "quick.yaml").write_text("# All of it in a minute.\nname: quick\n")
-    monkeypatch.setattr("burnish.recipe.loading.RECIPES", tmp_path)
+    monkeypatch.setattr("burnish.config.loading.RECIPES", tmp_path)
     assert re.search(r"quick +All of it in a minute\.", call("recipes").stdout)
 
 
@@ -319,7 +319,7 @@ def test_inspect_counts_and_lists_what_is_cut_and_skipped(here):
         "inspect",
         "tiny.yaml",
         "stages.sft.data.max_length=10",
-        "stages.sft.data.on_long=truncate_right",
+        "stages.sft.data.too_long=truncate_right",
         "stages.sft.data.on_bad_row=skip",
     ).stdout
     assert re.search(r"cut or dropped +1 *\n", shown)

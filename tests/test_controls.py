@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from burnish import DPO, PPO, SFT, RewardModel
+from burnish.generate.local import Sampling
 from burnish.math.kl import AdaptiveKL
-from burnish.rollout.generate import Sampling
 from burnish.types import Answer, Conversation, Messages, Preference, Prompt
 
 

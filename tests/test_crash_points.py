@@ -23,10 +23,10 @@ import pytest
 import transformers as hf
 from rich.console import Console
 
-from burnish import pipeline
-from burnish.recipe import load
-from burnish.training.display import Display
-from burnish.training.metrics import is_timing, read_metrics
+from burnish.config import load
+from burnish.config import run as pipeline
+from burnish.report.display import Display
+from burnish.report.metrics import is_timing, read_metrics
 
 RECIPE = """
 name: crash

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.data.rows import parse
+from burnish.config import Stage, load, method_class, shipped
+from burnish.config.evaluation import load_evaluation
+from burnish.config.schema import MethodChoice
+from burnish.data.readers import parse
 from burnish.methods import METHODS
-from burnish.recipe import Stage, load, method_class, shipped
-from burnish.recipe.blocks import MethodChoice
-from burnish.recipe.evaluation import load_evaluation
 from burnish.types import Row
 
 DOCS = Path(__file__).parent.parent / "docs"

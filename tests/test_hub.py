@@ -17,12 +17,13 @@ JOB = """
 import json, sys, warnings
 from pathlib import Path
 import torch
-from burnish.data.rows import load
-from burnish.merge import merge
+from burnish.data.readers import load
+from burnish.models.merge import merge
 from burnish.models import loading
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.models.heads import Network
-from burnish.types import Conversation, UserError
+from burnish.errors import UserError
+from burnish.types import Conversation
 
 def refused(function, *arguments):
     try:

@@ -56,7 +56,7 @@ def test_targets_of_make_exist() -> None:
 
 
 def test_the_recipe_in_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from burnish.recipe import load
+    from burnish.config import load
 
     (recipe,) = blocks("yaml")
     monkeypatch.chdir(tmp_path)

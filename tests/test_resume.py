@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from burnish.recipe.loading import RECIPES
-from burnish.training.metrics import is_timing
+from burnish.config.loading import RECIPES
+from burnish.report.metrics import is_timing
 
 SMALL = [
     "stages.prepare.with={rows: 256, pairs: 128, prompts: 64, held_out: 16, corrupted: 0.4}",

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from burnish.errors import UserError
     from burnish.methods.dpo import DPO
     from burnish.methods.ppo import PPO
     from burnish.methods.pretrain import Pretrain
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from burnish.methods.sft import SFT
     from burnish.methods.step_value import StepValue
     from burnish.training.trainer import Trainer
-    from burnish.types import UserError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,7 +37,7 @@ _HOMES = {
     "SFT": "burnish.methods.sft",
     "StepValue": "burnish.methods.step_value",
     "Trainer": "burnish.training.trainer",
-    "UserError": "burnish.types",
+    "UserError": "burnish.errors",
 }
 
 

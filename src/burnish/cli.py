@@ -16,7 +16,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from burnish.types import UserCodeError, UserError
+from burnish.errors import UserCodeError, UserError
 
 # Forked tokenizers would warn at every data loader; the GGUF reader draws a progress bar into any file.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
@@ -83,9 +83,9 @@ def run(
     from burnish.machine import refuse_processes
 
     refuse_processes()
-    from burnish import pipeline
-    from burnish.recipe import load
-    from burnish.training.report import results
+    from burnish.config import load
+    from burnish.config import run as pipeline
+    from burnish.report.page import results
 
     folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
     Console(highlight=False).print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
@@ -99,8 +99,8 @@ def inspect(
     row: Annotated[int | None, typer.Option(min=0, help="Show this row only, counted from 0.")] = None,
 ) -> None:
     """Show rows as the model will see them: tokens, what is learned, lengths, what is cut; trains nothing."""
-    from burnish.inspect import show
-    from burnish.recipe import load
+    from burnish.commands.inspect import show
+    from burnish.config import load
 
     show(load(recipe, overrides or []), row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
 
@@ -110,7 +110,7 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of
     """Write one self-contained HTML file about a run: curves, samples before and after, the manifest."""
     if not (folder / "manifest.json").is_file():
         raise UserError(f"{folder}: not the folder of a run: it has no manifest.json")
-    from burnish.training.report import write
+    from burnish.report.page import write
 
     _say(str(write(folder)))
 
@@ -123,7 +123,7 @@ def merge(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base.")] = False,
 ) -> None:
     """Fold an adapter into the base it was trained on; refused when the base is another one."""
-    from burnish.merge import merge as fold
+    from burnish.models.merge import merge as fold
 
     fold(adapter, base, output, say=_say, trust_remote_code=trust_remote_code)
 
@@ -131,7 +131,7 @@ def merge(
 @app.command()
 def recipes() -> None:
     """List the recipes that come with the package."""
-    from burnish.recipe import shipped
+    from burnish.config import shipped
 
     table = Table("recipe", "what it does", box=None, pad_edge=False)
     for name, description in shipped().items():
@@ -142,9 +142,9 @@ def recipes() -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for editors that complete and check YAML."""
-    from burnish.recipe import schema as made
+    from burnish.config import json_schema
 
-    typer.echo(json.dumps(made(), indent=2))
+    typer.echo(json.dumps(json_schema(), indent=2))
 
 
 @app.command()
@@ -182,7 +182,7 @@ def generate(
     if source is not None and output is not None and source.resolve() == output.resolve():
         raise UserError("--output is the input, which would be lost: name another file")
     _make_room(output)
-    from burnish import inference
+    from burnish.commands import generate as inference
 
     how = inference.decoding(
         {
@@ -209,7 +209,7 @@ def generate(
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
             _say(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
             if scores:
-                _say(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} a token, {line['finish']}]")
+                _say(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} a token, {line['finish_reason']}]")
 
 
 @app.command()
@@ -226,9 +226,9 @@ def chat(
     dtype: DType = "auto",
 ) -> None:
     """Talk to a model; /help lists what you can do there."""
-    from burnish import inference
-    from burnish.chat import Talk
-    from burnish.chat import run as talk_in_terminal
+    from burnish.commands import generate as inference
+    from burnish.commands.chat import Talk
+    from burnish.commands.chat import run as talk_in_terminal
 
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     how = inference.sampling(options | {"stop": stop})
@@ -246,9 +246,9 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write JSON here, with every sample.")] = None,
 ) -> None:
     """Measure a model on rows: perplexity, pair accuracy, rewards, KL, pass@k, win rate, with 95 % intervals."""
-    from burnish import evaluate as measuring
+    from burnish.commands import evaluate as measuring
+    from burnish.config.evaluation import load_evaluation
     from burnish.files import write_text
-    from burnish.recipe.evaluation import load_evaluation
 
     evaluation = load_evaluation(recipe or [])
     _make_room(output)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from burnish.types import UserError
+from burnish.errors import UserError
 
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
 OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU"}

@@ -72,7 +72,7 @@ class Method(Protocol):
 
     - ``streams = True``: ``examples`` takes rows a few at a time, and its steps need nothing else, so that it can learn
       from a ``RowStream``, without its ``loader``;
-    - ``on_long``: what is done with long rows where ``data.on_long`` does not say it; else they are an error;
+    - ``too_long``: what is done with long rows where ``data.too_long`` does not say it; else they are an error;
     - ``learning_rates``: those of parts of the network that have one of their own, ``{"critic": 1e-5}``.
     """
 

@@ -17,26 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class UserError(ValueError):
-    """The user's input is wrong: a recipe, a data file, a model.
-
-    The command line prints the message without a traceback and exits with code 2. The message says what is wrong,
-    where, what was expected, and the nearest thing that would work.
-    """
-
-
-class UserCodeError(RuntimeError):
-    """Code of the user raised an exception: a reward, a stage's function, or a file that was imported.
-
-    ``UserCodeError("reward brevity (mine.py:brevity) raised ValueError on prompts.jsonl:3: no", "Traceback ...")``. The
-    command line prints ``traceback``, which has the user's own frames only, and the message, and exits with code 1.
-    """
-
-    def __init__(self, message: str, traceback: str) -> None:
-        super().__init__(message)
-        self.traceback = traceback
-
-
 class Config(pydantic.BaseModel):
     """Base of every block of settings: unknown keys and wrong types are errors, values never change."""
 
@@ -183,16 +163,16 @@ class Sequence:
     """
 
     tokens: tuple[int, ...]
-    trained: tuple[bool, ...]
+    loss_mask: tuple[bool, ...]
     source: str
     arrays: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = len(self.tokens)
-        for name, values in (("trained", self.trained), *self.arrays.items()):
+        for name, values in (("loss_mask", self.loss_mask), *self.arrays.items()):
             if len(values) != size:
                 raise ValueError(f"{self.source}: {name} must align with tokens: got {len(values)}, expected {size}")
-        if self.trained and self.trained[0]:
+        if self.loss_mask and self.loss_mask[0]:
             raise ValueError(f"{self.source}: the first token of a sequence has no predecessor and cannot be learned")
 
     def with_arrays(self, **arrays: tuple[float, ...]) -> Sequence:
@@ -240,10 +220,10 @@ class Encoded(NamedTuple):
     changed: list[Changed]
 
 
-class Runs(NamedTuple):
+class Segments(NamedTuple):
     """Stretches of a packed row, in order: their lengths, and for each the earlier one that stands before it, or None.
 
-    Two answers behind their prompt, then padding: ``Runs((7, 3, 5, 1), (None, 0, 0, None))``.
+    Two answers behind their prompt, then padding: ``Segments((7, 3, 5, 1), (None, 0, 0, None))``.
     """
 
     lengths: tuple[int, ...]
@@ -254,7 +234,7 @@ class Runs(NamedTuple):
 class MicroBatch:
     """Tensors that fit one forward pass. Several sequences may share a row (packing), or a row may be padded.
 
-    tokens, segments, parents, positions, trained, and every one of arrays: (B, T). ``segments`` is 0 on padding and
+    tokens, segments, parents, positions, loss_mask, and every one of arrays: (B, T). ``segments`` is 0 on padding and
     else numbers the sequences of a row from 1; ``positions`` restart with each. Where sequences share a prompt, it is
     a segment of its own, and ``parents`` of their tokens is its number (else 0). ``starts`` and ``ends`` (N,) are the
     flat index (row * T + column) of each sequence's first and last token, behind a shared prompt: the position of the
@@ -266,7 +246,7 @@ class MicroBatch:
     segments: Tensor
     parents: Tensor
     positions: Tensor
-    trained: Tensor
+    loss_mask: Tensor
     starts: Tensor
     ends: Tensor
     arrays: Mapping[str, Tensor]
@@ -275,7 +255,7 @@ class MicroBatch:
     margins: Tensor
     p_better: Tensor
     packed: bool
-    runs: Runs | None
+    runs: Segments | None
     sources: tuple[str, ...]
 
     def to(self, device: torch.device | str) -> MicroBatch:
@@ -295,7 +275,7 @@ class Completion(NamedTuple):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: str
+    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -308,7 +288,7 @@ class Answer:
     prompt: Messages
     text: str
     tokens: tuple[int, ...]
-    finish: str
+    finish_reason: str
     columns: Mapping[str, Any]
     source: str
 

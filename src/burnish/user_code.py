@@ -1,4 +1,4 @@
-"""Runs the user's code: a reward, a stage's function, or the import of a file that holds one.
+"""Segments the user's code: a reward, a stage's function, or the import of a file that holds one.
 
 The result of a run must not depend on the side effects of a reward. ``user_code`` restores what would change the run,
 and turns an exception into a ``UserCodeError`` that says whose code raised it.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from burnish.types import UserCodeError, UserError
+from burnish.errors import UserCodeError, UserError
 
 
 @contextlib.contextmanager

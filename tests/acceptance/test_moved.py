@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import burnish
-from burnish.training.metrics import is_timing
+from burnish.report.metrics import is_timing
 
 RECIPE = Path(__file__).parent / "everything.yaml"
 COMMAND = [sys.executable, "-m", "burnish", "run", RECIPE.name]

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from burnish.data.batching import (
     RowLoader,
     attention_mask,
-    bundles,
     collate,
     micro_batches,
     permutation,
+    prompt_groups,
     shared_length,
 )
-from burnish.types import Example, Pair, Sequence, UserError
+from burnish.errors import UserError
+from burnish.types import Example, Pair, Sequence
 
 
 def sequence(n: int, first: int = 10, **arrays: tuple[float, ...]) -> Sequence:
@@ -88,7 +89,7 @@ def test_collate_right():
     assert batch.tokens.tolist() == [[10, 11, 12], [20, 21, 7]]
     assert batch.segments.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert batch.trained.tolist() == [[False, True, True], [False, True, False]]
+    assert batch.loss_mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.starts.tolist() == [0, 3] and batch.ends.tolist() == [2, 4]
     assert batch.arrays["v"].tolist() == [[0.0, 0.5, 1.5], [0.0, 2.0, 0.0]]
     assert batch.sources == ("10", "20")
@@ -106,7 +107,7 @@ def test_collate_packed():
     assert batch.tokens.tolist() == [[20, 21, 50, 51, 52, 7, 7]]
     assert batch.segments.tolist() == [[1, 1, 2, 2, 2, 0, 0]]
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0]]
-    assert batch.trained.tolist() == [[False, True, False, True, True, False, False]]
+    assert batch.loss_mask.tolist() == [[False, True, False, True, True, False, False]]
     assert batch.starts.tolist() == [0, 2] and batch.ends.tolist() == [1, 4]
 
 
@@ -213,7 +214,7 @@ def test_a_prompt_runs_once_for_its_answers_but_for_its_last_token():
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
     assert batch.segments[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     assert batch.parents[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
-    assert batch.trained[0].tolist() == [False] * 4 + [True, True, False, True, True, True]
+    assert batch.loss_mask[0].tolist() == [False] * 4 + [True, True, False, True, True, True]
     assert batch.starts.tolist() == [3, 6, 10] and batch.ends.tolist() == [5, 9, 11]
     sees = attention_mask(batch, torch.float32)[0, 0] == 0
     assert sees[6].nonzero().flatten().tolist() == [0, 1, 2, 6]  # the prompt and itself, not the other answer
@@ -238,12 +239,12 @@ def test_rollouts_of_a_prompt_are_bundled_as_far_as_they_fit():
         return Example((Sequence(tokens, learned, "r"),))
 
     rows = [rollout(1, 3), rollout(7, 3), rollout(1, 2), rollout(1, 3), rollout(7, 3), rollout(1, 2)]
-    assert bundles(rows, None) == [[0, 2, 3, 5], [1, 4]]
+    assert prompt_groups(rows, None) == [[0, 2, 3, 5], [1, 4]]
     # three tokens of the prompt run once: 7, 7 + 3, 7 + 3 + 4 with 2 learned ones and the one before them, ...
-    assert bundles(rows, 11) == [[0, 2], [1, 4], [3, 5]]
-    assert bundles(rows, 10) == [[0, 2], [1], [3, 5], [4]]
-    assert bundles(rows, 1) == [[0], [1], [2], [3], [4], [5]]
+    assert prompt_groups(rows, 11) == [[0, 2], [1, 4], [3, 5]]
+    assert prompt_groups(rows, 10) == [[0, 2], [1], [3, 5], [4]]
+    assert prompt_groups(rows, 1) == [[0], [1], [2], [3], [4], [5]]
     pair = Example((rows[0].sequences[0], rows[2].sequences[0]))
     learned = Example((Sequence((1, 2, 3), (False, True, True), "r"),))
     numbered = Example((rows[0].sequences[0].with_arrays(value=(0.0, *(0.5,) * 6)),))
-    assert bundles([rows[0], pair, learned, numbered, learned, numbered], None) == [[0], [1], [2], [3], [4], [5]]
+    assert prompt_groups([rows[0], pair, learned, numbered, learned, numbered], None) == [[0], [1], [2], [3], [4], [5]]

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.data.mixing import epoch, mix, next_source
-from burnish.data.rows import Mixed, Rows, Skipped
-from burnish.types import Text, UserError
+from burnish.data.readers import Mixed, Rows, Skipped
+from burnish.errors import UserError
+from burnish.types import Text
 
 SOURCES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0])), min_size=1, max_size=4)
 

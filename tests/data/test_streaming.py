@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from burnish import PPO, SFT, UserError
-from burnish.data import rows, streaming
-from burnish.data.rows import Skipped
+from burnish.data import readers as rows
+from burnish.data import streaming
+from burnish.data.readers import Skipped
 from burnish.data.streaming import RowStream, Source, StreamLoader
 from burnish.types import Changed, Encoded, Example, Pair, Row, Sequence, Text
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.errors import UserError
 from burnish.math import advantages, kl
-from burnish.types import UserError
 
 F64 = torch.float64
 
@@ -35,7 +35,7 @@ def batch(seed, rows=3, width=9):
 def test_worked_example():
     kl_t = kl.estimate(torch.tensor([[-1.0, -0.5]], dtype=F64), torch.tensor([[-1.2, -0.5]], dtype=F64))
     mask = torch.ones(1, 2, dtype=torch.bool)
-    rewards = advantages.kl_rewards(torch.tensor([1.0], dtype=F64), kl_t, mask, 0.1)
+    rewards = advantages.token_rewards(torch.tensor([1.0], dtype=F64), kl_t, mask, 0.1)
     assert rewards.tolist() == [pytest.approx([-0.02, 1.0])]
     result, returns = advantages.gae(rewards, torch.tensor([[0.5, 0.4]], dtype=F64), mask, 1.0, 0.95)
     assert result.tolist() == [pytest.approx([0.45, 0.60])]
@@ -165,7 +165,7 @@ def test_padding_changes_nothing(side, fill):
         lambda r, v, m: advantages.gae(r, v, m, 0.99, 0.95)[0],
         lambda r, v, m: advantages.gae(r, v, m, 0.99, 0.95)[1],
         lambda r, v, m: advantages.whiten(r, m),
-        lambda r, v, m: advantages.kl_rewards(scores, r, m, 0.3),
+        lambda r, v, m: advantages.token_rewards(scores, r, m, 0.3),
     ):
         narrow = function(rewards, values, mask)
         result = function(padded(rewards, fill), padded(values, fill), wide)
@@ -183,17 +183,17 @@ def test_gae_takes_no_gradient_and_names_wrong_shapes():
 
 def test_the_score_lands_on_the_last_learned_token():
     mask = torch.tensor([[False, True, True, False], [True, False, True, True], [False] * 4])
-    rewards = advantages.kl_rewards(torch.tensor([5.0, -3.0, 9.0]), torch.full((3, 4), 2.0), mask, 0.1)
+    rewards = advantages.token_rewards(torch.tensor([5.0, -3.0, 9.0]), torch.full((3, 4), 2.0), mask, 0.1)
     expected = [[0, -0.2, 4.8, 0], [-0.2, 0, -0.2, -3.2], [0] * 4]
     assert [row.tolist() for row in rewards] == [pytest.approx(row) for row in expected]
     with pytest.raises(ValueError, match=r"scores must align with rows: got shape \(1, 4\), expected \(3,\)"):
-        advantages.kl_rewards(torch.zeros(1, 4), torch.zeros(3, 4), mask, 0.1)
+        advantages.token_rewards(torch.zeros(1, 4), torch.zeros(3, 4), mask, 0.1)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_summed_k1_rewards_are_the_log_ratio_of_the_sequence(seed):
     logprobs, ref, mask = batch(seed)
-    rewards = advantages.kl_rewards(torch.zeros(3, dtype=F64), kl.estimate(logprobs, ref), mask, 0.05)
+    rewards = advantages.token_rewards(torch.zeros(3, dtype=F64), kl.estimate(logprobs, ref), mask, 0.05)
     for b in range(3):
         log_ratio = sum(float(logprobs[b, t] - ref[b, t]) for t in range(9) if mask[b, t])
         assert rewards[b].sum().item() == pytest.approx(-0.05 * log_ratio, abs=1e-12)
@@ -240,7 +240,7 @@ def test_equal_entries_are_exactly_0_or_unchanged(dtype, value, n):
     unshifted = advantages.whiten(x, mask, shift_mean=False)
     assert torch.equal(unshifted, torch.where(mask, x, 0).to(unshifted.dtype))
     seen = advantages.Moments().update(x[0]).update(x[1])
-    assert not seen.normalise(x[2]).any()
+    assert not seen.normalize(x[2]).any()
 
 
 def test_gradcheck_of_whiten():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.math import advantages, estimates, intervals, kl, losses, preference, reductions, tensors
+from burnish.math import advantages, kl, losses, preference, reductions, statistics, tensors
 from burnish.math.advantages import Baseline, Grouping, Moments
 from burnish.math.preference import WITH_MARGIN, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
 from burnish.math.reductions import Reduction, Weights
@@ -70,14 +70,14 @@ MASKED = {
     "reduce": Case(reductions.reduce),
     "reduce to sequence_mean": Case(weighted("sequence_mean")),
     "reduce to fixed_length": Case(weighted("fixed_length", 9)),
-    "kl_rewards": Case(advantages.kl_rewards, {"kl_coef": 0.3}, {"scores": "rows"}),
+    "token_rewards": Case(advantages.token_rewards, {"kl_coef": 0.3}, {"scores": "rows"}),
     "gae": Case(advantages.gae, {"gamma": 0.99, "lam": 0.95}),
     "whiten": Case(advantages.whiten),
     "whiten around the mean": Case(advantages.whiten, {"shift_mean": False}),
 } | {
     f"{function.__name__}, {kind}": Case(function, {"kind": kind})
     for function, kinds in (
-        (advantages.less_baseline, get_args(Baseline)),
+        (advantages.compute_advantages, get_args(Baseline)),
         (kl.estimate, get_args(kl.Estimate)),
         (kl_loss, get_args(kl.Estimate)),
     )
@@ -102,7 +102,7 @@ def of_pairs(kind: Kind) -> Case:
 
 def moments(x: Tensor) -> Any:
     seen = Moments(2, 1.5, 0.5)
-    return seen.update(x), seen.normalise(x)
+    return seen.update(x), seen.normalize(x)
 
 
 RANKED = pairs("chosen", "rejected", "weights")
@@ -227,7 +227,7 @@ def test_empty_tensors_give_empty_results_or_zeros(name: str, rows: int, width: 
 @pytest.mark.parametrize(("rows", "width"), EMPTY)
 def test_empty_logits_and_masks(rows: int, width: int) -> None:
     logits, tokens = torch.zeros(rows, width, 7), torch.zeros(rows, width, dtype=torch.long)
-    assert tensors.previous(logits).shape == (rows, width, 7)
+    assert tensors.shift_right(logits).shape == (rows, width, 7)
     assert tensors.token_logprobs(logits, tokens).shape == (rows, width)
     assert tensors.logprobs_at(logits, tokens).shape == (rows, width)
     flat = tensors.logprobs_and_entropy(logits.flatten(0, 1).requires_grad_(), tokens.flatten())
@@ -243,6 +243,6 @@ def test_empty_logits_and_masks(rows: int, width: int) -> None:
 def test_nothing_seen_leaves_no_moments_and_no_intervals() -> None:
     none = torch.zeros(0)
     assert Moments().update(none) == Moments()
-    assert Moments().normalise(none).shape == (0,)
-    assert intervals.wilson(0.0, 0) == pytest.approx((0, 1))
-    assert all(map(math.isnan, estimates.bootstrap(torch.zeros(0, 1), lambda means: means[:, 0])))
+    assert Moments().normalize(none).shape == (0,)
+    assert statistics.wilson(0.0, 0) == pytest.approx((0, 1))
+    assert all(map(math.isnan, statistics.bootstrap(torch.zeros(0, 1), lambda means: means[:, 0])))

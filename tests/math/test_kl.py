@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.errors import UserError
 from burnish.math import kl
-from burnish.types import UserError
 
 
 def test_estimates_by_hand():

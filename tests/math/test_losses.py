@@ -304,7 +304,7 @@ def test_tokens_after_the_first_stop_have_no_effect():
     scores = torch.ones(3, dtype=F64)
 
     def update(rewards, values, old, new):
-        rewards = advantages.kl_rewards(scores, rewards, mask, 0.1)
+        rewards = advantages.token_rewards(scores, rewards, mask, 0.1)
         a, returns = advantages.gae(rewards, values, mask, 1.0, 0.95)
         a = advantages.whiten(a, mask)
         return policy(new, old, a, mask).total, losses.clipped_value(new, values, returns, mask, 0.2).total

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.errors import UserError
 from burnish.math import losses
 from burnish.math.preference import WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind, log1mexp
-from burnish.types import UserError
 
 KINDS = get_args(Kind)
 preference: Any = losses.preference

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.errors import UserError
 from burnish.math import advantages, losses
 from burnish.math.reductions import reduction_weights
-from burnish.types import UserError
 
 F64 = torch.float64
 
@@ -88,7 +88,7 @@ def test_packed_rows_take_a_reward_for_each_token() -> None:
     assert packed.mean.item() == pytest.approx(losses.reinforce(logprobs, mask, rewards).mean.item())
 
 
-def test_length_normalised_is_a_mean_in_each_row() -> None:
+def test_length_normalized_is_a_mean_in_each_row() -> None:
     logprobs, rewards, mask = batch(3)
     weights = reduction_weights(mask, "sequence_mean", dtype=F64)
     expected = -sum(rewards[b].item() * logprobs[b][mask[b]].mean().item() for b in range(4)) / 4
@@ -151,14 +151,14 @@ def test_baselines_by_hand(kind: advantages.Baseline, expected: list[float]) -> 
     rewards[:3, 3] += 0.25
     rewards[:3, 1] -= 0.25
     rewards[:, 0] = torch.nan
-    found = advantages.less_baseline(rewards, mask, torch.tensor(GROUPS), kind)
+    found = advantages.compute_advantages(rewards, mask, torch.tensor(GROUPS), kind)
     assert torch.allclose(found, torch.where(mask, torch.tensor(expected, dtype=F64)[:, None], 0.0), atol=1e-7)
 
 
 def test_whitened_over_the_batch_are_the_rewards_from_a_token_on() -> None:
     mask = torch.tensor([[False, True, True], [False, True, False]])
     rewards = torch.tensor([[9.0, -0.1, 1.0], [9.0, 0.3, 9.0]], dtype=F64)
-    found = advantages.less_baseline(rewards, mask, torch.tensor([0, 1]), "batch_whitened")
+    found = advantages.compute_advantages(rewards, mask, torch.tensor([0, 1]), "batch_whitened")
     later = torch.tensor([0.9, 1.0, 0.3], dtype=F64)
     assert torch.allclose(found[mask], (later - later.mean()) / later.std(), atol=1e-6)
     assert not found[~mask].any()
@@ -170,20 +170,20 @@ def test_binary_rewards_of_a_group_have_a_closed_form(size: int, data: st.DataOb
     p = right / size
     rewards = torch.tensor([[1.0]] * right + [[0.0]] * (size - right), dtype=F64)
     mask, groups = torch.ones(size, 1, dtype=torch.bool), torch.zeros(size, dtype=torch.long)
-    found = advantages.less_baseline(rewards, mask, groups, "group_std")[:, 0].tolist()
+    found = advantages.compute_advantages(rewards, mask, groups, "group_std")[:, 0].tolist()
     expected = [math.sqrt((1 - p) / p)] * right + [-math.sqrt(p / (1 - p))] * (size - right)
     assert found == pytest.approx(expected, rel=1e-6)
-    rloo = advantages.less_baseline(rewards, mask, groups, "rloo")
+    rloo = advantages.compute_advantages(rewards, mask, groups, "rloo")
     assert rloo.sum().item() == pytest.approx(0, abs=1e-9)
     assert rloo[0, 0].item() == pytest.approx(1 - (right - 1) / (size - 1))  # less the mean of the others
     for kind in ("rloo", "group_mean", "group_std", "mean"):
-        assert not advantages.less_baseline(torch.ones_like(rewards), mask, groups, kind).any()
+        assert not advantages.compute_advantages(torch.ones_like(rewards), mask, groups, kind).any()
 
 
 def test_leave_one_out_needs_another() -> None:
     one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(UserError, match="at least 2 completions"):
-        advantages.less_baseline(one, mask, torch.zeros(1), "rloo")
+        advantages.compute_advantages(one, mask, torch.zeros(1), "rloo")
 
 
 # --- off-policy ---------------------------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def test_moments_are_those_of_all_numbers_at_once(batches: list[list[float]]) ->
     if len(seen) > 1:
         assert moments.squares / (len(seen) - 1) == pytest.approx(statistics.variance(seen), rel=1e-9, abs=1e-6)
     else:
-        assert moments.normalise(torch.tensor(seen, dtype=F64)).tolist() == [0.0]
+        assert moments.normalize(torch.tensor(seen, dtype=F64)).tolist() == [0.0]
 
 
-def test_normalised_by_hand() -> None:
+def test_normalized_by_hand() -> None:
     moments = advantages.Moments().update(torch.tensor([1.0])).update(torch.tensor([2.0, 3.0]))
-    assert moments.normalise(torch.tensor([3.0, 0.0], dtype=F64)).tolist() == pytest.approx([1.0, -2.0])
+    assert moments.normalize(torch.tensor([3.0, 0.0], dtype=F64)).tolist() == pytest.approx([1.0, -2.0])

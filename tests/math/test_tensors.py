@@ -16,8 +16,8 @@ def numpy_log_softmax(z):
 
 def test_previous_holds_the_entry_before():
     x = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert tensors.previous(x).tolist() == [[1, 1, 2], [4, 4, 5]]
-    assert tensors.previous(torch.zeros(2, 3, 5)).shape == (2, 3, 5)
+    assert tensors.shift_right(x).tolist() == [[1, 1, 2], [4, 4, 5]]
+    assert tensors.shift_right(torch.zeros(2, 3, 5)).shape == (2, 3, 5)
 
 
 def test_token_logprobs_by_hand():

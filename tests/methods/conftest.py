@@ -9,8 +9,8 @@ import pytest
 from transformers import TrainerCallback
 
 from burnish import PPO
+from burnish.generate.local import Sampling
 from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.rollout.generate import Sampling
 from burnish.types import Answer, Example, Prompt
 
 ENDS = [2, *range(15, 25)]  # the end token and ten letters, so that some completions stop and others are cut
@@ -43,11 +43,11 @@ class Run(NamedTuple):
     def learned(self, examples: list[Example], name: str) -> list[float]:
         """The numbers of an array at learned tokens."""
         sequences = [example.sequences[0] for example in examples]
-        return [x for s in sequences for x, t in zip(s.arrays[name], s.trained, strict=True) if t]
+        return [x for s in sequences for x, t in zip(s.arrays[name], s.loss_mask, strict=True) if t]
 
     def completion(self, example: Example) -> tuple[int, ...]:
         (sequence,) = example.sequences
-        return tuple(token for token, t in zip(sequence.tokens, sequence.trained, strict=True) if t)
+        return tuple(token for token, t in zip(sequence.tokens, sequence.loss_mask, strict=True) if t)
 
     def score(self, example: Example) -> float:
         """What ``by_tokens`` gives it."""

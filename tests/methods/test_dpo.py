@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-import burnish.models.precomputed as precomputed
+import burnish.models.reference as precomputed
 from burnish import DPO, SFT, UserError
+from burnish.config import load
 from burnish.data.batching import collate
-from burnish.data.chat import Length
-from burnish.data.rows import load as rows_of
+from burnish.data.readers import load as rows_of
 from burnish.methods.dpo import mismatched, per_sequence, watch
 from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.recipe import load
+from burnish.render.chat import Truncation
 from burnish.types import Conversation, Example, Labelled, Messages, Pair, Preference, Ranking, Sequence
 
 KINDS = ["sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo", "kto"]
@@ -43,7 +43,7 @@ def labelled(n: int) -> list[Any]:
 
 
 def examples(rows: list[Any], tokenizer: Any, **settings: Any) -> list[Example]:
-    return DPO(**settings).examples(rows, tokenizer, Length()).examples
+    return DPO(**settings).examples(rows, tokenizer, Truncation()).examples
 
 
 def first_log(trainer: Any) -> dict[str, float]:
@@ -55,7 +55,7 @@ def first_log(trainer: Any) -> dict[str, float]:
 def plain_logprob(model: Any, sequence: Sequence) -> float:
     """By transformers alone, one sequence without padding: the sum over its learned tokens."""
     logits = model(torch.tensor([sequence.tokens])).logits[0].double().log_softmax(-1)
-    learned = [t for t, trained in enumerate(sequence.trained) if trained]
+    learned = [t for t, trained in enumerate(sequence.loss_mask) if trained]
     return sum(logits[t - 1, sequence.tokens[t]].item() for t in learned)
 
 
@@ -66,9 +66,9 @@ def test_the_answers_of_both_sides_are_learned_with_their_end(tiny_tokenizer: An
     (example,) = examples([preference(7, "yes", "no")], tiny_tokenizer)
     texts = []
     for sequence in example.sequences:
-        start = sequence.trained.index(True)
+        start = sequence.loss_mask.index(True)
         assert tiny_tokenizer.decode(sequence.tokens[:start]).endswith("assistant\n")
-        texts.append(tiny_tokenizer.decode([t for t, x in zip(sequence.tokens, sequence.trained, strict=True) if x]))
+        texts.append(tiny_tokenizer.decode([t for t, x in zip(sequence.tokens, sequence.loss_mask, strict=True) if x]))
     assert texts == ["yes<|im_end|>", "no<|im_end|>"] and example.pairs == (Pair(0, 1),)
 
 
@@ -180,7 +180,7 @@ def test_the_loss_and_its_metrics_by_hand(make_trainer: Any, tiny_llama: Any, ti
             total += weight * (p * math.log(1 + math.exp(-x)) + (1 - p) * math.log(1 + math.exp(x)))
             chosen += weight * 0.3 * (ours[better] - theirs[better])
             nll -= weight * ours[better]
-            tokens += weight * sum(example.sequences[better].trained)
+            tokens += weight * sum(example.sequences[better].loss_mask)
             right += weight * (h > 0)
     assert found["eval_preference"] == pytest.approx(total / 3, rel=1e-4)
     assert found["eval_nll"] == pytest.approx(nll / tokens, rel=1e-4)
@@ -317,7 +317,7 @@ def test_z0_is_the_mean_over_the_whole_step(
 
     def ratio(sequence: Sequence) -> float:
         total = plain_logprob(policy, sequence) - plain_logprob(reference, sequence)
-        return total / sum(sequence.trained) if average else total
+        return total / sum(sequence.loss_mask) if average else total
 
     own = examples(rows, tiny_tokenizer, loss="kto")
     strangers = [s for e in mismatched(own) for s in e.sequences[len(e.sequences) // 2 :]]

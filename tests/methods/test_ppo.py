@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.generate.local import Sampling
 from burnish.rewards.functions import NamedReward
-from burnish.rollout.generate import Sampling
 from burnish.types import Answer, Example, Sequence
 
 
@@ -49,7 +49,7 @@ def test_the_first_mini_batch_has_ratio_one_and_the_loss_of_its_advantages(kind:
             assert line["policy"] == pytest.approx(-math.fsum(advantages) / len(advantages), abs=1e-5)
         assert 0 <= line["entropy"] <= math.log(105)
     assert any(abs(line["ratio"] - 1) > 1e-3 for line in found.log)
-    assert max(found.experience("gap")) < 1e-5
+    assert max(found.experience("sampler_mismatch")) < 1e-5
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -78,8 +78,8 @@ def test_summed_rewards_are_the_score_less_the_sequence_log_ratio(temperature: f
     ratios = []
     for example in found.batches[1]:
         (sequence,) = example.sequences
-        at = sequence.trained.index(True)
-        now = math.fsum(found.learned([example], "logprobs"))
+        at = sequence.loss_mask.index(True)
+        now = math.fsum(found.learned([example], "old_logprobs"))
         ratios.append(now - plain_logprobs(reference, sequence, temperature)[at - 1 :].sum().item())
         # undiscounted, the first return is the sum of all rewards
         assert sequence.arrays["returns"][at] == pytest.approx(found.score(example) - 0.3 * ratios[-1], abs=1e-4)
@@ -93,7 +93,7 @@ def test_tokens_at_the_edge_of_the_nucleus_keep_a_probability(run: Any, tiny_lla
     # sampler and trainer round differently, and updates move tokens out of what top-p keeps
     sampling = Sampling(max_new_tokens=12, top_p=0.5, samples=8)
     found = run(model=tiny_llama(dtype=torch.bfloat16), sampling=sampling, rows=16, arguments={"lr": 1e-4})
-    assert max(found.experience("gap")) < 0.05
+    assert max(found.experience("sampler_mismatch")) < 0.05
     moved = run(sampling=Sampling(max_new_tokens=6, top_k=2, samples=4), epochs=4)
     assert max(line["approxkl"] for line in moved.log) < 20  # 200 where a ratio is taken for 0
 
@@ -139,7 +139,7 @@ def test_what_follows_the_stop_token_has_no_effect(run: Any) -> None:
         more = len(tokens)
         longer = Sequence(
             sequence.tokens + tokens,
-            sequence.trained + (False,) * more,
+            sequence.loss_mask + (False,) * more,
             "longer",
             {name: values + (7.0,) * more for name, values in sequence.arrays.items()},
         )

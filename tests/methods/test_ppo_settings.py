@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from burnish import PPO, UserError
-from burnish.models.forward import Warp
+from burnish.generate.local import Sampling
+from burnish.models.forward import SamplingTransform
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.rollout.generate import Sampling
-from burnish.rollout.steps import Sampler
+from burnish.rl.loader import Sampler
 from burnish.types import Completion
 
 TOP_K = Sampling(max_new_tokens=6, top_k=20)
@@ -92,13 +92,13 @@ def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
 
     # the critic starts at the scale of the model's part in the score: 0.5 * 4 * (logit - 0.25) / 2
     classifier.config.score_mean, classifier.config.score_std = 0.25, 2.0
-    scorer = NamedReward("model", 0.5, ModelReward(classifier, tiny_tokenizer, label=0, normalise=True))
+    scorer = NamedReward("model", 0.5, ModelReward(classifier, tiny_tokenizer, label=0, normalize=True))
     found = run(reward=[scorer], score_scale=4.0, critic_frozen=True, rows=4)
     critic = found.trainer.network.critic
     assert torch.equal(critic.model.layers[0].mlp.up_proj.weight, classifier.model.layers[0].mlp.up_proj.weight)
     assert torch.equal(critic.score.weight, classifier.score.weight if labels == 1 else torch.zeros(1, 32))
     (sequence,) = found.batches[0][0].sequences
-    at = sequence.trained.index(True)
+    at = sequence.loss_mask.index(True)
     with torch.no_grad():
         hidden = classifier.model(torch.tensor([sequence.tokens])).last_hidden_state
     value = classifier.score(hidden)[0, at - 1, 0].item() - 0.25 if labels == 1 else 0.0
@@ -184,16 +184,16 @@ def test_settings_that_contradict_each_other_are_told(settings: dict, message: s
 
 
 def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
-    from burnish.rollout.generate import Local
+    from burnish.generate.local import LocalGenerator
 
-    class Liar(Local):
+    class Liar(LocalGenerator):
         def __call__(self, *args: Any, **named: Any) -> list[Completion]:
             return [c._replace(logprobs=tuple(x - 0.06 for x in c.logprobs)) for c in super().__call__(*args, **named)]
 
     with pytest.raises(RuntimeError, match=r"differ by 0\.06 a token on average \(limit 0\.05\)"):
         run(generator=Liar())
-    found = run(generator=Liar(), max_gap=0.07, rows=4)
-    assert found.experience("gap") == [pytest.approx(0.06, abs=1e-5)]
+    found = run(generator=Liar(), max_sampler_mismatch=0.07, rows=4)
+    assert found.experience("sampler_mismatch") == [pytest.approx(0.06, abs=1e-5)]
     assert found.log[0]["ratio"] == pytest.approx(1, abs=1e-5)  # of the trainer's own log-probabilities
 
 
@@ -223,9 +223,9 @@ def test_a_critic_with_a_window_of_its_own_decides_how_rows_lie(run: Any, tiny_t
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step(run: Any, epochs: int) -> None:
-    from burnish.rollout.generate import Local
+    from burnish.generate.local import LocalGenerator
 
-    class Liar(Local):
+    class Liar(LocalGenerator):
         def __call__(self, *args: Any, **named: Any) -> list[Completion]:
             first, second, *others = super().__call__(*args, **named)
             return [first, second._replace(logprobs=tuple(x - 0.3 for x in second.logprobs)), *others]
@@ -235,7 +235,7 @@ def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step
     with pytest.raises(RuntimeError, match=r"differ by 0\.\d+ a token in the first step .* \(limit 0\.05\)"):
         run(generator=Liar(), arguments={"own": {"callbacks": [Taken(taken)]}}, **how)
     assert not taken
-    found = run(generator=Liar(), max_gap=0.5, **how)
+    found = run(generator=Liar(), max_sampler_mismatch=0.5, **how)
     assert len(found.steps) == epochs
     # rounding of half precision between two passes of the trainer is no gap to the sampler
     loader = found.trainer.loader
@@ -263,7 +263,7 @@ def test_what_was_sampled_needs_no_second_pass_of_the_policy(
     monkeypatch.setattr(Sampler, "logprobs", watched)
     found = run(rows=16, arguments={"batch": 8}, **settings)
     policy, reference = found.trainer.network.policy, found.trainer.method.reference.frozen
-    whole = Warp(1.0)
+    whole = SamplingTransform(1.0)
 
     def rollouts(model: Any, sampled: bool) -> int:
         return sum(n for m, how, n in seen if m is model and (how == found.trainer.method.sampler.warp) == sampled)
@@ -271,4 +271,4 @@ def test_what_was_sampled_needs_no_second_pass_of_the_policy(
     assert rollouts(reference, whole == found.trainer.method.sampler.warp) == 16
     # of the second iteration alone for the KL: in the first the policy still is the reference
     assert [rollouts(policy, True), rollouts(policy, False)] == [2 * expected[0], expected[1]]
-    assert max(found.experience("gap")) < 1e-5
+    assert max(found.experience("sampler_mismatch")) < 1e-5

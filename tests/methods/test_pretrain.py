@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from burnish import Pretrain, UserError
-from burnish.data.chat import Length
 from burnish.data.streaming import RowStream, Source
+from burnish.render.chat import Truncation
 from burnish.types import Row, Sequence, Text
 
 EOS = 2
@@ -23,7 +23,7 @@ def documents(*lengths: int) -> list[Row]:
 
 
 def sequences(method: Pretrain, rows: list[Row], tokenizer: Any, **length: Any) -> list[Sequence]:
-    return [e.sequences[0] for e in method.examples(rows, tokenizer, Length(**length)).examples]
+    return [e.sequences[0] for e in method.examples(rows, tokenizer, Truncation(**length)).examples]
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 7, 8, 9, 20, 21, 22, 64, None])
@@ -31,22 +31,22 @@ def test_targets_are_every_token_but_the_first_of_each_document(max_length: int 
     lengths = (20, 1, 7, 63)
     rows = documents(*lengths)
     made = sequences(Pretrain(), rows, tiny_tokenizer, max_length=max_length)
-    assert sum(sum(s.trained) for s in made) == sum(n + 1 - 1 for n in lengths)
-    assert Pretrain().counts(Pretrain().examples(rows, tiny_tokenizer, Length(max_length=max_length)).examples) == {
+    assert sum(sum(s.loss_mask) for s in made) == sum(n + 1 - 1 for n in lengths)
+    assert Pretrain().counts(Pretrain().examples(rows, tiny_tokenizer, Truncation(max_length=max_length)).examples) == {
         "nll": 91.0
     }
     assert max(len(s.tokens) for s in made) <= (max_length or 64)
     for row in rows:  # what is learned of a document, in its order, is all of it but its first character
-        learned = [t for s in made if s.source == row.source for t, on in zip(s.tokens, s.trained, strict=True) if on]
+        learned = [t for s in made if s.source == row.source for t, on in zip(s.tokens, s.loss_mask, strict=True) if on]
         assert tiny_tokenizer.decode(learned[:-1]) == row.text[1:]  # type: ignore[union-attr]
         assert learned[-1] == EOS
 
 
 def test_a_document_that_is_cut_is_named(tiny_tokenizer: Any) -> None:
-    encoded = Pretrain().examples(documents(4, 20), tiny_tokenizer, Length(max_length=8))
+    encoded = Pretrain().examples(documents(4, 20), tiny_tokenizer, Truncation(max_length=8))
     assert [tuple(change) for change in encoded.changed] == [("books:1", "split: 21 tokens, max_length 8 into 3")]
     with pytest.raises(UserError, match="books:1: 21 tokens, max_length 8"):
-        Pretrain().examples(documents(4, 20), tiny_tokenizer, Length(max_length=8, on_long="error"))
+        Pretrain().examples(documents(4, 20), tiny_tokenizer, Truncation(max_length=8, too_long="error"))
 
 
 def test_without_a_length_pieces_are_what_the_tokenizer_says_and_2048_at_most(tiny_tokenizer: Any) -> None:
@@ -60,10 +60,10 @@ def test_without_a_length_pieces_are_what_the_tokenizer_says_and_2048_at_most(ti
 
 def test_chopped_documents_are_joined_and_cut(tiny_tokenizer: Any) -> None:
     method = Pretrain(packing="chop", chop_length=6)
-    encoded = method.examples(documents(4, 8, 2), tiny_tokenizer, Length())
+    encoded = method.examples(documents(4, 8, 2), tiny_tokenizer, Truncation())
     made = [e.sequences[0] for e in encoded.examples]
     assert [tiny_tokenizer.decode(s.tokens) for s in made] == ["it w<|im_end|>i", "t was ", "a<|im_end|>it<|im_end|>"]
-    assert [s.trained for s in made] == [(False,) + (True,) * (n - 1) for n in (6, 6, 5)]
+    assert [s.loss_mask for s in made] == [(False,) + (True,) * (n - 1) for n in (6, 6, 5)]
     assert [s.source for s in made] == ["books:0", "books:1", "books:1"]
     (told,) = encoded.changed
     assert told.source == "books:0"
@@ -72,13 +72,13 @@ def test_chopped_documents_are_joined_and_cut(tiny_tokenizer: Any) -> None:
 
 
 def test_a_single_token_that_is_left_of_chopping_is_dropped_and_told(tiny_tokenizer: Any) -> None:
-    encoded = Pretrain(packing="chop", chop_length=6).examples(documents(6), tiny_tokenizer, Length())
+    encoded = Pretrain(packing="chop", chop_length=6).examples(documents(6), tiny_tokenizer, Truncation())
     assert [len(e.sequences[0].tokens) for e in encoded.examples] == [6]
     assert "the last token of all is left out" in encoded.changed[0].reason
 
 
 def test_chopping_refuses_a_length_that_it_would_ignore(tiny_tokenizer: Any) -> None:
-    for length in (Length(max_length=8), Length(on_long="split")):
+    for length in (Truncation(max_length=8), Truncation(too_long="split")):
         with pytest.raises(UserError, match="chop cuts to chop_length tokens"):
             Pretrain(packing="chop").examples(documents(6), tiny_tokenizer, length)
 
@@ -121,7 +121,7 @@ def mean_nll(model: Any, made: list[Sequence]) -> float:
 def test_the_loss_is_the_mean_over_the_targets(
     own: dict, make_trainer: Any, tiny_llama: Any, tiny_tokenizer: Any
 ) -> None:
-    rows, length = documents(20, 30, 8, 50), Length(max_length=16)
+    rows, length = documents(20, 30, 8, 50), Truncation(max_length=16)
     model = tiny_llama()
     trainer = make_trainer(
         Pretrain(), model, rows, batch=100, lr=0.0, own={"eval_dataset": rows, "length": length, **own}
@@ -180,7 +180,7 @@ def test_a_stream_that_was_interrupted_ends_with_the_same_bytes(
             save_strategy="steps",
             save_steps=1,
             output_dir=str(tmp_path / folder),
-            own={"length": Length(max_length=16)},
+            own={"length": Truncation(max_length=16)},
         )
         trainer.train(resume_from_checkpoint=start)
         assert trainer.state.global_step == 7
@@ -199,7 +199,7 @@ def test_a_stream_learns_what_rows_in_memory_would(make_trainer: Any, tiny_llama
     losses = []
     for rows, more in ((documents(20, 33, 8, 50, 14), {}), (stream(shuffle_buffer=5), {"max_steps": 1})):
         trainer = make_trainer(
-            Pretrain(), tiny_llama(), rows, batch=pieces, own={"length": Length(max_length=16)}, **more
+            Pretrain(), tiny_llama(), rows, batch=pieces, own={"length": Truncation(max_length=16)}, **more
         )
         trainer.train()
         losses.append(trainer.state.log_history[0])

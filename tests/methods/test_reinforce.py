@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from burnish import Reinforce, Trainer, UserError
-from burnish.data.chat import Length
+from burnish.render.chat import Truncation
 from burnish.types import Row, Scored, Sequence
 
 SHARED = [
@@ -100,9 +100,11 @@ def test_both_sides_of_padding_give_the_same(make_trainer: Any, tiny_llama: Any)
 @pytest.mark.parametrize(("learn_eos", "expected"), [(True, "4<|im_end|>Yes.<|im_end|>"), (False, "4Yes.")])
 def test_every_turn_of_the_assistant_is_learned(learn_eos: bool, expected: str, tiny_tokenizer: Any) -> None:
     row = Scored(tuple(DATA[0]["text"]), 0.5, "row")
-    (example,) = Reinforce(learn_eos=learn_eos).examples([row], tiny_tokenizer, Length()).examples
+    (example,) = Reinforce(learn_eos=learn_eos).examples([row], tiny_tokenizer, Truncation()).examples
     (sequence,) = example.sequences
-    assert tiny_tokenizer.decode([t for t, on in zip(sequence.tokens, sequence.trained, strict=True) if on]) == expected
+    assert (
+        tiny_tokenizer.decode([t for t, on in zip(sequence.tokens, sequence.loss_mask, strict=True) if on]) == expected
+    )
     assert sequence.arrays["advantages"] == (0.5,) * len(sequence.tokens)
 
 
@@ -120,7 +122,7 @@ def likelihoods(model: Any, sequence: Sequence) -> torch.Tensor:
     """Log-probabilities of the learned tokens by transformers alone."""
     tokens = torch.tensor([sequence.tokens])
     found = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    return found[torch.tensor(sequence.trained[1:])]
+    return found[torch.tensor(sequence.loss_mask[1:])]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_rows_are_compared_with_those_of_their_step(
     rewards = [1.0, -0.5, 0.25]
     rows: list[Row] = [scored("abcdef"[: 2 * i + 1], r, f"row {i}") for i, r in enumerate(rewards)]
     found, _ = first_loss(make_trainer, tiny_llama(), rows, baseline=baseline, reduction=reduction)
-    examples = Reinforce().examples(rows, tiny_tokenizer, Length()).examples
+    examples = Reinforce().examples(rows, tiny_tokenizer, Truncation()).examples
     each = [likelihoods(tiny_llama(), e.sequences[0]) for e in examples]
     means = [x.mean() if reduction == "sequence_mean" else x.sum() for x in each]
     total = torch.dot(torch.tensor(less(rewards)), torch.stack(means)).item()
@@ -151,10 +153,13 @@ def test_the_likelihood_of_good_and_bad_rows_is_logged(make_trainer: Any, tiny_l
     _, trainer = first_loss(make_trainer, tiny_llama(), rows)
     good, bad, _ = (
         likelihoods(tiny_llama(), e.sequences[0]).mean().item()
-        for e in Reinforce().examples(rows, tiny_tokenizer, Length()).examples
+        for e in Reinforce().examples(rows, tiny_tokenizer, Truncation()).examples
     )
     line = trainer.state.log_history[0]
-    assert (line["logprob_rewarded"], line["logprob_punished"]) == (pytest.approx(good), pytest.approx(bad))
+    assert (line["logprob_positive_advantage"], line["logprob_negative_advantage"]) == (
+        pytest.approx(good),
+        pytest.approx(bad),
+    )
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
@@ -182,10 +187,10 @@ def test_what_is_punished_without_end_is_told(make_trainer: Any, tiny_llama: Any
     trainer = make_trainer(Reinforce(), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
     with pytest.warns(UserWarning, match=r"mean log-probability of -\d+\.\d \(chance is -4\.7\).*method\.floor"):
         trainer.train()
-    assert trainer.state.log_history[-2]["logprob_punished"] < -9.3
+    assert trainer.state.log_history[-2]["logprob_negative_advantage"] < -9.3
     held = make_trainer(Reinforce(floor=-3.0), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
     held.train()
-    assert held.state.log_history[-2]["logprob_punished"] > -9.3
+    assert held.state.log_history[-2]["logprob_negative_advantage"] > -9.3
 
 
 def test_what_a_baseline_punishes_is_told_too(make_trainer: Any, tiny_llama: Any) -> None:

@@ -1,4 +1,4 @@
-"""REINFORCE on prompts: what is sampled, compared, clipped and penalised; RLOO, GRPO and REINFORCE++ as settings."""
+"""REINFORCE on prompts: what is sampled, compared, clipped and penalized; RLOO, GRPO and REINFORCE++ as settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
+from burnish.generate.local import LocalGenerator, Sampling
 from burnish.models.layout import Layout
-from burnish.rollout.generate import Local, Sampling
 from burnish.types import Answer, Completion, Example, Prompt, Scored, Sequence
 
 FOUR = Sampling(max_new_tokens=6, samples=4)
@@ -95,12 +95,12 @@ def run(make_trainer: Any, tiny_llama: Any) -> Any:
 
 def completion(example: Example) -> list[int]:
     (sequence,) = example.sequences
-    return [token for token, on in zip(sequence.tokens, sequence.trained, strict=True) if on]
+    return [token for token, on in zip(sequence.tokens, sequence.loss_mask, strict=True) if on]
 
 
 def advantage(example: Example) -> list[float]:
     (sequence,) = example.sequences
-    return [x for x, on in zip(sequence.arrays["advantages"], sequence.trained, strict=True) if on]
+    return [x for x, on in zip(sequence.arrays["advantages"], sequence.loss_mask, strict=True) if on]
 
 
 def score(example: Example) -> float:
@@ -112,7 +112,7 @@ def plain_logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
     """Log-probabilities of the learned tokens by transformers alone."""
     tokens = torch.tensor([sequence.tokens])
     found = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    return found[torch.tensor(sequence.trained[1:])]
+    return found[torch.tensor(sequence.loss_mask[1:])]
 
 
 # --- the four -----------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_ten_lines_of_plain_torch_give_the_same_gradient(make_trainer: Any, tiny
         (sequence,) = example.sequences
         tokens = torch.tensor([sequence.tokens])
         logprobs = start(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        loss = loss - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.trained[1:])).sum() / 8
+        loss = loss - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.loss_mask[1:])).sum() / 8
     loss.backward()
     line = trainer.state.log_history[0]
     assert line["loss"] == pytest.approx(loss.item(), abs=1e-3)
@@ -158,8 +158,8 @@ def test_each_compares_as_its_paper_says(name: str, run: Any, tiny_llama: Any) -
             assert all(len(set(advantage(e))) == 1 for e in batch)  # one for the whole completion
     first = trainer.state.log_history[0]
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["approxkl"] < 1e-5
-    assert first["gap"] < 1e-5 and 0 < first["entropy"] <= math.log(105)
-    assert first["no_signal"] == sum(not any(advantage(e)) for e in batches[0]) / 8 < 1
+    assert first["sampler_mismatch"] < 1e-5 and 0 < first["entropy"] <= math.log(105)
+    assert first["zero_advantage_fraction"] == sum(not any(advantage(e)) for e in batches[0]) / 8 < 1
     assert ("kl" in first) == (name != "reinforce")
     assert first.get("kl", 0.0) == first.get("kl_loss", 0.0) == first.get("clipfrac", 0.0) == 0.0
 
@@ -171,7 +171,7 @@ def test_rloo_takes_the_kl_from_the_whole_completion(run: Any, tiny_llama: Any) 
     ratios = []
     for example in batch:
         (sequence,) = example.sequences
-        now = math.fsum(x for x, on in zip(sequence.arrays["logprobs"], sequence.trained, strict=True) if on)
+        now = math.fsum(x for x, on in zip(sequence.arrays["old_logprobs"], sequence.loss_mask, strict=True) if on)
         ratios.append(now - plain_logprobs(reference, sequence).sum().item())
     rewards = torch.tensor([score(e) - 0.5 * d for e, d in zip(batch, ratios, strict=True)]).view(2, 4)
     expected = (4 / 3) * (rewards - rewards.mean(1, keepdim=True)).flatten()
@@ -190,7 +190,7 @@ def test_the_kl_in_the_loss_is_that_of_the_tokens(kind: str, run: Any, tiny_llam
     each = []
     for example in batches[1]:
         (sequence,) = example.sequences
-        now = torch.tensor([x for x, on in zip(sequence.arrays["logprobs"], sequence.trained, strict=True) if on])
+        now = torch.tensor([x for x, on in zip(sequence.arrays["old_logprobs"], sequence.loss_mask, strict=True) if on])
         d = now - plain_logprobs(reference, sequence)
         each.append((d.square() / 2 if kind == "k2" else torch.exp(-d) - 1 + d).mean().item())
     assert line["kl_loss"] == pytest.approx(sum(each) / 8, abs=1e-5) and line["kl_loss"] > 1e-4
@@ -216,7 +216,7 @@ def test_several_updates_are_clipped(run: Any) -> None:
     assert stopped.state.global_step == 6
 
 
-class Witness(Local):
+class Witness(LocalGenerator):
     """Keeps a copy of every policy that it samples from."""
 
     def __init__(self) -> None:
@@ -237,18 +237,20 @@ def test_the_kl_is_that_of_whole_distributions_whatever_top_k_leaves_out(run: An
     sums, squares, policy = [], [], []
     for example in batches[1]:
         (sequence,) = example.sequences
-        on, tokens = torch.tensor(sequence.trained[1:]), torch.tensor(sequence.tokens[1:])[:, None]
+        on, tokens = torch.tensor(sequence.loss_mask[1:]), torch.tensor(sequence.tokens[1:])[:, None]
         with torch.no_grad():
             logits, before = (
                 m(torch.tensor([sequence.tokens])).logits[0, :-1] / 0.5 for m in (witness.policies[1], reference)
             )
         kept = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
         inside, now, then = (x.log_softmax(-1).gather(1, tokens)[on, 0] for x in (kept, logits, before))
-        assert torch.tensor(sequence.arrays["logprobs"][1:])[on].tolist() == pytest.approx(inside.tolist(), abs=1e-4)
+        assert torch.tensor(sequence.arrays["old_logprobs"][1:])[on].tolist() == pytest.approx(
+            inside.tolist(), abs=1e-4
+        )
         sums.append((now - then).sum().item())
         squares.append((now - then).square().sum().item() / 2 / 6)
         policy.append(-sum(advantage(example)) / 6)
-    assert line["gap"] < 1e-5
+    assert line["sampler_mismatch"] < 1e-5
     assert line["kl"] == pytest.approx(sum(sums) / 8, abs=1e-4)
     assert line["kl_loss"] == pytest.approx(sum(squares) / 8, abs=1e-5) and line["kl_loss"] > 1e-4
     assert line["policy"] == pytest.approx(sum(policy) / 8, abs=1e-4)
@@ -270,9 +272,9 @@ def test_a_prompt_runs_once_for_its_completions(run: Any, monkeypatch: pytest.Mo
             patch.setattr(Layout, "collate", watched)
             found.append(run(rows=2, **SETTINGS["grpo"]))
     (trainer, (batch,), _), (alone, (same,), _) = found
-    prompt = sum(not on for on in batch[0].sequences[0].trained)
+    prompt = sum(not on for on in batch[0].sequences[0].loss_mask)
     assert widths[1][-1] - widths[0][-1] == sum(
-        3 * (sum(not on for on in batch[i].sequences[0].trained) - 1) for i in (0, 4)
+        3 * (sum(not on for on in batch[i].sequences[0].loss_mask) - 1) for i in (0, 4)
     )
     assert prompt > 10 and [completion(e) for e in batch] == [completion(e) for e in same]
     for a, b in zip(trainer.network.parameters(), alone.network.parameters(), strict=True):
@@ -297,7 +299,9 @@ def test_rewards_of_tokens_count_from_where_they_lie(make_trainer: Any, tiny_lla
 def test_groups_of_equal_scores_are_told(run: Any) -> None:
     trainer, batches, _ = run(sampling=Sampling(max_new_tokens=1, top_k=1, samples=4), baseline="group_std")
     assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
-    assert [line["no_signal"] for line in trainer.state.log_history if "no_signal" in line] == [1.0, 1.0]
+    assert [
+        line["zero_advantage_fraction"] for line in trainer.state.log_history if "zero_advantage_fraction" in line
+    ] == [1.0, 1.0]
 
 
 def test_equal_scores_carry_no_signal_when_whitened(run: Any) -> None:
@@ -308,11 +312,13 @@ def test_equal_scores_carry_no_signal_when_whitened(run: Any) -> None:
     lengths = {len(completion(e)) for batch in batches for e in batch}
     assert len(lengths) > 1
     assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
-    assert [line["no_signal"] for line in trainer.state.log_history if "no_signal" in line] == [1.0, 1.0]
+    assert [
+        line["zero_advantage_fraction"] for line in trainer.state.log_history if "zero_advantage_fraction" in line
+    ] == [1.0, 1.0]
 
 
-def test_scores_are_normalised_by_all_so_far(run: Any) -> None:
-    _, batches, _ = run(score_normalise=True, score_scale=0.5)
+def test_scores_are_normalized_by_all_so_far(run: Any) -> None:
+    _, batches, _ = run(score_normalize=True, score_scale=0.5)
     seen: list[float] = []
     for batch in batches:
         seen += [score(e) for e in batch]
@@ -340,7 +346,7 @@ def test_a_greedy_evaluation_takes_the_likeliest_tokens(run: Any, make_trainer: 
 
 
 def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
-    class Liar(Local):
+    class Liar(LocalGenerator):
         """Says that each token was less likely than it was, by a factor that grows along the completion."""
 
         def __call__(self, *args: Any, **named: Any) -> list[Completion]:
@@ -349,8 +355,8 @@ def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
                 for c in super().__call__(*args, **named)
             ]
 
-    _, (honest, *_), _ = run(rows=2, max_gap=1.0)
-    _, (found, *_), _ = run(rows=2, generator=Liar(), max_gap=1.0, importance_cap=1.25)
+    _, (honest, *_), _ = run(rows=2, max_sampler_mismatch=1.0)
+    _, (found, *_), _ = run(rows=2, generator=Liar(), max_sampler_mismatch=1.0, importance_cap=1.25)
     for a, b in zip(honest, found, strict=True):
         expected = [x * min(math.exp(0.1 * i), 1.25) for i, x in enumerate(advantage(a))]
         assert advantage(b) == pytest.approx(expected, rel=1e-4)

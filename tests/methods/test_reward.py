@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import burnish.methods.reward as reward_module
 from burnish import RewardModel, UserError
-from burnish.data.chat import Length
-from burnish.math.intervals import wilson
+from burnish.math.statistics import wilson
 from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.render.chat import Truncation
 from burnish.types import Messages, Pair, Preference, Ranking, Sequence, Term
 
 LN2 = math.log(2)
@@ -59,7 +59,7 @@ def plain_score(model: Any, sequence: Sequence) -> float:
 
 
 def sequences(rows: list[Any], tokenizer: Any) -> list[tuple[Sequence, ...]]:
-    return [e.sequences for e in RewardModel().examples(rows, tokenizer, Length()).examples]
+    return [e.sequences for e in RewardModel().examples(rows, tokenizer, Truncation()).examples]
 
 
 # --- the loss on given scores -------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ def test_only_differences_of_scores_matter(monkeypatch: pytest.MonkeyPatch) -> N
     there = terms(monkeypatch, [7.3, 6.6, 9.0], pairs)
     assert there["preference"].mean.item() == pytest.approx(here["preference"].mean.item())
     assert there["chosen"].mean.item() == pytest.approx(here["chosen"].mean.item() + 7)
-    centred = [
+    centered = [
         terms(monkeypatch, s, [Pair(0, 1)], centering=0.01)["centering"].mean.item() for s in ([1.0, 2.0], [2.0, 3.0])
     ]
-    assert centred == pytest.approx([9.0, 25.0])
+    assert centered == pytest.approx([9.0, 25.0])
 
 
 def test_swapping_a_pair_adds_the_difference_of_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_margins_and_soft_labels_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_pairs_of_a_ranking_count_as_one_row(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
     ranking = Ranking(said("?", "user"), (said("a"), said("b"), said("c")), (0.0, 2.0, 1.0), "ranked:1")
-    (example,) = RewardModel().examples([ranking], tiny_tokenizer, Length()).examples
+    (example,) = RewardModel().examples([ranking], tiny_tokenizer, Truncation()).examples
     assert {(p.better, p.worse) for p in example.pairs} == {(1, 0), (2, 0), (1, 2)}
     assert all(p.weight == pytest.approx(1 / 3) for p in example.pairs)
     found = terms(monkeypatch, [0.1, 0.5, -0.3], list(example.pairs))
@@ -131,8 +131,8 @@ def test_the_pairs_of_a_ranking_count_as_one_row(monkeypatch: pytest.MonkeyPatch
 
 def test_a_ranking_of_two_is_a_preference(tiny_tokenizer: Any) -> None:
     ranking = Ranking(said("0?", "user"), (said("x"), said("a")), (-1.0, 3.0), "pairs:0")
-    (two,) = RewardModel().examples([ranking], tiny_tokenizer, Length()).examples
-    (one,) = RewardModel().examples([preference(0, "a", "x")], tiny_tokenizer, Length()).examples
+    (two,) = RewardModel().examples([ranking], tiny_tokenizer, Truncation()).examples
+    (one,) = RewardModel().examples([preference(0, "a", "x")], tiny_tokenizer, Truncation()).examples
     (pair,) = two.pairs
     assert (two.sequences[pair.better], two.sequences[pair.worse]) == one.sequences
     assert pair[2:] == one.pairs[0][2:] == (1.0, 0.0, 1.0)
@@ -195,13 +195,13 @@ def test_a_step_weighs_rows_alike_whatever_their_pairs(make_trainer: Any, classi
     (two, three) = ([plain_score(model, s) for s in group] for group in sequences(rows, tiny_tokenizer))
     first = -math.log(sigmoid(two[0] - two[1] - 0.5))
     second = sum(-math.log(sigmoid(three[i] - three[j])) for i, j in ((0, 1), (0, 2), (1, 2))) / 3
-    centred = ((two[0] + two[1]) ** 2 + sum((three[i] + three[j]) ** 2 for i, j in ((0, 1), (0, 2), (1, 2))) / 3) / 2
+    centered = ((two[0] + two[1]) ** 2 + sum((three[i] + three[j]) ** 2 for i, j in ((0, 1), (0, 2), (1, 2))) / 3) / 2
     trainer = make_trainer(RewardModel(centering=0.1), model, rows, batch=2)
     trainer.train()
     line = trainer.state.log_history[0]
     assert line["preference"] == pytest.approx((first + second) / 2, abs=1e-5)
-    assert line["centering"] == pytest.approx(centred, abs=1e-4)
-    assert line["loss"] == pytest.approx((first + second) / 2 + 0.1 * centred, abs=1e-4)
+    assert line["centering"] == pytest.approx(centered, abs=1e-4)
+    assert line["loss"] == pytest.approx((first + second) / 2 + 0.1 * centered, abs=1e-4)
 
 
 def test_an_adapter_learns_and_its_base_does_not(make_trainer: Any, classifier: Any) -> None:
@@ -230,6 +230,6 @@ def test_mistakes_are_told(make_trainer: Any, classifier: Any) -> None:
     tied = Ranking(said("?", "user"), (said("a"), said("b")), (1.0, 1.0), "ranked:3")
     with pytest.raises(UserError, match="ranked:3: all answers have the same score"):
         make_trainer(RewardModel(), classifier(), [tied]).train()
-    dropping = {"length": Length(max_length=4, on_long="drop"), "eval_dataset": preferences(2)}
+    dropping = {"length": Truncation(max_length=4, too_long="drop"), "eval_dataset": preferences(2)}
     with pytest.raises(UserError, match="nothing to evaluate on"):
         make_trainer(RewardModel(), classifier(), preferences(2), own=dropping).evaluate()

@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from burnish import SFT, UserError
-from burnish.data.chat import Length, set_template
 from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.render.chat import Truncation, set_template
 from burnish.types import Conversation, Example, Row, Sequence
 
 END, NEWLINE = 2, 101
@@ -30,7 +30,7 @@ def rows(n: int) -> list[Row]:
 
 
 def learned(sequence: Sequence, tokenizer: Any) -> str:
-    return tokenizer.decode([t for t, learn in zip(sequence.tokens, sequence.trained, strict=True) if learn])
+    return tokenizer.decode([t for t, learn in zip(sequence.tokens, sequence.loss_mask, strict=True) if learn])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def learned(sequence: Sequence, tokenizer: Any) -> str:
 )
 def test_learned_tokens_are_the_content_and_one_end_a_turn(settings: dict, expected: str, tiny_tokenizer: Any) -> None:
     row = chat("a", "one", "b", "three")
-    (example,) = SFT(**settings).examples([row], tiny_tokenizer, Length()).examples
+    (example,) = SFT(**settings).examples([row], tiny_tokenizer, Truncation()).examples
     assert learned(example.sequences[0], tiny_tokenizer) == expected
     learned_tokens = len(expected.replace("<|im_end|>", "."))  # a character each
     assert SFT(**settings).counts([example] * 3) == {"nll": 3.0 * learned_tokens}
@@ -77,7 +77,7 @@ PLAIN = "System: Be brief.\n\nQuestion: a\n\nAnswer: one<|im_end|>\n\nQuestion: 
 def test_a_plain_template_with_a_system_prompt(learn: Any, learn_eos: bool, expected: str, tiny_tokenizer: Any) -> None:
     set_template(tiny_tokenizer, "question_answer")
     method = SFT(learn=learn, learn_eos=learn_eos)
-    (example,) = method.examples([PROMPTED], tiny_tokenizer, Length()).examples
+    (example,) = method.examples([PROMPTED], tiny_tokenizer, Truncation()).examples
     assert tiny_tokenizer.decode(example.sequences[0].tokens) == PLAIN
     assert learned(example.sequences[0], tiny_tokenizer) == expected
 
@@ -87,7 +87,7 @@ def test_a_plain_template_with_a_system_prompt(learn: Any, learn_eos: bool, expe
     [("completion", "three<|im_end|>"), ("last", "three<|im_end|>"), ("all", "one<|im_end|>three<|im_end|>")],
 )
 def test_a_system_prompt_is_seen_and_not_learned(learn: Any, expected: str, tiny_tokenizer: Any) -> None:
-    (example,) = SFT(learn=learn).examples([PROMPTED], tiny_tokenizer, Length()).examples
+    (example,) = SFT(learn=learn).examples([PROMPTED], tiny_tokenizer, Truncation()).examples
     text = tiny_tokenizer.decode(example.sequences[0].tokens)
     assert text.startswith("<|bos|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na")
     assert learned(example.sequences[0], tiny_tokenizer) == expected
@@ -96,23 +96,24 @@ def test_a_system_prompt_is_seen_and_not_learned(learn: Any, expected: str, tiny
 def test_the_last_turn_is_among_all_of_them(tiny_tokenizer: Any) -> None:
     row = chat("a", "one", "b", "three", "c", "five")
     last, every = (
-        SFT(learn=learn).examples([row], tiny_tokenizer, Length()).examples[0].sequences[0] for learn in ("last", "all")
+        SFT(learn=learn).examples([row], tiny_tokenizer, Truncation()).examples[0].sequences[0]
+        for learn in ("last", "all")
     )
     assert last.tokens == every.tokens
-    assert {i for i, t in enumerate(last.trained) if t} < {i for i, t in enumerate(every.trained) if t}
+    assert {i for i, t in enumerate(last.loss_mask) if t} < {i for i, t in enumerate(every.loss_mask) if t}
 
 
 def test_a_completion_is_learned_alone_where_the_row_has_one(tiny_tokenizer: Any) -> None:
     row = chat("a", "one", "b", "three", start=3)
-    (example,) = SFT().examples([row], tiny_tokenizer, Length()).examples
+    (example,) = SFT().examples([row], tiny_tokenizer, Truncation()).examples
     assert learned(example.sequences[0], tiny_tokenizer) == "three<|im_end|>"
 
 
 def test_everything_is_every_token_but_the_first_and_space_after_ends(tiny_tokenizer: Any) -> None:
-    (example,) = SFT(learn="everything").examples([chat("a", "one", "b", "c")], tiny_tokenizer, Length()).examples
+    (example,) = SFT(learn="everything").examples([chat("a", "one", "b", "c")], tiny_tokenizer, Truncation()).examples
     tokens = example.sequences[0].tokens
     blank = [i for i in range(1, len(tokens)) if tokens[i - 1] == END and tokens[i] == NEWLINE]
-    assert example.sequences[0].trained == tuple(i > 0 and i not in blank for i in range(len(tokens)))
+    assert example.sequences[0].loss_mask == tuple(i > 0 and i not in blank for i in range(len(tokens)))
     assert len(blank) == 4
 
 
@@ -134,7 +135,7 @@ def mean_nll(model: Any, sequences: list[Sequence]) -> float:
     for s in sequences:
         tokens = torch.tensor([s.tokens])
         logprobs = model(input_ids=tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        losses += logprobs[torch.tensor(s.trained[1:])].tolist()
+        losses += logprobs[torch.tensor(s.loss_mask[1:])].tolist()
     return -math.fsum(losses) / len(losses)
 
 
@@ -145,7 +146,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_step(
     model = tiny_llama()
     start = copy.deepcopy(model)
     trainer = make_trainer(SFT(), model, rows(6), batch=6, lr=0.0, own={"eval_dataset": rows(9), **own})
-    sequences = [e.sequences[0] for e in SFT().examples(rows(9), tiny_tokenizer, Length()).examples]
+    sequences = [e.sequences[0] for e in SFT().examples(rows(9), tiny_tokenizer, Truncation()).examples]
     assert trainer.evaluate()["eval_nll"] == pytest.approx(mean_nll(start, sequences), abs=1e-5)
     trainer.train()
     assert trainer.state.log_history[0]["nll"] == pytest.approx(mean_nll(start, sequences[:6]), abs=1e-5)
@@ -216,7 +217,7 @@ def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
         SFT(learn="first")
     with pytest.raises(UserError, match=r"chat:1: learn: completion: the row has no prompt and completion"):
         make_trainer(SFT(learn="completion"), tiny_llama(), [chat("a", "b")]).train()
-    dropping = {"length": Length(max_length=4, on_long="drop"), "eval_dataset": rows(2)}
+    dropping = {"length": Truncation(max_length=4, too_long="drop"), "eval_dataset": rows(2)}
     with pytest.raises(UserError, match="nothing to train on"):
         make_trainer(SFT(), tiny_llama(), rows(2), own=dropping).train()
     with pytest.raises(UserError, match="nothing to evaluate on"):

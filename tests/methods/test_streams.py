@@ -8,7 +8,7 @@ import pytest
 import transformers as hf
 
 from burnish import SFT, Pretrain, RewardModel
-from burnish.data import rows
+from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, Source
 from burnish.methods.step_value import StepValue
 

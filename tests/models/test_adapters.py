@@ -8,9 +8,10 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from burnish.data.batching import collate
+from burnish.errors import UserError
 from burnish.models.adapters import AdapterConfig, Reference, add_adapter, disabled, is_fresh
 from burnish.models.forward import head, hidden_states, scores
-from burnish.types import Example, Sequence, UserError
+from burnish.types import Example, Sequence
 
 
 def lora(**settings: Any) -> AdapterConfig:

@@ -8,10 +8,11 @@ import transformers as hf
 from torch import nn
 
 from burnish.data.batching import collate
-from burnish.math.tensors import precise
+from burnish.errors import UserError
+from burnish.math.tensors import upcast
 from burnish.models import forward
 from burnish.models.forward import (
-    Warp,
+    SamplingTransform,
     backbone,
     can_pack,
     can_share,
@@ -23,7 +24,7 @@ from burnish.models.forward import (
     token_values,
 )
 from burnish.models.heads import separate_critic
-from burnish.types import Example, Sequence, UserError
+from burnish.types import Example, Sequence
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -141,7 +142,7 @@ def test_logprobs_and_entropies_are_those_of_the_tempered_softmax(temperature):
     model, batch = causal("llama"), collate(EXAMPLES, 0)
     with torch.no_grad():
         logprobs, entropies = token_logprobs(
-            model, hidden_states(model, batch), batch, batch.trained, Warp(temperature=temperature)
+            model, hidden_states(model, batch), batch, batch.loss_mask, SamplingTransform(temperature=temperature)
         )
         for row, example in enumerate(EXAMPLES):
             n = len(ids(example)[0])
@@ -154,28 +155,30 @@ def test_logprobs_and_entropies_are_those_of_the_tempered_softmax(temperature):
 
 def test_only_masked_tokens_have_a_logprob():
     model, batch = causal("llama"), collate(EXAMPLES, 0)
-    mask = batch.trained & (torch.arange(batch.tokens.shape[1]) % 3 == 1)
+    mask = batch.loss_mask & (torch.arange(batch.tokens.shape[1]) % 3 == 1)
     hidden = hidden_states(model, batch)
     some, _ = token_logprobs(model, hidden, batch, mask)
-    every, _ = token_logprobs(model, hidden, batch, batch.trained)
+    every, _ = token_logprobs(model, hidden, batch, batch.loss_mask)
     torch.testing.assert_close(some, every.where(mask, 0))
 
 
 def test_nothing_masked_gives_zeros_and_no_gradient():
     model, batch = causal("llama"), collate(EXAMPLES, 0)
-    logprobs, entropies = token_logprobs(model, hidden_states(model, batch), batch, torch.zeros_like(batch.trained))
+    logprobs, entropies = token_logprobs(model, hidden_states(model, batch), batch, torch.zeros_like(batch.loss_mask))
     assert not logprobs.any() and not entropies.any()
     logprobs.sum().backward()
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("how", [Warp(), Warp(0.7, top_k=10), Warp(top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "how", [SamplingTransform(), SamplingTransform(0.7, top_k=10), SamplingTransform(top_p=0.9)], ids=str
+)
 def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
     def run():
         model = causal("gemma2").double()
         batch = collate(EXAMPLES, 0)
         logprobs, entropies = token_logprobs(
-            model, hidden_states(model, batch), batch, batch.trained, how, entropies="learned"
+            model, hidden_states(model, batch), batch, batch.loss_mask, how, entropies="learned"
         )
         (logprobs.clamp(min=-20).sum() + 0.3 * entropies.sum()).backward()
         return [logprobs, entropies, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -183,7 +186,7 @@ def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
     whole = run()
     monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 64 * 4)
     seen: list[int] = []
-    monkeypatch.setattr(forward, "precise", lambda z: (seen.append(len(z)), precise(z))[1])
+    monkeypatch.setattr(forward, "precise", lambda z: (seen.append(len(z)), upcast(z))[1])
     parts = run()
     assert max(seen) == 4
     for a, b in zip(whole, parts, strict=True):
@@ -209,7 +212,7 @@ def test_a_causal_classifier_is_read_at_the_last_attended_token(config, layout):
 def test_a_causal_classifier_scores_as_transformers_does(config):
     model = classifier(config)
     # without the pad id among the tokens, which transformers would take for padding
-    rows = [Example((Sequence((*s.tokens[:-1], 7), s.trained, "x"),)) for (s,) in (e.sequences for e in EXAMPLES)]
+    rows = [Example((Sequence((*s.tokens[:-1], 7), s.loss_mask, "x"),)) for (s,) in (e.sequences for e in EXAMPLES)]
     batch = collate(rows, 0)
     logits = model(input_ids=batch.tokens, attention_mask=(batch.segments > 0).long()).logits
     torch.testing.assert_close(scores(model, batch), logits[:, 0], atol=1e-5, rtol=1e-4)

@@ -12,6 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from burnish.data.batching import collate
+from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.models.forward import head, scores
@@ -25,7 +26,7 @@ from burnish.models.loading import (
     resolve,
     summary,
 )
-from burnish.types import Example, Sequence, UserError
+from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)
 SIZES: dict[str, Any] = {

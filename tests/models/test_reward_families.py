@@ -8,8 +8,8 @@ import torch
 import transformers as hf
 
 from burnish import RewardModel
-from burnish.data.chat import Length, answer
 from burnish.models.loading import load_reward_model
+from burnish.render.chat import Truncation, answer
 from burnish.rewards.model import ModelReward
 from burnish.types import Answer
 
@@ -53,14 +53,14 @@ def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
     assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
     trainer.save_model(str(tmp_path / "saved"))
     trained = load_reward_model(str(tmp_path / "saved"), labels=None)
-    reward = ModelReward(trained, tiny_tokenizer, length=Length(max_length=128))
+    reward = ModelReward(trained, tiny_tokenizer, length=Truncation(max_length=128))
     given = [Answer(QUESTION, text, (), "stop", {}, "x:1") for text in TEXTS]
     together, alone = reward(given), [reward([one])[0] for one in given]
     assert together == pytest.approx(alone, abs=1e-5) and len({round(score, 3) for score in alone}) == 3
 
     plain: Any = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(tmp_path / "saved")
-    ids = [list(answer(tokenizer, QUESTION, text, Length(max_length=128), source="x:1").tokens) for text in TEXTS]
+    ids = [list(answer(tokenizer, QUESTION, text, Truncation(max_length=128), source="x:1").tokens) for text in TEXTS]
     batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
     with torch.no_grad():
         found = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0]

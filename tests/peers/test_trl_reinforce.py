@@ -11,8 +11,8 @@ import torch
 
 from burnish import Reinforce
 from burnish.data.batching import RowLoader
+from burnish.generate.local import Sampling
 from burnish.math.advantages import group
-from burnish.rollout.generate import Sampling
 from burnish.types import Example, Sequence, Text
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burnish import SFT, UserError
-from burnish.data.chat import Length
+from burnish.render.chat import Truncation
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:::trl")]
 
@@ -89,9 +89,9 @@ def test_long_rows_are_cut_and_left_out_by_trl_without_a_word(
     model, long = tiny_llama(), {"messages": said("a question of many characters?", "yes")}
     config = {"assistant_only_loss": True, "max_length": 30}
     theirs = trl_step("SFT", model, [*CONVERSATIONS, long], config=config)
-    cut = ours(SFT(), model, CONVERSATIONS, length=Length(max_length=30, on_long="truncate_right"))
+    cut = ours(SFT(), model, CONVERSATIONS, length=Truncation(max_length=30, too_long="truncate_right"))
     same("SFT, rows cut", cut, theirs)
-    for length in (Length(max_length=30), Length(max_length=30, on_long="truncate_right")):
+    for length in (Truncation(max_length=30), Truncation(max_length=30, too_long="truncate_right")):
         with pytest.raises(UserError, match="row"):
             ours(SFT(), model, [*CONVERSATIONS, long], length=length)
 

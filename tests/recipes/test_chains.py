@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish import pipeline, recipe
-from burnish.data.solutions import solution
+from burnish import recipe
+from burnish.config import run as pipeline
+from burnish.errors import UserError
 from burnish.models.loading import load_value_model
 from burnish.recipes import chains
-from burnish.types import Answer, Steps, UserError
+from burnish.render.solutions import solution
+from burnish.types import Answer, Steps
 
 SIZES: dict[str, Any] = {"rows": 400, "prompts": 32, "held_out": 40}
 

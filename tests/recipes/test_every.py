@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import BertConfig, BertModel
 
-from burnish.pipeline import run
-from burnish.recipe import load, shipped
-from burnish.training.metrics import read_metrics
+from burnish.config import load, shipped
+from burnish.config.run import run
+from burnish.report.metrics import read_metrics
 
 FILMS = ["stages.prepare.with.archive={archive}", "stages.prepare.with.pairs=12"]
 # Where a model or a file has to be another one, and how much of the work is left.

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from burnish.errors import UserError
 from burnish.recipes import films
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 Pack = Callable[[dict[str, bytes]], bytes]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from burnish.errors import UserError
 from burnish.recipes import library
-from burnish.types import UserError
 
 
 def texts(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.recipe import loading
+from burnish.config import loading
 
 pytestmark = pytest.mark.slow
 

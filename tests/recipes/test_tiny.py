@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from burnish.errors import UserError
 from burnish.recipes import tiny
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 SIZES = {"rows": 3000, "pairs": 200, "prompts": 100, "held_out": 64}
 FILES = ("sft", "pairs", "prompts")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from burnish.errors import UserError
 from burnish.recipes import wordnet
 from burnish.recipes.wordnet import Noun, nouns, overlap, prepare
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 WORDS = ("anchor", "basket", "candle", "dagger", "engine", "fiddle", "garden", "hammer", "island", "jacket")
 

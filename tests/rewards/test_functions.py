@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.errors import UserCodeError, UserError
 from burnish.rewards.functions import NamedReward, load, score
-from burnish.types import Answer, Messages, UserCodeError, UserError
+from burnish.types import Answer, Messages
 
 
 def answers(*texts):

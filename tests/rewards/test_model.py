@@ -13,9 +13,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from burnish.data.chat import Length, set_template
+from burnish.errors import UserError
+from burnish.render.chat import Truncation, set_template
 from burnish.rewards.model import ModelReward
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[EOS]", "[UNK]", *LETTERS])}
@@ -106,7 +107,7 @@ def test_what_does_not_fit_is_cut_from_the_prompt():
     prompt = LETTERS[:20] + "uvwxyz"
     (by_window,) = ModelReward(model, letters(encoder=False))(answers((prompt, "answerthatislong")))
     assert by_window == pytest.approx(logit(model, [VOCABULARY["t"], *kept]), abs=1e-6)
-    shorter = ModelReward(model, letters(encoder=False), length=Length(max_length=23, on_long="truncate_left"))
+    shorter = ModelReward(model, letters(encoder=False), length=Truncation(max_length=23, too_long="truncate_left"))
     assert shorter(answers((prompt, "answerthatislong"))) == pytest.approx([logit(model, kept)], abs=1e-6)
     with pytest.raises(UserError, match=r"prompts.jsonl:1: .*does not fit even without its prompt"):
         ModelReward(model, letters(encoder=False))(answers(("a", LETTERS)))
@@ -133,14 +134,14 @@ def test_the_reward_model_is_frozen():
     assert reward([]) == []
 
 
-def test_scores_are_normalised_by_the_stored_mean_and_spread():
+def test_scores_are_normalized_by_the_stored_mean_and_spread():
     model, tokenizer = causal(), letters(encoder=False)
     rows = answers(("ab", "cd"), ("e", "fgh"))
     plain = ModelReward(model, tokenizer)(rows)
     model.config.score_mean, model.config.score_std = 0.5, 2.0
-    assert ModelReward(model, tokenizer, normalise=True)(rows) == pytest.approx([(x - 0.5) / 2 for x in plain])
+    assert ModelReward(model, tokenizer, normalize=True)(rows) == pytest.approx([(x - 0.5) / 2 for x in plain])
 
 
 def test_normalising_without_a_stored_scale_is_refused():
     with pytest.raises(UserError, match="no stored score_mean and score_std"):
-        ModelReward(causal(), letters(encoder=False), normalise=True)
+        ModelReward(causal(), letters(encoder=False), normalize=True)

@@ -12,15 +12,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from burnish import PPO, StepValue, pipeline, recipe
-from burnish.data import chat
-from burnish.data.solutions import step_ends, step_tokens
+from burnish import PPO, StepValue, recipe
+from burnish.config import run as pipeline
+from burnish.errors import UserError
+from burnish.generate.local import Sampling
 from burnish.math import advantages
+from burnish.render import chat
+from burnish.render.solutions import step_ends, step_tokens
+from burnish.report.metrics import read_metrics
 from burnish.rewards.functions import NamedReward, score
 from burnish.rewards.steps import StepReward
-from burnish.rollout.generate import Sampling
-from burnish.training.metrics import read_metrics
-from burnish.types import Answer, Messages, Prompt, UserError
+from burnish.types import Answer, Messages, Prompt
 
 QUESTION: Messages = ({"role": "user", "content": "3+4-2=?"},)
 
@@ -179,16 +181,16 @@ def test_numbers_of_tokens_are_checked(returned, message, answer):
 def test_rewards_of_a_row_sum_up_to_its_score_wherever_they_lie():
     mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
     steps = torch.tensor([[9.0, 0.5, 0.0, 0.25], [9.0, -1.0, 0.0, 9.0]])
-    rewards = advantages.kl_rewards(torch.tensor([2.0, -1.0]), torch.ones(2, 4), mask, 0.1, steps)
+    rewards = advantages.token_rewards(torch.tensor([2.0, -1.0]), torch.ones(2, 4), mask, 0.1, steps)
     expected = [[0.0, 0.4, -0.1, 0.25 - 0.1 + 1.25], [0.0, -1.1, -0.1, 0.0]]
     torch.testing.assert_close(rewards, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("setting", [{"score_clip": 1.0}, {"score_normalise": True}])
+@pytest.mark.parametrize("setting", [{"score_clip": 1.0}, {"score_normalize": True}])
 def test_settings_that_change_scores_alone_do_not_go_with_rewards_of_tokens(setting, make_trainer, tiny_llama, reward):
     method = PPO(reward(), Sampling(max_new_tokens=4), kl_coef=0.0, reference=False, **setting)
     trainer = make_trainer(method, tiny_llama(), [Prompt(QUESTION, {}, f"p.jsonl:{i}") for i in range(4)])
-    with pytest.raises(UserError, match="score_normalise and score_clip change the score of a completion"):
+    with pytest.raises(UserError, match="score_normalize and score_clip change the score of a completion"):
         next(iter(trainer.get_train_dataloader()))
 
 
@@ -228,9 +230,9 @@ def test_the_recipe_of_the_page_trains_by_values_of_steps(tmp_path: Path) -> Non
 
 
 def test_settings_that_do_not_fit_are_told(tmp_path: Path) -> None:
-    from burnish.recipe.blocks import RewardSource
+    from burnish.config.schema import RewardSource
 
     with pytest.raises(ValueError, match="steps belong to a reward with model:"):
         RewardSource(function="a.py:b", steps="raw")
-    with pytest.raises(ValueError, match="label and normalise belong to a model with one score"):
-        RewardSource(model="somewhere", steps="raw", normalise=True)
+    with pytest.raises(ValueError, match="label and normalize belong to a model with one score"):
+        RewardSource(model="somewhere", steps="raw", normalize=True)

@@ -64,7 +64,7 @@ def sequence(seed: int, *arrays: str) -> Sequence:
 def answers(seed: int) -> Example:
     """Two answers to one prompt of several tokens."""
     a, b, prompt = sequence(300 + seed), sequence(400 + seed), sequence(500 + seed).tokens
-    both = (Sequence(prompt + s.tokens, (False,) * (len(prompt) + 1) + s.trained[1:], s.source) for s in (a, b))
+    both = (Sequence(prompt + s.tokens, (False,) * (len(prompt) + 1) + s.loss_mask[1:], s.source) for s in (a, b))
     return Example(tuple(both), (Pair(0, 1, margin=0.2, p_better=0.8),))
 
 
@@ -74,7 +74,7 @@ def completions(*arrays: str) -> list[Example]:
     for i in range(9):
         start, s = sequence(700 + i % 3).tokens, sequence(800 + i, *arrays)
         numbers = {name: (0.0,) * (len(start) + 1) + values[1:] for name, values in s.arrays.items()}
-        found.append(Example((Sequence(start + s.tokens, (False,) * len(start) + s.trained, s.source, numbers),)))
+        found.append(Example((Sequence(start + s.tokens, (False,) * len(start) + s.loss_mask, s.source, numbers),)))
     return found
 
 
@@ -84,8 +84,8 @@ def solved(seed: int) -> Example:
     ends = [*(r.random() < 0.4 for _ in base.tokens[1:]), True]
     outcomes = tuple((1.0 if seed % 2 else -1.0) * end for end in ends)
     depths = tuple(sum(ends[: t + 1]) / sum(ends) * end for t, end in enumerate(ends))
-    trained = tuple(learned and seed % 2 == 1 for learned in base.trained)
-    return Example((replace(base, trained=trained).with_arrays(outcomes=outcomes, depths=depths),))
+    trained = tuple(learned and seed % 2 == 1 for learned in base.loss_mask)
+    return Example((replace(base, loss_mask=trained).with_arrays(outcomes=outcomes, depths=depths),))
 
 
 def exact(model: Any, dtype: torch.dtype) -> Any:
@@ -112,7 +112,9 @@ def cases(dtype: torch.dtype) -> dict:
     """Method, model and the examples of one step, for each method and each kind of critic."""
     torch.manual_seed(0)
     plain = [Example((sequence(i),)) for i in range(9)]
-    whole = [Example((replace(s, trained=(False,) + (True,) * (len(s.tokens) - 1)),)) for s in map(sequence, range(9))]
+    whole = [
+        Example((replace(s, loss_mask=(False,) + (True,) * (len(s.tokens) - 1)),)) for s in map(sequence, range(9))
+    ]
     pairs = [
         Example((sequence(2 * i), sequence(2 * i + 1)), (Pair(0, 1, margin=0.1 * i, p_better=0.9),)) for i in range(4)
     ]
@@ -123,7 +125,7 @@ def cases(dtype: torch.dtype) -> dict:
     referred = [numbered(e, i, "ref_logprobs") for i, e in enumerate([*pairs, ranked])]
     judged = [numbered(e, i, "desirable") for i, e in enumerate(plain)]
     judged = [numbered(e, i, "ref_logprobs") for i, e in enumerate(mismatched(judged))]
-    rollouts = [Example((sequence(i, "logprobs", "advantages", "values", "returns"),)) for i in range(9)]
+    rollouts = [Example((sequence(i, "old_logprobs", "advantages", "values", "returns"),)) for i in range(9)]
 
     scored = [Example((sequence(i, "advantages", "ref_logprobs"),)) for i in range(9)]
 
@@ -173,7 +175,7 @@ def cases(dtype: torch.dtype) -> dict:
         "reinforce as grpo": (
             Reinforce(reward, reduction="sequence_mean", clip_low=0.2, clip_high=0.3, kl_coef=0.1, **k3),
             policy(),
-            [Example((sequence(i, "advantages", "logprobs", "ref_logprobs"),)) for i in range(9)],
+            [Example((sequence(i, "advantages", "old_logprobs", "ref_logprobs"),)) for i in range(9)],
         ),
         "step_value": (StepValue(alpha=0.5), policy(), [solved(i) for i in range(9)]),
         "dpo": (DPO(nll_weight=0.1), policy(), referred),
@@ -185,27 +187,27 @@ def cases(dtype: torch.dtype) -> dict:
         "ppo separate, completions": (
             ppo(critic="separate", reduction="sequence_sum"),
             policy(),
-            completions("logprobs", "advantages", "values", "returns"),
+            completions("old_logprobs", "advantages", "values", "returns"),
         ),
         "ppo shared, completions": (
             ppo(critic="shared"),
             policy(),
-            completions("logprobs", "advantages", "values", "returns"),
+            completions("old_logprobs", "advantages", "values", "returns"),
         ),
         "rloo, completions": (
             Reinforce(reward, baseline="rloo"),
             policy(),
-            completions("advantages", "logprobs"),
+            completions("advantages", "old_logprobs"),
         ),
         "grpo, completions": (
             Reinforce(reward, reduction="sequence_mean", clip_low=0.2, clip_high=0.3, kl_coef=0.1, **k3),
             policy(),
-            completions("advantages", "logprobs", "ref_logprobs"),
+            completions("advantages", "old_logprobs", "ref_logprobs"),
         ),
         "fixed length, completions": (
             Reinforce(reward, reduction="fixed_length", clip_low=0.2, clip_high=0.3),
             policy(),
-            completions("advantages", "logprobs"),
+            completions("advantages", "old_logprobs"),
         ),
         "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
     }

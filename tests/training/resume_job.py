@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from burnish import DPO, SFT, Pretrain, Trainer
-from burnish.data.chat import Length, set_template
-from burnish.data.rows import read
+from burnish.data.readers import read
 from burnish.data.streaming import RowStream, Source
 from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.render.chat import Truncation, set_template
 from burnish.types import Text
 
 ROWS = [{"prompt": f"{i} + 1", "completion": "x" * (1 + i % 5) + str(i * 7)} for i in range(12)]
@@ -72,7 +72,7 @@ def main(kind: str, out: str, start: str | None) -> None:
         ),
         method={"rows": SFT(), "stream": Pretrain(), "kto": DPO(loss="kto")}[kind],
         train_dataset={"rows": ROWS, "stream": stream(), "kto": PAIRS}[kind],
-        length=Length(max_length=6 if kind == "stream" else None),
+        length=Truncation(max_length=6 if kind == "stream" else None),
         processing_class=tokenizer(),
         token_budget=60,
     )

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from burnish import DPO, SFT, Reinforce, RewardModel, files
+from burnish.errors import UserError
 from burnish.methods.pretrain import Pretrain
 from burnish.methods.step_value import StepValue
 from burnish.models.loading import load_policy, load_reward_model
-from burnish.types import Conversation, Example, Messages, Preference, Scored, Steps, Text, UserError
+from burnish.types import Conversation, Example, Messages, Preference, Scored, Steps, Text
 
 
 def said(i: int) -> Messages:

@@ -11,13 +11,14 @@ import transformers as hf
 from transformers import TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 
 from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer, files
-from burnish.data.rows import load
+from burnish.data.readers import load
+from burnish.errors import UserError
+from burnish.generate.local import Sampling
 from burnish.models import layout
 from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.rollout.generate import Sampling
+from burnish.report.metrics import Recorder, is_timing, read_metrics
 from burnish.training.arguments import warn_ignored
-from burnish.training.metrics import Recorder, is_timing, read_metrics
-from burnish.types import Conversation, Term, UserError
+from burnish.types import Conversation, Term
 
 NUMBERS = random.Random(0)
 ROWS = [
@@ -484,7 +485,7 @@ def grpo() -> Reinforce:
         "clip_low": 0.2,
         "clip_high": 0.2,
         "importance_cap": 2.0,
-        "score_normalise": True,
+        "score_normalize": True,
     }
     kl: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimate": "k3"}
     return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), baseline="group_std", **settings, **kl)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.types import Example, MicroBatch, Runs, Sequence, UserError
+from burnish.errors import UserError
+from burnish.types import Example, MicroBatch, Segments, Sequence
 
 
 def shared_length(example: Example) -> int:
@@ -37,7 +38,7 @@ def prompt(example: Example) -> tuple[int, ...]:
     return sequence.tokens[:used] if used > 1 else ()  # its last token is not shared
 
 
-def bundles(examples: list[Example], budget: int | None) -> list[list[int]]:
+def prompt_groups(examples: list[Example], budget: int | None) -> list[list[int]]:
     """Indices of ``examples``, those with the same prompt together as far as they fit the budget behind it."""
     found: list[list[int]] = []
     begun: dict[tuple[int, ...], tuple[list[int], int]] = {}
@@ -58,7 +59,7 @@ def bundles(examples: list[Example], budget: int | None) -> list[list[int]]:
 def _first_used(sequence: Sequence) -> int:
     return min(
         next((t for t, used in enumerate(values) if used), len(values))
-        for values in (sequence.trained, *sequence.arrays.values())
+        for values in (sequence.loss_mask, *sequence.arrays.values())
     )
 
 
@@ -135,7 +136,7 @@ def collate(
     places, rows, width = _place([_width(unit) for unit in units], side, packed, pad_to)
     tokens = torch.full((rows, width), pad_id, dtype=torch.long)
     segments, positions, parents = (torch.zeros((rows, width), dtype=torch.long) for _ in range(3))
-    trained = torch.zeros((rows, width), dtype=torch.bool)
+    loss_mask = torch.zeros((rows, width), dtype=torch.bool)
     names = sorted({name for example in examples for sequence in example.sequences for name in sequence.arrays})
     arrays = {name: torch.zeros((rows, width), dtype=torch.float32) for name in names}
     starts, number = [], [count(1) for _ in range(rows)]
@@ -153,7 +154,7 @@ def collate(
             tokens[row, here] = torch.tensor(sequence.tokens[common:])
             segments[row, here], positions[row, here] = next(number[row]), torch.arange(common, length)
             parents[row, here] = parent
-            trained[row, here] = torch.tensor(sequence.trained[common:])
+            loss_mask[row, here] = torch.tensor(sequence.loss_mask[common:])
             for name in names:
                 arrays[name][row, here] = torch.tensor(sequence.arrays[name][common:], dtype=torch.float32)
             starts.append(row * width + column)
@@ -164,7 +165,7 @@ def collate(
         segments=segments,
         parents=parents,
         positions=positions,
-        trained=trained,
+        loss_mask=loss_mask,
         starts=torch.tensor(starts),
         ends=torch.tensor(starts) + sizes - 1,
         arrays=arrays,
@@ -175,7 +176,7 @@ def collate(
     )
 
 
-def _runs(units: list[tuple[int, tuple[Sequence, ...]]], before: int, width: int) -> Runs:
+def _runs(units: list[tuple[int, tuple[Sequence, ...]]], before: int, width: int) -> Segments:
     """The runs of a packed row that begins with ``before`` columns of padding."""
     lengths, parents = ([before], [None]) if before else ([], [])
     for common, sequences in units:
@@ -188,7 +189,7 @@ def _runs(units: list[tuple[int, tuple[Sequence, ...]]], before: int, width: int
     if after := width - sum(lengths):
         lengths.append(after)
         parents.append(None)
-    return Runs(tuple(lengths), tuple(parents))
+    return Segments(tuple(lengths), tuple(parents))
 
 
 def _pairs(examples: list[Example]) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from burnish.data.batching import permutation
-from burnish.data.rows import Mixed, Rows
-from burnish.types import UserError
+from burnish.data.readers import Mixed, Rows
+from burnish.errors import UserError
 
 LONGEST_EPOCH = 100  # draws for each row there is: beyond it a weight is a mistake
 

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from burnish.data.shapes import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
-from burnish.types import Prompt, Row, UserError
+from burnish.data.formats import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
+from burnish.errors import UserError
+from burnish.types import Prompt, Row
 
 
 def parse(

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from burnish.data.batching import permutation
-from burnish.data.lengths import sort_changes, without_cache
 from burnish.data.mixing import next_source
-from burnish.data.rows import Skipped, Unchanged
+from burnish.data.readers import Skipped, Unchanged
+from burnish.errors import UserError
 from burnish.protocols import Context, Method
-from burnish.types import Encoded, Example, Pair, Row, Sequence, UserError
+from burnish.render.encode import sort_changes, without_cache
+from burnish.types import Encoded, Example, Pair, Row, Sequence
 
 logger = logging.getLogger(__name__)
 NAMED = 1000  # rows that are left out or cut and kept by name; all are counted

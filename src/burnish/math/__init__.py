@@ -5,6 +5,6 @@ outside a mask never reaches a value or a gradient, not even where it is infinit
 are computed in float32, and empty tensors give empty results or Terms of 0.
 """
 
-from burnish.math import advantages, estimates, intervals, kl, losses, preference, reductions, tensors
+from burnish.math import advantages, kl, losses, preference, reductions, statistics, tensors
 
-__all__ = ["advantages", "estimates", "intervals", "kl", "losses", "preference", "reductions", "tensors"]
+__all__ = ["advantages", "kl", "losses", "preference", "reductions", "statistics", "tensors"]

@@ -1,4 +1,4 @@
-"""From scores to advantages: rewards per token, generalised advantage estimation, whitening, group baselines."""
+"""From scores to advantages: rewards per token, generalized advantage estimation, whitening, group baselines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from burnish.math.tensors import learned, precise, same_shape
-from burnish.types import UserError
+from burnish.errors import UserError
+from burnish.math.tensors import learned, same_shape, upcast
 
 Grouping = Literal["rloo", "mean", "std"]
 Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened"]
@@ -20,7 +20,7 @@ Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whi
 EPSILON = 1e-8
 
 
-def kl_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, steps: Tensor | None = None) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, steps: Tensor | None = None) -> Tensor:
     """Reward of every token: r_t = -kl_coef * kl_t, plus the sequence's score at its last learned token.
 
     Where a part of the score lies on tokens, ``steps``, it stays there, and the last token has the rest: the rewards of
@@ -43,7 +43,7 @@ def kl_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, steps: 
     same_shape(rows=mask.any(1), scores=scores)
     learned_from_here = mask.flip(1).cumsum(1).flip(1)
     last = mask & (learned_from_here == 1)
-    return steps - kl_coef * kl + torch.where(last, (precise(scores) - steps.sum(1)).unsqueeze(1), 0)
+    return steps - kl_coef * kl + torch.where(last, (upcast(scores) - steps.sum(1)).unsqueeze(1), 0)
 
 
 @torch.no_grad()
@@ -136,20 +136,20 @@ def group(rewards: Tensor, groups: Tensor, kind: Grouping = "rloo") -> Tensor:
     """
     same_shape(rewards=rewards, groups=groups)
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
-    rewards = precise(rewards)
+    rewards = upcast(rewards)
     sizes = sizes.to(rewards.dtype)
     # Rewards are taken from their group's smallest one, else rounding leaves a rest of equal rewards that std blows up.
     smallest = rewards.new_zeros(len(sizes)).scatter_reduce(0, index, rewards, "amin", include_self=False)
     above = rewards - smallest[index]
-    centred = above - _group_mean(above, index, sizes)
+    centered = above - _group_mean(above, index, sizes)
     if kind == "mean":
-        return centred
+        return centered
     if kind == "std":
-        return centred * (_group_mean(centred.square(), index, sizes) + EPSILON).rsqrt()
+        return centered * (_group_mean(centered.square(), index, sizes) + EPSILON).rsqrt()
     if kind == "rloo":
         if (sizes < 2).any():
             raise UserError("a leave-one-out baseline needs at least 2 completions of every prompt, got 1")
-        return centred * (sizes / (sizes - 1))[index]
+        return centered * (sizes / (sizes - 1))[index]
     raise UserError(f"unknown group baseline {kind!r}: expected rloo, mean or std")
 
 
@@ -176,15 +176,15 @@ class Moments:
         squares = self.squares + (above - above.mean()).square().sum().item() + apart**2 * self.count * n / count
         return Moments(count, self.mean + apart * (n / count), squares)
 
-    def normalise(self, x: Tensor) -> Tensor:
-        """(x - mean) / sqrt(variance + 1e-8), with the unbiased variance; only centred before there is one."""
-        x = precise(x)
+    def normalize(self, x: Tensor) -> Tensor:
+        """(x - mean) / sqrt(variance + 1e-8), with the unbiased variance; only centered before there is one."""
+        x = upcast(x)
         if self.count < 2:
             return x - self.mean
         return (x - self.mean) / math.sqrt(self.squares / (self.count - 1) + EPSILON)
 
 
-def less_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline) -> Tensor:
+def compute_advantages(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline) -> Tensor:
     """Advantages of tokens without a critic, from rewards of tokens; R_b is the sum of a row's rewards.
 
     none: R_b, at every token of the row. mean: R_b less the mean of all rows. rloo, group_mean, group_std: those of
@@ -192,7 +192,7 @@ def less_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline)
     Source: Williams, 1992; batch_whitened: Hu et al., "REINFORCE++", 2025; the others as in ``group``.
 
     Args:
-        rewards: (B, T), such as those of kl_rewards.
+        rewards: (B, T), such as those of token_rewards.
         mask: (B, T), True at the tokens that are learned.
         groups: (B,), integers; equal ones are completions of one prompt.
         kind: one of the six.

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from burnish.errors import UserError
 from burnish.math.tensors import learned, same_shape
-from burnish.types import UserError
 
 Estimate = Literal["k1", "k2", "k3"]
 

@@ -11,7 +11,7 @@ from burnish.math.preference import kto as kto
 from burnish.math.preference import kto_baseline as kto_baseline
 from burnish.math.preference import preference as preference
 from burnish.math.reductions import Weights, reduce, reduction_weights
-from burnish.math.tensors import learned, precise, same_shape
+from burnish.math.tensors import learned, same_shape, upcast
 from burnish.types import Term
 
 # How far from 1 a probability must be for unlikelihood to push it down: log(1 - p) has no bound at p = 1.
@@ -108,12 +108,12 @@ def bradley_terry(
     """
     given = {"margin": margin, "p_chosen": p_chosen}
     same_shape(chosen=chosen, rejected=rejected, **{name: x for name, x in given.items() if x is not None})
-    difference = precise(chosen) - precise(rejected)
+    difference = upcast(chosen) - upcast(rejected)
     if margin is not None:
-        difference = difference - precise(margin)
+        difference = difference - upcast(margin)
     losses = -F.logsigmoid(difference)
     if p_chosen is not None:
-        losses = losses + (1 - precise(p_chosen)) * difference
+        losses = losses + (1 - upcast(p_chosen)) * difference
     return _over_pairs(losses, weights)
 
 
@@ -123,18 +123,18 @@ def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -
     Source: Eisenstein et al., "Helping or herding?", 2023. Arguments, result and errors as in bradley_terry.
     """
     same_shape(chosen=chosen, rejected=rejected)
-    return _over_pairs((precise(chosen) + precise(rejected)).square(), weights)
+    return _over_pairs((upcast(chosen) + upcast(rejected)).square(), weights)
 
 
 @torch.no_grad()
 def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
     """Share of pairs with r_c > r_r; equal scores count 1/2. Arguments and result as in bradley_terry."""
     same_shape(chosen=chosen, rejected=rejected)
-    return _over_pairs((1 + (precise(chosen) - precise(rejected)).sign()) / 2, weights)
+    return _over_pairs((1 + (upcast(chosen) - upcast(rejected)).sign()) / 2, weights)
 
 
 def _over_pairs(losses: Tensor, weights: Tensor | None) -> Term:
-    weights = torch.ones_like(losses) if weights is None else precise(weights)
+    weights = torch.ones_like(losses) if weights is None else upcast(weights)
     same_shape(pairs=losses, weights=weights)
     return Term((weights * losses).sum(), weights.sum())
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its relatives, on log-probabilities of whole answers.
+"""Direct preference optimization and its relatives, on log-probabilities of whole answers.
 
 w is the better answer of a pair and l the worse one; lr = log p(answer) - log p_ref(answer), summed over its tokens, or
 averaged where lengths are given; h = lr_w - lr_l; b is beta and e the label smoothing.
@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from burnish.math.tensors import precise, same_shape
-from burnish.types import Term, UserError
+from burnish.errors import UserError
+from burnish.math.tensors import same_shape, upcast
+from burnish.types import Term
 
 Kind = Literal["sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo"]
 WITHOUT_REFERENCE = ("simpo", "orpo")
@@ -89,13 +90,13 @@ def preference(
     _check(kind, lengths, ref_chosen=ref_chosen, ref_rejected=ref_rejected, gamma=gamma or None,
            label_smoothing=label_smoothing or None, margin=margin, p_chosen=p_chosen)  # fmt: skip
     better, worse = _log_ratio(chosen, ref_chosen), _log_ratio(rejected, ref_rejected)
-    margin = torch.zeros_like(better) if margin is None else precise(margin)
-    share = torch.ones_like(better) if p_chosen is None else precise(p_chosen)
-    weights = torch.ones_like(better) if weights is None else precise(weights)
+    margin = torch.zeros_like(better) if margin is None else upcast(margin)
+    share = torch.ones_like(better) if p_chosen is None else upcast(p_chosen)
+    weights = torch.ones_like(better) if weights is None else upcast(weights)
     same_shape(chosen=better, rejected=worse, margin=margin, p_chosen=share, weights=weights)
     if lengths is not None:
         same_shape(chosen=better, lengths=lengths[0], rejected_lengths=lengths[1])
-        better, worse = (x / precise(n).clamp(min=1) for x, n in zip((better, worse), lengths, strict=True))
+        better, worse = (x / upcast(n).clamp(min=1) for x, n in zip((better, worse), lengths, strict=True))
     if kind in ("sppo", "apo_zero", "apo_down", "nca_pair", "orpo"):
         losses = _two_sided(kind, better, worse, beta)
     else:
@@ -136,7 +137,7 @@ def kto(
         ValueError: the shapes differ.
     """
     x = _limited(logratios)
-    weights = torch.ones_like(x) if weights is None else precise(weights)
+    weights = torch.ones_like(x) if weights is None else upcast(weights)
     same_shape(logratios=x, desirable=desirable, weights=weights)
     x = beta * (x - _limited(baseline.detach()))
     losses = torch.where(desirable, desirable_weight * torch.sigmoid(-x), undesirable_weight * torch.sigmoid(x))
@@ -157,7 +158,7 @@ def kto_baseline(logratios: Tensor) -> Tensor:
 
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, exact near 0 and far from it (Maechler 2012)."""
-    x = precise(x)
+    x = upcast(x)
     near = x > -math.log(2)
     # the branch that is not taken must be finite too, or its gradient would be NaN
     close = torch.log(-torch.expm1(torch.where(near, x, -0.1)))
@@ -187,13 +188,13 @@ def _log_ratio(logprobs: Tensor, reference: Tensor | None) -> Tensor:
     if reference is None:
         return _limited(logprobs)
     same_shape(logprobs=logprobs, reference=reference)
-    logprobs, reference = precise(logprobs), precise(reference.detach())
+    logprobs, reference = upcast(logprobs), upcast(reference.detach())
     both = logprobs.isinf() & (logprobs == reference)  # where the difference is NaN
     return _limited((logprobs - reference).masked_fill(both, 0.0))
 
 
 def _limited(x: Tensor) -> Tensor:
-    return precise(x).clamp(-LIMIT, LIMIT)
+    return upcast(x).clamp(-LIMIT, LIMIT)
 
 
 def _two_sided(kind: str, better: Tensor, worse: Tensor, beta: float) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from burnish.errors import UserError
 from burnish.math.tensors import learned, same_shape
-from burnish.types import Term, UserError
+from burnish.types import Term
 
 Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 

@@ -31,7 +31,7 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def learned(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in float32 or float64 (``precise``), with 0 and no gradient wherever the mask is False.
+    """The tensors in float32 or float64 (``upcast``), with 0 and no gradient wherever the mask is False.
 
     Mask the inputs of a computation, not its result: ``where`` after an operation on NaN has a gradient of NaN.
 
@@ -39,15 +39,15 @@ def learned(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
         ValueError: if a tensor has another shape than the mask.
     """
     same_shape(mask=mask, **tensors)
-    return tuple(torch.where(mask, precise(tensor), 0) for tensor in tensors.values())
+    return tuple(torch.where(mask, upcast(tensor), 0) for tensor in tensors.values())
 
 
-def precise(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """The tensor in float32, or in float64 if it was: half precision rounds sums, and integers truncate quotients."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def previous(x: Tensor) -> Tensor:
+def shift_right(x: Tensor) -> Tensor:
     """Entry t of the result is x[:, t - 1]; entry 0, which has no predecessor, repeats x[:, 0] and is never used.
 
     A causal model's output at t - 1 predicts token t. This is the only place where that shift happens.
@@ -75,7 +75,7 @@ def logprobs_at(logits: Tensor, tokens: Tensor) -> Tensor:
         ValueError: if the shapes do not align.
     """
     same_shape(logits=logits[..., 0], tokens=tokens)
-    return precise(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return upcast(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     Raises:
         ValueError: if the shapes do not align.
     """
-    logprobs = logprobs_at(previous(logits), tokens)
+    logprobs = logprobs_at(shift_right(logits), tokens)
     return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs[:, 1:]], dim=1)
 
 
@@ -112,7 +112,7 @@ def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True)
         ValueError: if the shapes do not align.
     """
     same_shape(logits=logits[..., 0], tokens=tokens)
-    return _LogprobsAndEntropy.apply(precise(logits), tokens, entropies)  # type: ignore[return-value]
+    return _LogprobsAndEntropy.apply(upcast(logits), tokens, entropies)  # type: ignore[return-value]
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -180,7 +180,7 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
         raise ValueError(f"top_k must be at least 1, or None to keep all tokens, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, or None to keep all tokens, got {top_p}")
-    logits = precise(logits)
+    logits = upcast(logits)
     if temperature == 0:
         greedy = F.one_hot(logits.argmax(-1), logits.shape[-1]).bool()
         return logits.masked_fill(~greedy, -torch.inf)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023) and its relatives, KTO and ORPO among them."""
+"""Direct preference optimization (Rafailov et al. 2023) and its relatives, KTO and ORPO among them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
 from burnish.data.batching import RowLoader
+from burnish.errors import UserError
 from burnish.math import losses
-from burnish.math.intervals import wilson
 from burnish.math.preference import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
+from burnish.math.statistics import wilson
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network, disable_dropout
-from burnish.models.precomputed import ARRAY as REFERENCE
-from burnish.models.precomputed import ReferenceLogprobs
+from burnish.models.reference import ARRAY as REFERENCE
+from burnish.models.reference import ReferenceLogprobs
 from burnish.protocols import Context
+from burnish.render import chat
 from burnish.types import (
     Config,
     Encoded,
@@ -34,7 +35,6 @@ from burnish.types import (
     Sequence,
     Term,
     Terms,
-    UserError,
 )
 
 STEPS_OF_ALARM = 20
@@ -115,10 +115,10 @@ class DPO:
         self.reference = None if self.settings.loss in WITHOUT_REFERENCE else ReferenceLogprobs(model)
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """The compared answers of a row together, with their pairs; for KTO the labelled answers of a row."""
         loss = self.settings.loss
-        writer = chat.Writer(tokenizer)
+        writer = chat.Renderer(tokenizer)
 
         def encode(row: Any) -> chat.Draft[Example]:
             _check_row(row, loss)
@@ -162,7 +162,7 @@ class DPO:
             return examples
 
         def score(batch: MicroBatch) -> dict[str, Tensor]:
-            return {"logprobs": learned_logprobs(context.network.policy, batch)}
+            return {"old_logprobs": learned_logprobs(context.network.policy, batch)}
 
         strangers = [Example(e.sequences[len(e.sequences) // 2 :]) for e in examples]
         ratios = [self._ratio(s) for e in context.annotate(score, strangers) for s in e.sequences]
@@ -176,18 +176,18 @@ class DPO:
 
     def _ratio(self, sequence: Sequence) -> float:
         """Log-probability of a scored answer less that under the reference."""
-        scored = zip(sequence.trained, sequence.arrays["logprobs"], sequence.arrays[REFERENCE], strict=True)
+        scored = zip(sequence.loss_mask, sequence.arrays["old_logprobs"], sequence.arrays[REFERENCE], strict=True)
         total = math.fsum(logprob - reference for learned, logprob, reference in scored if learned)
-        return total / sum(sequence.trained) if self.settings.averaged else total
+        return total / sum(sequence.loss_mask) if self.settings.averaged else total
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Answers for KTO, else the summed weights of the pairs and of their chosen answers' tokens."""
         if self.settings.loss == "kto":
-            return {"kto": float(sum(any(s.trained) for e in examples for s in e.sequences))}
+            return {"kto": float(sum(any(s.loss_mask) for e in examples for s in e.sequences))}
         pairs = [(pair.weight, e.sequences[pair.better]) for e in examples for pair in e.pairs]
         return {
             "preference": sum(weight for weight, _ in pairs),
-            "nll": float(sum(weight * sum(better.trained) for weight, better in pairs)),
+            "nll": float(sum(weight * sum(better.loss_mask) for weight, better in pairs)),
         }
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
@@ -199,8 +199,8 @@ class DPO:
         logprobs = learned_logprobs(network.policy, batch)
         reference = batch.arrays.get(REFERENCE, torch.zeros_like(logprobs))
         # differences of tokens before their sum, which is large where answers are long and would round them away
-        change = torch.where(batch.trained, logprobs - reference, 0.0)
-        ratios, totals, lengths = (per_sequence(x, batch) for x in (change, logprobs, batch.trained.to(change.dtype)))
+        change = torch.where(batch.loss_mask, logprobs - reference, 0.0)
+        ratios, totals, lengths = (per_sequence(x, batch) for x in (change, logprobs, batch.loss_mask.to(change.dtype)))
         if s.loss == "kto":
             return self._judged_terms(batch, ratios, totals, lengths)
         better, worse = batch.pairs.unbind(1)
@@ -306,7 +306,7 @@ def _check_row(row: Preference | Ranking | Labelled, loss: str) -> None:
             raise UserError(f"{row.source}: loss {loss} does not read p_chosen: {', '.join(WITH_SOFT_LABELS)} do")
 
 
-def _judged(writer: chat.Writer, row: Preference | Labelled) -> chat.Draft[Example]:
+def _judged(writer: chat.Renderer, row: Preference | Labelled) -> chat.Draft[Example]:
     """The answers of a row, each marked as good or bad."""
     judged = [(row.completion, row.label)] if isinstance(row, Labelled) else [(row.chosen, True), (row.rejected, False)]
     sequences = []
@@ -322,7 +322,7 @@ def _constant(sequence: Sequence, **numbers: float) -> Sequence:
 
 
 def _prompt(sequence: Sequence) -> tuple[int, ...]:
-    return sequence.tokens[: sequence.trained.index(True)]
+    return sequence.tokens[: sequence.loss_mask.index(True)]
 
 
 def mismatched(examples: list[Example]) -> list[Example]:
@@ -348,7 +348,7 @@ def mismatched(examples: list[Example]) -> list[Example]:
             answer = answers[k % len(answers)]
             start = len(_prompt(answer))
             tokens = (prompts[i] + answer.tokens[start:])[:longest]
-            trained = ((False,) * len(prompts[i]) + answer.trained[start:])[:longest]
+            trained = ((False,) * len(prompts[i]) + answer.loss_mask[start:])[:longest]
             strangers.append(_constant(Sequence(tokens, trained, sequence.source), desirable=0.0))
         return replace(examples[i], sequences=(*examples[i].sequences, *strangers))
 

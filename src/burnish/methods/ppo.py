@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic (Schulman et al. 2017; Ouyang et al. 2022)."""
+"""Proximal policy optimization with a critic (Schulman et al. 2017; Ouyang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
+from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.reductions import Reduction, reduce, reduction_weights
@@ -17,11 +17,11 @@ from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.protocols import Context
+from burnish.render import chat
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.rollout.collect import value_metrics
-from burnish.rollout.generate import Local, Sampling
-from burnish.rollout.steps import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.rl.collect import value_metrics
+from burnish.rl.loader import Experience, RolloutConfig, RolloutLoader, Sampler
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
 
 
@@ -34,10 +34,10 @@ class PPOConfig(RolloutConfig):
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages")
     reduction: Reduction = Field("token_mean", description="how the losses of tokens become one number")
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
-    lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
+    lam: float = Field(0.95, ge=0, le=1, description="lambda of generalized advantage estimation")
     whiten_advantages: bool = Field(True, description="to mean 0 and variance 1 over the batch")
     whiten_rewards: bool = Field(False, description="to variance 1 over the batch; the mean stays")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy, which is maximised")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy, which is maximized")
     kl_coef: float = Field(0.05, ge=0, description="weight of the KL to the reference in the reward; 0 needs none")
     reference: bool = Field(True, description="keep the starting policy as the reference")
     critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy")
@@ -69,7 +69,7 @@ class PPO:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: Local | None = None,
+        generator: LocalGenerator | None = None,
         **settings: Any,
     ) -> None:
         self.settings = PPOConfig(**settings)
@@ -118,7 +118,7 @@ class PPO:
                 return separate_critic(policy, scorer.model, scale, -scorer.mean * scale)
         return separate_critic(policy)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """Prompts, with room for the completion."""
         return self.sampler.examples(rows, tokenizer, length)
 
@@ -140,14 +140,14 @@ class PPO:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        tokens = float(sum(sum(e.sequences[0].trained) for e in examples))
-        sequences = float(sum(any(e.sequences[0].trained) for e in examples))
+        tokens = float(sum(sum(e.sequences[0].loss_mask) for e in examples))
+        sequences = float(sum(any(e.sequences[0].loss_mask) for e in examples))
         policy = tokens if self.settings.reduction == "token_mean" else sequences
         return {"policy": policy, "value": tokens, "entropy": tokens}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """Policy and value terms; as metrics entropy, approxkl, clip fractions and the ratio."""
-        s, mask, old = self.settings, batch.trained, batch.arrays
+        s, mask, old = self.settings, batch.loss_mask, batch.arrays
         hidden = hidden_states(network.policy, batch)
         how = "learned" if s.entropy_coef else "measured"
         logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, self.sampler.warp, how)
@@ -155,15 +155,15 @@ class PPO:
         clips = (s.clip_low, s.clip_high)
         fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
         weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
-        moved = logprobs.detach(), old["logprobs"], mask
+        moved = logprobs.detach(), old["old_logprobs"], mask
         return {
             "policy": losses.clipped_policy(
-                logprobs, old["logprobs"], old["advantages"], mask, *clips, s.dual_clip, weights
+                logprobs, old["old_logprobs"], old["advantages"], mask, *clips, s.dual_clip, weights
             ),
             "value": losses.clipped_value(values, old["values"], old["returns"], mask, s.value_clip),
             "entropy": reduce(entropy, mask),
             "approxkl": losses.approxkl(*moved),
-            "clipfrac": losses.clipfrac(logprobs.detach(), old["logprobs"], old["advantages"], mask, *clips),
+            "clipfrac": losses.clipfrac(logprobs.detach(), old["old_logprobs"], old["advantages"], mask, *clips),
             "value_clipfrac": losses.value_clipfrac(values.detach(), old["values"], old["returns"], mask, s.value_clip),
             "ratio": losses.ratio(*moved),
         }
@@ -182,14 +182,19 @@ class PPO:
     def advantages(self, found: Experience) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Generalised advantages of scores less the KL, and the returns that the critic should predict."""
         s, mask, values = self.settings, found.mask, found.arrays["values"]
-        rewards = adv.kl_rewards(found.scores, found.kl, mask, found.kl_coef, found.steps)
+        rewards = adv.token_rewards(found.scores, found.kl, mask, found.kl_coef, found.steps)
         if s.whiten_rewards:
             rewards = adv.whiten(rewards, mask, shift_mean=False)
         advantages, returns = adv.gae(rewards, values, mask, s.gamma, s.lam)
         metrics = value_metrics(returns, values, mask)
         if s.whiten_advantages:
             advantages = adv.whiten(advantages, mask)
-        learned = {"logprobs": found.arrays["logprobs"], "values": values, "advantages": advantages, "returns": returns}
+        learned = {
+            "old_logprobs": found.arrays["old_logprobs"],
+            "values": values,
+            "advantages": advantages,
+            "returns": returns,
+        }
         return learned, metrics
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

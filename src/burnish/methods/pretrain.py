@@ -1,4 +1,4 @@
-"""Continued pre-training: maximise the log-probability of every token of plain text."""
+"""Continued pre-training: maximize the log-probability of every token of plain text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
 from burnish.data.batching import RowLoader
-from burnish.math.estimates import perplexity
+from burnish.errors import UserError
 from burnish.math.losses import nll
+from burnish.math.statistics import perplexity
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
-from burnish.types import Changed, Config, Encoded, Example, MicroBatch, Row, Sequence, Terms, Text, UserError
+from burnish.render import chat
+from burnish.types import Changed, Config, Encoded, Example, MicroBatch, Row, Sequence, Terms, Text
 
 LONGEST = 2048  # tokens of a piece where the recipe does not say
 
@@ -49,7 +50,7 @@ class Pretrain:
     task = "CAUSAL_LM"
     config = PretrainConfig
     streams = True
-    on_long = "split"
+    too_long = "split"
 
     def __init__(self, **settings: Any) -> None:
         self.settings = PretrainConfig(**settings)
@@ -63,24 +64,24 @@ class Pretrain:
         """The model alone is trained."""
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """Documents in pieces that fit, or joined and cut to ``chop_length``."""
         return self._examples(rows, tokenizer, length, self.settings.chop_length)
 
     def _examples(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length, chop_length: int
+        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation, chop_length: int
     ) -> Encoded:
-        writer = chat.Writer(tokenizer)
+        writer = chat.Renderer(tokenizer)
 
         def encode(row: Any) -> chat.Draft[Example]:
             return Example(((yield from chat.text.draft(writer, row)),))
 
         if self.settings.packing == "documents":
             fallback = min(LONGEST, tokenizer.model_max_length)
-            asked = {"max_length": length.max_length or fallback, "on_long": length.on_long or self.on_long}
+            asked = {"max_length": length.max_length or fallback, "too_long": length.too_long or self.too_long}
             return chat.encode(rows, encode, length.model_copy(update=asked), chat.cache_key(tokenizer, self.name))
-        if length.max_length is not None or length.on_long is not None:
-            raise UserError("packing: chop cuts to chop_length tokens: take data.max_length and data.on_long away")
+        if length.max_length is not None or length.too_long is not None:
+            raise UserError("packing: chop cuts to chop_length tokens: take data.max_length and data.too_long away")
         whole = chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
         pieces, told = chop([example.sequences[0] for example in whole.examples], chop_length)
         return Encoded([Example((piece,)) for piece in pieces], [*whole.changed, *told])
@@ -92,11 +93,11 @@ class Pretrain:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens."""
-        return {"nll": float(sum(sum(s.trained) for e in examples for s in e.sequences))}
+        return {"nll": float(sum(sum(s.loss_mask) for e in examples for s in e.sequences))}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
-        return {"nll": nll(learned_logprobs(network.policy, batch), batch.trained)}
+        return {"nll": nll(learned_logprobs(network.policy, batch), batch.loss_mask)}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Loss and perplexity, exp(nll)."""

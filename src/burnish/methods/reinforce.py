@@ -15,22 +15,23 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
 from burnish.data.batching import RowLoader, collate
+from burnish.errors import UserError
+from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import estimate
 from burnish.math.reductions import Reduction, reduce, reduction_weights
 from burnish.models.adapters import Reference
-from burnish.models.forward import PLAIN, Warp, hidden_states, token_logprobs, unwrap
+from burnish.models.forward import PLAIN, SamplingTransform, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, disable_dropout
-from burnish.models.precomputed import compared
+from burnish.models.reference import compared
 from burnish.protocols import Context, StepLoader
+from burnish.render import chat
 from burnish.rewards.functions import NamedReward
-from burnish.rollout.collect import with_arrays
-from burnish.rollout.generate import Local, Sampling
-from burnish.rollout.steps import Experience, RolloutConfig, RolloutLoader, Sampler
-from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms, UserError
+from burnish.rl.collect import with_arrays
+from burnish.rl.loader import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms
 
 
 class ReinforceConfig(RolloutConfig):
@@ -84,7 +85,7 @@ class Reinforce:
         self,
         reward: Reward | list[NamedReward] | None = None,
         sampling: Sampling | None = None,
-        generator: Local | None = None,
+        generator: LocalGenerator | None = None,
         **settings: Any,
     ) -> None:
         self.settings = ReinforceConfig(**settings)
@@ -104,11 +105,11 @@ class Reinforce:
         self.reference = Reference(model) if self.settings.kl_coef or self.settings.reference else None
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """Prompts with room for the completion; or scored conversations, with the reward at every token."""
         if _are_prompts(rows):
             return self.sampler.examples(rows, tokenizer, length)
-        writer = chat.Writer(tokenizer)
+        writer = chat.Renderer(tokenizer)
 
         def encode(row: Any) -> chat.Draft[Example]:
             conversation = Conversation(row.messages, None, row.source)
@@ -162,12 +163,12 @@ class Reinforce:
                 f"{len(examples)} rows in steps of {context.rows_per_step} leave a step of one, which baseline "
                 f"{s.baseline} has nothing to compare with: change trainer.per_device_train_batch_size"
             )
-        punished = s.baseline != "none" or any(row.reward < 0 for row in rows if isinstance(row, Scored))
+        negative_advantage = s.baseline != "none" or any(row.reward < 0 for row in rows if isinstance(row, Scored))
 
         def finish(step: list[Example]) -> list[Example]:
-            if punished and not self.warned:
+            if negative_advantage and not self.warned:
                 self._watch(context)
-            return step if s.baseline == "none" else self._less_baseline(step)
+            return step if s.baseline == "none" else self._compute_advantages(step)
 
         return RowLoader(examples, context.rows_per_step, context.seed, finish, self.sampler.start_scores)
 
@@ -177,19 +178,19 @@ class Reinforce:
             return examples
         return compared(self.reference, context, examples)
 
-    def _less_baseline(self, step: list[Example]) -> list[Example]:
+    def _compute_advantages(self, step: list[Example]) -> list[Example]:
         """The rows of a step are the group that they are compared in."""
         batch = collate(step, 0)
         scores = torch.tensor([example.sequences[0].arrays["advantages"][0] for example in step], dtype=torch.float64)
-        rewards = adv.kl_rewards(scores, torch.zeros(batch.trained.shape), batch.trained, 0.0)
+        rewards = adv.token_rewards(scores, torch.zeros(batch.loss_mask.shape), batch.loss_mask, 0.0)
         groups = torch.zeros(len(step), dtype=torch.long)
-        found = adv.less_baseline(rewards, batch.trained, groups, self.settings.baseline)
+        found = adv.compute_advantages(rewards, batch.loss_mask, groups, self.settings.baseline)
         return with_arrays(step, **(dict(batch.arrays) | {"advantages": found}))
 
     def _watch(self, context: Context) -> None:
         """Warn once when rows with negative rewards have become far less likely than chance."""
         chance = -math.log(unwrap(context.network.policy).config.get_text_config().vocab_size)
-        now = context.last().get("logprob_punished", 0.0)
+        now = context.last().get("logprob_negative_advantage", 0.0)
         if now < 2 * chance:
             self.warned = True
             warnings.warn(
@@ -205,19 +206,19 @@ class Reinforce:
         """Scores less the KL, where it counts in the reward, less the baseline."""
         s, arrays = self.settings, found.arrays
         kl_coef = found.kl_coef if s.kl_in == "reward" else 0.0
-        rewards = adv.kl_rewards(found.scores, found.kl, found.mask, kl_coef, found.steps)
-        advantages = adv.less_baseline(rewards, found.mask, found.groups, s.baseline)
-        learned = {"logprobs": arrays["logprobs"], "advantages": advantages}
+        rewards = adv.token_rewards(found.scores, found.kl, found.mask, kl_coef, found.steps)
+        advantages = adv.compute_advantages(rewards, found.mask, found.groups, s.baseline)
+        learned = {"old_logprobs": arrays["old_logprobs"], "advantages": advantages}
         if "kl_loss" in self.weights:
             learned["ref_logprobs"] = arrays["ref_logprobs"]
         silent = (advantages == 0).all(1).double().mean().item()
-        return learned, {"no_signal": silent}
+        return learned, {"zero_advantage_fraction": silent}
 
     # --- the update -----------------------------------------------------------------------------------------------
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        learned = [sum(s.trained) for e in examples for s in e.sequences]
+        learned = [sum(s.loss_mask) for e in examples for s in e.sequences]
         count = float(sum(learned) if self.settings.reduction == "token_mean" else sum(n > 0 for n in learned))
         return {"policy": count, "kl_loss": count}
 
@@ -226,8 +227,8 @@ class Reinforce:
 
         Of completions also entropy, approxkl, clip fraction and ratio.
         """
-        s, mask, arrays = self.settings, batch.trained, batch.arrays
-        sampled = "logprobs" in arrays
+        s, mask, arrays = self.settings, batch.loss_mask, batch.arrays
+        sampled = "old_logprobs" in arrays
         how = self.sampler.warp if sampled else PLAIN
         hidden = hidden_states(network.policy, batch)
         logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, how, "measured" if sampled else "off")
@@ -235,24 +236,24 @@ class Reinforce:
         weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
         advantages, now = arrays["advantages"], logprobs.detach()
         terms = {
-            "logprob_rewarded": reduce(now, mask & (advantages > 0)),
-            "logprob_punished": reduce(now, mask & (advantages < 0)),
+            "logprob_positive_advantage": reduce(now, mask & (advantages > 0)),
+            "logprob_negative_advantage": reduce(now, mask & (advantages < 0)),
         }
         if s.clip_low is None or s.clip_high is None:
             terms["policy"] = losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood)
         else:
             clips = (s.clip_low, s.clip_high)
-            old = arrays["logprobs"]
+            old = arrays["old_logprobs"]
             terms["policy"] = losses.clipped_policy(logprobs, old, advantages, mask, *clips, weights=weights)
             terms["clipfrac"] = losses.clipfrac(now, old, advantages, mask, *clips)
         if "kl_loss" in self.weights:
-            whole = Warp(how.temperature)
+            whole = SamplingTransform(how.temperature)
             ours = logprobs if how == whole else token_logprobs(network.policy, hidden, batch, mask, whole, "off")[0]
             terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights)
         if sampled:
             terms["entropy"] = reduce(entropy, mask)
-            terms["approxkl"] = losses.approxkl(now, arrays["logprobs"], mask)
-            terms["ratio"] = losses.ratio(now, arrays["logprobs"], mask)
+            terms["approxkl"] = losses.approxkl(now, arrays["old_logprobs"], mask)
+            terms["ratio"] = losses.ratio(now, arrays["old_logprobs"], mask)
         return terms
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

@@ -9,13 +9,13 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
 from burnish.data.batching import RowLoader
 from burnish.math import losses
-from burnish.math.intervals import wilson
+from burnish.math.statistics import wilson
 from burnish.models.forward import scores, unwrap
 from burnish.models.heads import Network, disable_dropout
 from burnish.protocols import Context
+from burnish.render import chat
 from burnish.types import Config, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
 
 
@@ -48,9 +48,9 @@ class RewardModel:
         unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return Network(disable_dropout(model))
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """The compared answers of a row together, with their pairs."""
-        writer = chat.Writer(tokenizer)
+        writer = chat.Renderer(tokenizer)
 
         def encode(row: Any) -> chat.Draft[Example]:
             return chat.comparison.draft(writer, row)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximise the log-probability of the assistant's tokens."""
+"""Supervised fine-tuning: maximize the log-probability of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
 from burnish.data.batching import RowLoader
-from burnish.math.estimates import perplexity
 from burnish.math.losses import nll
+from burnish.math.statistics import perplexity
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
+from burnish.render import chat
 from burnish.types import Config, Conversation, Encoded, Example, MicroBatch, Row, Terms
 
 
@@ -48,10 +48,10 @@ class SFT:
         """The model alone is trained."""
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """One sequence a conversation."""
         learn, learn_eos = self.settings.learn, self.settings.learn_eos
-        writer = chat.Writer(tokenizer)
+        writer = chat.Renderer(tokenizer)
 
         def encode(row: Any) -> chat.Draft[Example]:
             return Example(((yield from chat.conversation.draft(writer, row, learn, learn_eos)),))
@@ -65,11 +65,11 @@ class SFT:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens."""
-        return {"nll": float(sum(sum(s.trained) for e in examples for s in e.sequences))}
+        return {"nll": float(sum(sum(s.loss_mask) for e in examples for s in e.sequences))}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
-        return {"nll": nll(learned_logprobs(network.policy, batch), batch.trained)}
+        return {"nll": nll(learned_logprobs(network.policy, batch), batch.loss_mask)}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Loss and perplexity."""

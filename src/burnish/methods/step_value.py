@@ -9,15 +9,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
 from burnish.data.batching import RowLoader
-from burnish.data.solutions import check_delimiter, solution
 from burnish.math import losses
-from burnish.math.intervals import wilson
 from burnish.math.reductions import reduce
+from burnish.math.statistics import wilson
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
 from burnish.protocols import Context
+from burnish.render import chat
+from burnish.render.solutions import check_delimiter, solution
 from burnish.types import Config, Encoded, Example, MicroBatch, Row, Steps, Terms
 
 DEPTHS = ("first", "middle", "last")
@@ -62,11 +62,11 @@ class StepValue:
         head = StepValueHead(config.hidden_size, unwrap(model).dtype, self.settings.delimiter, std)
         return Network(disable_dropout(model), head)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Length) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
         """One sequence a solution."""
         s = self.settings
         check_delimiter(tokenizer, s.delimiter)
-        writer = chat.Writer(tokenizer)
+        writer = chat.Renderer(tokenizer)
 
         def encode(row: Any) -> chat.Draft[Example]:
             return Example(((yield from solution.draft(writer, row, s.learn, s.learn_eos, s.delimiter)),))
@@ -83,16 +83,16 @@ class StepValue:
         """Learned tokens, and ends of steps."""
         sequences = [s for e in examples for s in e.sequences]
         ends = sum(outcome != 0 for s in sequences for outcome in s.arrays["outcomes"])
-        return {"nll": float(sum(sum(s.trained) for s in sequences)), "value": float(ends)}
+        return {"nll": float(sum(sum(s.loss_mask) for s in sequences)), "value": float(ends)}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.trained, entropies="off")
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.loss_mask, entropies="off")
         values = network.values(batch, hidden)
         targets, outcomes = batch.arrays["targets"], batch.arrays["outcomes"]
         return {
-            "nll": losses.nll(logprobs, batch.trained),
+            "nll": losses.nll(logprobs, batch.loss_mask),
             "value": losses.step_value(values, targets, outcomes != 0),
         } | measured(values.detach(), targets, outcomes, batch.arrays["depths"])
 

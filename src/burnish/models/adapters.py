@@ -15,10 +15,11 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
+from burnish.errors import UserError
+from burnish.kernels.linear import use_onednn
 from burnish.models.bases import Base
-from burnish.models.linear import use_onednn
-from burnish.models.quantise import Kind
-from burnish.types import Config, UserError
+from burnish.models.quantize import Kind
+from burnish.types import Config
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
@@ -32,9 +33,9 @@ class AdapterConfig(Config):
     targets: str | list[str] = Field(
         "all-linear", description="module names, a pattern of whole names, or all-linear (every one but the head)"
     )
-    rslora: bool = Field(False, description="rank-stabilised scaling")
+    rslora: bool = Field(False, description="rank-stabilized scaling")
     dora: bool = Field(False, description="weight-decomposed adapters")
-    quantise: Kind | None = Field(
+    quantize: Kind | None = Field(
         None, description="keep the frozen base in 4 bits (nf4) or 8 bits (int8); needs bitsandbytes"
     )
 

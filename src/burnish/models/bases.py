@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from burnish.types import UserError
+from burnish.errors import UserError
 
 BASE = "base.json"
 SHOWN = 12  # hex digits of a hash in messages

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from burnish.data.batching import attention_mask, collate
-from burnish.math.tensors import logprobs_and_entropy, precise, previous, warp
-from burnish.models import attention
-from burnish.models.attention import computed_in, has_kernel
-from burnish.types import Example, MicroBatch, Sequence, UserError
+from burnish.errors import UserError
+from burnish.kernels import attention
+from burnish.kernels.attention import computed_in, has_kernel
+from burnish.math.tensors import logprobs_and_entropy, shift_right, upcast, warp
+from burnish.types import Example, MicroBatch, Sequence
 
 LOGITS_AT_ONCE = 2**26  # elements of a chunk of logits: 256 MiB in float32
 LAYERS = ("layer_types", "layers_block_type", "attention_layers")  # names of a config's list of what its layers are
@@ -28,15 +29,15 @@ ATTENTION = frozenset({"attention", "full_attention", "sliding_attention", "glob
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 5e-3}  # share of the largest hidden state; float32: 1e-3
 
 
-class Warp(NamedTuple):
-    """How logits become the distribution that is sampled from: ``Warp(temperature=0.7, top_p=0.9)``."""
+class SamplingTransform(NamedTuple):
+    """How logits become the distribution that is sampled from: ``SamplingTransform(temperature=0.7, top_p=0.9)``."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
 
-PLAIN = Warp()
+PLAIN = SamplingTransform()
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -76,7 +77,7 @@ def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
     def logits(hidden: Tensor) -> Tensor:
-        z = precise(project(hidden))
+        z = upcast(project(hidden))
         z = z if scale == 1.0 else z * scale
         return z if cap is None else cap * torch.tanh(z / cap)
 
@@ -190,7 +191,7 @@ def token_logprobs(
     hidden: Tensor,
     batch: MicroBatch,
     mask: Tensor,
-    how: Warp = PLAIN,
+    how: SamplingTransform = PLAIN,
     entropies: Literal["off", "measured", "learned"] = "measured",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token where ``mask`` (B, T) is True, and the entropy it was drawn at; 0 elsewhere.
@@ -202,7 +203,7 @@ def token_logprobs(
     again in the backward pass instead of being kept.
     """
     flat = hidden.flatten(0, 1)
-    at = previous(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
+    at = shift_right(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
     targets = batch.tokens[mask]
     logits_of = head(model)
 
@@ -230,7 +231,7 @@ def token_logprobs(
 
 def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
-    return token_logprobs(model, hidden_states(model, batch), batch, batch.trained, entropies="off")[0]
+    return token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, entropies="off")[0]
 
 
 def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
@@ -251,7 +252,7 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
         ):
             raise ValueError("an encoder takes one sequence a row, padded on the right")
         logits = base(input_ids=batch.tokens, attention_mask=attention_mask(batch, base.dtype)).logits
-    return precise(logits[:, label])
+    return upcast(logits[:, label])
 
 
 def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -267,4 +268,4 @@ def score_head(model: nn.Module) -> Any:
 
 def values_of(score: nn.Module, hidden: Tensor) -> Tensor:
     """Values (B, T) of a scalar head on hidden states (B, T, H), entry t predicted before token t is chosen."""
-    return previous(precise(score(hidden.to(next(score.parameters()).dtype))[..., 0]))
+    return shift_right(upcast(score(hidden.to(next(score.parameters()).dtype))[..., 0]))

@@ -19,15 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from burnish.math.tensors import precise
+from burnish.errors import UserError
+from burnish.kernels.linear import use_onednn
+from burnish.math.tensors import upcast
 from burnish.models import adapters, bases
 from burnish.models.adapters import trained_on, wrap
 from burnish.models.dropout import disable_dropout
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
-from burnish.models.linear import use_onednn
-from burnish.models.quantise import is_quantised
+from burnish.models.quantize import is_quantized
 from burnish.protocols import Method
-from burnish.types import MicroBatch, Term, Terms, UserError
+from burnish.types import MicroBatch, Term, Terms
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -67,7 +68,7 @@ class StepValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values (B, T) in [-1, 1] of hidden states (B, T, H)."""
-        return torch.tanh(precise(self.value(hidden.to(self.value.weight.dtype))[..., 0]))
+        return torch.tanh(upcast(self.value(hidden.to(self.value.weight.dtype))[..., 0]))
 
 
 def save_head(head: nn.Module, path: Path) -> None:
@@ -104,8 +105,8 @@ def separate_critic(
     The head is that of a reward model with one label, so that values start at scale * its score + shift; else 0. A
     policy with an adapter gets a critic with an adapter of the same kind, on a base of its own.
     """
-    if is_quantised(unwrap(reward_model if reward_model is not None else policy)):
-        raise UserError("no critic of its own is made from a quantised policy: use critic: shared, or no quantise")
+    if is_quantized(unwrap(reward_model if reward_model is not None else policy)):
+        raise UserError("no critic of its own is made from a quantized policy: use critic: shared, or no quantize")
     start = copy.deepcopy(reward_model if reward_model is not None else policy)
     source: PreTrainedModel = start.merge_and_unload() if isinstance(start, PeftModel) else start  # type: ignore
     labels = {"id2label": {0: "value"}, "label2id": {"value": 0}}

@@ -12,9 +12,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from burnish.data.batching import bundles, collate, micro_batches, prompt
+from burnish.data.batching import collate, micro_batches, prompt, prompt_groups
+from burnish.errors import UserError
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
-from burnish.types import Example, MicroBatch, UserError
+from burnish.types import Example, MicroBatch
 
 BUDGET_ON_CPU = 512
 """Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
@@ -60,7 +61,7 @@ class Layout:
 
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
         """Indices of examples, a list for each micro-batch; those behind the same prompt stand side by side."""
-        together = bundles(examples, budget)
+        together = prompt_groups(examples, budget)
         if len(together) == len(examples) or not self._can_share:
             return micro_batches(examples, budget, packed=bool(self.packed), shared=self._shared(examples))
         joined = [_join([examples[i] for i in bundle]) for bundle in together]
@@ -141,4 +142,4 @@ def _silent(example: Example) -> Example:
     """An example of the same kind that adds nothing to any term."""
     first = example.sequences[0]
     zeros = {name: (0.0,) * len(first.tokens) for name in first.arrays}
-    return Example((replace(first, trained=(False,) * len(first.tokens), arrays=zeros),))
+    return Example((replace(first, loss_mask=(False,) * len(first.tokens), arrays=zeros),))

@@ -27,14 +27,14 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from burnish import files
-from burnish.data.lengths import cache_folder
-from burnish.math.tensors import precise
-from burnish.models import bases, quantise
+from burnish.errors import UserError
+from burnish.math.tensors import upcast
+from burnish.models import bases, quantize
 from burnish.models.adapters import without_warning
 from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
-from burnish.types import UserError
+from burnish.render.encode import cache_folder
 
 ADAPTER = "adapter_model.safetensors"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -64,7 +64,7 @@ def resolve(reference: str) -> str:
     """A reference as a folder that transformers can load, or the hub id that it is.
 
     A folder that holds no config.json but a GGUF file (or a subfolder ``model``) stands for that model; a GGUF file
-    is dequantised once to float32 and kept in the cache folder under the hash of its bytes.
+    is dequantized once to float32 and kept in the cache folder under the hash of its bytes.
     """
     path = Path(reference).expanduser()
     if path.suffix == ".gguf" and path.is_file():
@@ -94,7 +94,7 @@ def describe(reference: str) -> bases.Base:
 
 
 def convert_gguf(path: Path) -> Path:
-    """Dequantise a GGUF file to a transformers folder in float32, once; returns the folder."""
+    """Dequantize a GGUF file to a transformers folder in float32, once; returns the folder."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
@@ -151,15 +151,15 @@ def load_policy(
     *,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-    quantised: quantise.Kind | None = None,
+    quantized: quantize.Kind | None = None,
     base: str | None = None,
 ) -> nn.Module:
     """A causal language model; a folder with an adapter gives its base with the adapter on it, ready to go on.
 
-    ``quantised`` keeps the weights in 4 or 8 bits. ``base`` is where the base of an adapter lies now, if it was moved.
+    ``quantized`` keeps the weights in 4 or 8 bits. ``base`` is where the base of an adapter lies now, if it was moved.
     """
     folder = resolve(reference)
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantised": quantised}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantized": quantized}
     if is_adapter(folder):
         model = _load_adapter(AutoModelForCausalLM, folder, base, **options)
     else:
@@ -174,7 +174,7 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     labels: int | None = 1,
-    quantised: quantise.Kind | None = None,
+    quantized: quantize.Kind | None = None,
     base: str | None = None,
 ) -> nn.Module:
     """A sequence classifier without dropout: a trained one as it is, or any backbone with a fresh scalar head.
@@ -182,7 +182,7 @@ def load_reward_model(
     ``labels`` None takes a trained one with the labels it has, and no fresh head; the rest is as for ``load_policy``.
     """
     folder = resolve(reference)
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantised": quantised}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantized": quantized}
     if labels is not None:
         options["num_labels"] = labels
     new_head = labels is not None
@@ -284,15 +284,15 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
 
 
 def _whole(
-    cls: Any, reference: str, *, new_head: bool = False, quantised: quantise.Kind | None = None, **options: Any
+    cls: Any, reference: str, *, new_head: bool = False, quantized: quantize.Kind | None = None, **options: Any
 ) -> Any:
     """A model of which no weight is made up, but for its head where it may be new."""
-    if quantised is not None:
-        quantise.require(quantised)
-        options["quantization_config"] = quantise.settings(quantised)
+    if quantized is not None:
+        quantize.require(quantized)
+        options["quantization_config"] = quantize.settings(quantized)
     model, info = _pretrained(cls, reference, output_loading_info=True, **options)
-    if quantised is not None:
-        quantise.prepare(model)
+    if quantized is not None:
+        quantize.prepare(model)
     body = f"{model.base_model_prefix}."
     missing = sorted(info["missing_keys"])
     made_up = [key for key in missing if not new_head or (key.startswith(body) and "pooler" not in key)]
@@ -319,7 +319,7 @@ def _check_finite(model: nn.Module, reference: str) -> None:
 def _check_head(model: nn.Module, reference: str) -> None:
     """Compare the logits that training computes in chunks with the model's own."""
     tokens = torch.tensor([[0, 1]], device=unwrap(model).device)
-    expected = precise(unwrap(model)(input_ids=tokens, use_cache=False).logits)
+    expected = upcast(unwrap(model)(input_ids=tokens, use_cache=False).logits)
     found = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
     if (found - expected).abs().max() > 0.02 * expected.abs().max():
         raise UserError(

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.errors import UserError
 from burnish.models.dropout import hashes, token_keys
 from burnish.models.forward import unwrap
-from burnish.types import MicroBatch, Prompt, Row, UserError
+from burnish.types import MicroBatch, Prompt, Row
 
 NUMBER = -1  # dropout layers count from 0
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from burnish.errors import UserError
 from burnish.recipes import write_rows
 from burnish.recipes.models import character_tokenizer, random_llama
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 CHARACTERS = "0123456789+-=?\n"
 LARGEST = 9

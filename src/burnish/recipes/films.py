@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from burnish.errors import UserError
 from burnish.recipes import write_rows
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 RESOURCES = "additional_resources/hutto_ICWSM_2014.tar.gz"
 SNIPPETS = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burnish.errors import UserError
 from burnish.recipes import write_rows
 from burnish.recipes.models import random_llama
-from burnish.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

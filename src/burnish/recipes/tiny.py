@@ -11,9 +11,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+from burnish.errors import UserError
 from burnish.recipes import write_rows
 from burnish.recipes.models import character_tokenizer, random_llama
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 Question = tuple[int, int]
 

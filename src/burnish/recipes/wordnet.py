@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from burnish.errors import UserError
 from burnish.recipes import write_rows
-from burnish.types import Answer, UserError
+from burnish.types import Answer
 
 PLACES = ("data/wordnet", "/usr/share/wordnet")
 WORD = re.compile(r"[a-z]{3,}")

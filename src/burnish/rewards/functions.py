@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from burnish.errors import UserError
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.types import Answer, Reward, UserError
+from burnish.types import Answer, Reward
 from burnish.user_code import user_code
 
 LARGEST = torch.finfo(torch.float32).max

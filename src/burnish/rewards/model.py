@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.chat import Length, Writer, answer, results
+from burnish.errors import UserError
+from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
-from burnish.models.linear import use_onednn
-from burnish.types import Answer, Example, UserError
+from burnish.render.chat import Renderer, Truncation, answer, results
+from burnish.types import Answer, Example
 
 TOKEN_BUDGET = 8192
 """Tokens, padding included, that are scored in one forward pass."""
@@ -34,8 +35,8 @@ class ModelReward:
         tokenizer: PreTrainedTokenizerBase,
         *,
         label: str | int | None = None,
-        length: Length | None = None,
-        normalise: bool = False,
+        length: Truncation | None = None,
+        normalize: bool = False,
         token_budget: int = TOKEN_BUDGET,
     ) -> None:
         """Take a sequence classifier and the tokenizer it was trained with.
@@ -45,18 +46,20 @@ class ModelReward:
             tokenizer: with a chat template.
             label: the name or number of the logit that is the score; None where there is only one.
             length: the longest sequence; None is what the model can take, cut from the prompt.
-            normalise: give (score - mean) / std, by the mean and std of held-out scores stored with the model.
+            normalize: give (score - mean) / std, by the mean and std of held-out scores stored with the model.
             token_budget: tokens, padding included, of one forward pass.
 
         Raises:
-            UserError: no such label, or there are several and none is named; no mean and std to normalise by.
+            UserError: no such label, or there are several and none is named; no mean and std to normalize by.
         """
         self.model = use_onednn(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
-        self.length = length or Length(max_length=longest(unwrap(model).config, tokenizer), on_long="truncate_left")
+        self.length = length or Truncation(
+            max_length=longest(unwrap(model).config, tokenizer), too_long="truncate_left"
+        )
         self.token_budget = token_budget
-        self.mean, self.std = stored_scale(unwrap(model).config) if normalise else (0.0, 1.0)
+        self.mean, self.std = stored_scale(unwrap(model).config) if normalize else (0.0, 1.0)
 
     @cached_property
     def layout(self) -> Layout:
@@ -70,7 +73,7 @@ class ModelReward:
         Raises:
             UserError: an answer that the template refuses, or that is too long even without its prompt.
         """
-        writer = Writer(self.tokenizer)
+        writer = Renderer(self.tokenizer)
         drafts = (answer.draft(writer, a.prompt, a.text, self.length, source=a.source) for a in answers)
         examples = [Example((sequence,)) for sequence in results(drafts)]
         found = [0.0] * len(answers)
@@ -92,7 +95,7 @@ def stored_scale(config: Any) -> tuple[float, float]:
     """
     scale = getattr(config, "score_mean", None), getattr(config, "score_std", None)
     if None in scale or scale[1] == 0:
-        raise UserError("normalise: the reward model has no stored score_mean and score_std: train it with data.eval")
+        raise UserError("normalize: the reward model has no stored score_mean and score_std: train it with data.eval")
     return scale  # pyright: ignore[reportReturnType]
 
 

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data import chat
-from burnish.data.solutions import step_ends
+from burnish.errors import UserError
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import Layout
+from burnish.render import chat
+from burnish.render.solutions import step_ends
 from burnish.rewards.model import TOKEN_BUDGET
-from burnish.types import Answer, Example, Sequence, UserError
+from burnish.types import Answer, Example, Sequence
 
 FAILED = -1.0  # what tree search gives a state that leads nowhere
 
@@ -66,7 +67,7 @@ class StepReward:
                     f"{answer.text[:80]!r}: a reward for steps needs a value model with the policy's tokenizer"
                 )
             worth = {t: values[t] for t in step_ends(self.tokenizer, answer.tokens, self.delimiter)}
-            if answer.finish != "stop" or self._unfinished(answer, worth):
+            if answer.finish_reason != "stop" or self._unfinished(answer, worth):
                 worth[len(answer.tokens) - 1] = FAILED
             mine, before = [0.0] * len(answer.tokens), 0.0
             for t, value in worth.items():
@@ -83,7 +84,7 @@ class StepReward:
     @torch.no_grad()
     def values(self, answers: list[Answer]) -> list[list[float]]:
         """V of every prefix of each answer, one number for each of its tokens."""
-        writer = chat.Writer(self.tokenizer)
+        writer = chat.Renderer(self.tokenizer)
         prompts = chat.results(chat.prompt.draft(writer, answer.prompt, answer.source) for answer in answers)
         examples = []
         for answer, prompt in zip(answers, prompts, strict=True):

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from burnish.errors import UserError
 from burnish.models.heads import Network
 from burnish.models.layout import Layout
 from burnish.protocols import Method
-from burnish.types import Example, MicroBatch, Term, Terms, UserError
+from burnish.types import Example, MicroBatch, Term, Terms
 
 T = TypeVar("T")
 

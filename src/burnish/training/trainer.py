@@ -25,18 +25,19 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from burnish import files
 from burnish.data import streaming
-from burnish.data.chat import Length
-from burnish.data.rows import Rows, load
+from burnish.data.readers import Rows, load
+from burnish.errors import UserError
 from burnish.models.dropout import key_dropout
 from burnish.models.finite import non_finite
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget, is_out_of_memory
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Context, Method
+from burnish.render.chat import Truncation
+from burnish.report.metrics import Recorder
 from burnish.training.arguments import OWN, warn_ignored
-from burnish.training.metrics import Recorder
 from burnish.training.passes import Passes, add
-from burnish.types import Example, Row, Term, Terms, UserError
+from burnish.types import Example, Row, Term, Terms
 
 LOADER_STATE = "burnish.pt"
 MOST_IN_A_ROW = 10  # a run stops at so many skipped steps one after another
@@ -50,7 +51,7 @@ class Trainer(transformers.Trainer):
         args: ``TrainingArguments``. Rows of an optimizer step are ``per_device_train_batch_size`` x
             ``gradient_accumulation_steps`` x processes.
         method: what to learn: ``SFT()``, ``RewardModel()``, ``PPO(...)`` or any ``burnish.protocols.Method``.
-        train_dataset: rows: dicts, ``datasets.Dataset``, or what ``burnish.data.rows.load`` returned; or a
+        train_dataset: rows: dicts, ``datasets.Dataset``, or what ``burnish.data.readers.load`` returned; or a
             ``burnish.data.streaming.RowStream``, which needs ``args.max_steps``.
         eval_dataset: rows of the same kind that training does not see.
         processing_class: the tokenizer, with the chat template.
@@ -76,7 +77,7 @@ class Trainer(transformers.Trainer):
         eval_dataset: Iterable[Any] | Rows | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
-        length: Length | None = None,
+        length: Truncation | None = None,
         token_budget: int | None = None,
         padding_side: str = "right",
         pad_to: int = 0,
@@ -100,7 +101,7 @@ class Trainer(transformers.Trainer):
             raise UserError("on_non_finite: skip: with fp16 the loss scaler skips steps itself: take this setting away")
         warn_ignored(args)
         self.method = method
-        self.length = length or Length()
+        self.length = length or Truncation()
         self.token_budget = token_budget or default_budget(args.device)
         self.on_non_finite = on_non_finite
         self.recorder = recorder

@@ -1,0 +1,401 @@
+"""Models measured on rows: perplexity, pair accuracy, rewards, KL, pass@k, best of k, win rate, with 95 % intervals.
+
+Every measure is a weighted mean over rows; its interval comes from rows drawn again, which for two models are the same
+rows, so that their difference is paired.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig
+
+from burnish.commands.generate import TOKEN_BUDGET, Loaded, load, logprobs
+from burnish.config.evaluation import Evaluation
+from burnish.config.run import model_reference, named_reward
+from burnish.data import readers as rows
+from burnish.errors import UserError
+from burnish.generate.local import LocalGenerator
+from burnish.math.statistics import best_of_k, bootstrap, pass_at_k
+from burnish.methods.pretrain import Pretrain
+from burnish.methods.reward import RewardModel
+from burnish.methods.sft import SFT
+from burnish.models import loading
+from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
+from burnish.models.heads import Network
+from burnish.models.layout import Layout
+from burnish.protocols import Context
+from burnish.render import chat
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.model import longest
+from burnish.rl.collect import Rollout, collect, samples
+from burnish.types import Conversation, Example, Preference, Prompt, Ranking, Row, Text
+
+PROMPTS = ("prompt", "query")
+"""Shapes of rows that are answered."""
+
+
+class Measure(NamedTuple):
+    """Values by row, with what each weighs: ``Measure({"pairs.jsonl:1": 1.0}, {"pairs.jsonl:1": 1.0})``.
+
+    It is sum w x / sum w, or exp of it where ``exp`` is set.
+    """
+
+    values: Mapping[str, float]
+    weights: Mapping[str, float] | None = None
+    exp: bool = False
+
+    def columns(self, sources: list[str]) -> Tensor:
+        """Of the rows in this order: w x and w. (N, 2)."""
+        weights = [1.0 if self.weights is None else self.weights[source] for source in sources]
+        pairs = [(w * self.values[source], w) for source, w in zip(sources, weights, strict=True)]
+        return torch.tensor(pairs, dtype=torch.float64)
+
+    def of(self, means: Tensor) -> Tensor:
+        """The measure from means (R, 2) of its columns. (R,)."""
+        mean = means[:, 0] / means[:, 1]
+        return mean.exp() if self.exp else mean
+
+
+@dataclass
+class Measured:
+    """What one model came to: measures by name, the samples it gave, and what was cut or left out of its rows."""
+
+    measures: dict[str, Measure]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+
+def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
+    """Measure a model, and a second one on the same rows and seeds where the evaluation names it.
+
+    Returns values with their intervals by measure, and the samples, as plain values for JSON.
+
+    Raises:
+        UserError: rows of another kind than the model and the evaluation can measure.
+    """
+    references = [model] + ([model_reference(evaluation.against, Path())] if evaluation.against else [])
+    rewards_model = _is_reward_model(model)
+    if evaluation.against and _is_reward_model(references[1]) != rewards_model:
+        kinds = ("a policy", "a reward model") if rewards_model else ("a reward model", "a policy")
+        raise UserError(
+            f"against: {references[1]} is {kinds[0]} and {model} {kinds[1]}: nothing can be measured of both"
+        )
+    found = _rows(evaluation, rewards_model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scorers = [named_reward(source, evaluation, Path(), device) for source in evaluation.reward]
+    reference = _policy(model_reference(evaluation.reference, Path()), evaluation) if evaluation.reference else None
+    done = [
+        _measure_rewards(name, found.rows, evaluation) if rewards_model
+        else _measure_policy(_policy(name, evaluation), found.rows, evaluation, scorers, reference)
+        for name in references
+    ]  # fmt: skip
+    return {
+        "name": evaluation.name,
+        "models": references,
+        "evaluation": evaluation.model_dump(mode="json"),
+        "rows": len(found.rows),
+        "skipped": [f"{row.source}: {row.reason}" for row in found.skipped],
+        "changed": done[0].changed,
+        "measures": _compared(done, evaluation),
+        "samples": [
+            {"model": name} | sample for name, one in zip(references, done, strict=True) for sample in one.samples
+        ],
+    }
+
+
+def _is_reward_model(reference: str) -> bool:
+    folder = loading.resolve(reference)
+    adapter = Path(folder) / "adapter_config.json"
+    if adapter.is_file():
+        return json.loads(adapter.read_text("utf-8")).get("task_type") == "SEQ_CLS"
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{reference}: not a model: {str(error).splitlines()[0]}") from error
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+
+
+def _policy(reference: str, evaluation: Evaluation) -> Loaded:
+    return load(reference, evaluation.template)
+
+
+def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
+    """The rows, all of one kind, of those that can be measured with what the evaluation names."""
+    data = evaluation.data
+    kinds: tuple[type[Any], ...] = (Text, Conversation, Preference)
+    if rewards_model:
+        kinds = (Preference, Ranking)
+    elif evaluation.reward or data.format in PROMPTS:
+        kinds = (Prompt,)
+    names = ("format", "keys", "keep", "on_bad_row", "limit")
+    settings: dict[str, Any] = {name: getattr(data, name) for name in names}
+    try:
+        found = rows.load(data.eval, kinds, **settings)
+    except rows.BadRow as bad:
+        if Prompt in kinds or rewards_model:
+            raise
+        raise UserError(f"{bad}; prompts to be answered need reward:, or reference: with data.format: prompt") from bad
+    first = type(found.rows[0])
+    other = next((row for row in found.rows if type(row) is not first), None)
+    if other is not None and not rewards_model:
+        raise UserError(
+            f"{other.source}: a {type(other).__name__} among rows of {first.__name__}: measure each kind by itself"
+        )
+    if first is Preference and not rewards_model and evaluation.reference is None:
+        raise UserError("data.eval holds pairs: a policy's implicit rewards are against a reference: set reference:")
+    if first is Prompt and not evaluation.reward and evaluation.reference is None:
+        raise UserError("data.eval holds prompts: set reward: to score answers, or reference: for the KL")
+    if first is not Prompt and "generation" in evaluation.model_fields_set:
+        raise UserError("generation: belongs to prompts, which are answered; of these rows nothing is sampled")
+    if evaluation.reference is not None and (rewards_model or first not in (Prompt, Preference)):
+        raise UserError("reference: belongs to prompts and pairs that a policy is measured on: take it away")
+    return found
+
+
+# --- one model ----------------------------------------------------------------------------------------------------
+
+
+def _measure_policy(
+    loaded: Loaded, found: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
+) -> Measured:
+    kind = type(found[0])
+    if kind is Prompt:
+        return _measure_answers(loaded, found, evaluation, rewards, reference)
+    if kind is Preference:
+        assert reference is not None
+        return _measure_pairs(loaded, found, evaluation, reference)
+    method = Pretrain() if kind is Text else SFT()
+    examples, changed = method.examples(found, loaded.tokenizer, _length(loaded.model, loaded.tokenizer, evaluation))
+    losses: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    sequences = [example.sequences[0] for example in examples]
+    for sequence, values in zip(sequences, logprobs(loaded.model, sequences), strict=True):
+        losses[sequence.source] = losses.get(sequence.source, 0.0) - math.fsum(values)
+        counts[sequence.source] = counts.get(sequence.source, 0.0) + len(values)
+    means = {source: losses[source] / counts[source] for source in losses}
+    measures = {"perplexity": Measure(means, counts, exp=True), "nll a token": Measure(means, counts)}
+    return Measured(measures, changed=_said(changed))
+
+
+def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> chat.Truncation:
+    """The longest sequence: as the evaluation says, else what the model was made for."""
+    limit = evaluation.data.max_length or longest(unwrap(model).config, tokenizer)
+    return chat.Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
+
+
+def _said(changed: list[Any]) -> list[str]:
+    return [f"{row.source}: {row.reason}" for row in changed]
+
+
+def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:
+    """Implicit rewards log p(answer) - log p_reference(answer) of both sides (Rafailov et al. 2023)."""
+    sums: list[dict[str, list[float]]] = []
+    changed: list[Any] = []
+    for one in (reference, loaded):
+        encode = partial(_sides, chat.Renderer(one.tokenizer))
+        examples, changed = chat.encode(found, encode, _length(one.model, one.tokenizer, evaluation))
+        values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
+        sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
+    before, after = sums
+    margins = {
+        source: (chosen - before[source][0]) - (rejected - before[source][1])
+        for source, (chosen, rejected) in after.items()
+        if source in before
+    }
+    measures = {"accuracy": Measure({s: _share(m) for s, m in margins.items()}), "margin": Measure(margins)}
+    return Measured(measures, changed=_said(changed))
+
+
+def _sides(writer: chat.Renderer, row: Any) -> chat.Draft[Example]:
+    chosen = yield from chat.completion.draft(writer, row.prompt, row.chosen, row.source)
+    rejected = yield from chat.completion.draft(writer, row.prompt, row.rejected, row.source)
+    return Example((chosen, rejected))
+
+
+def _share(difference: float) -> float:
+    return 0.5 if difference == 0 else float(difference > 0)
+
+
+def _measure_rewards(reference: str, found: list[Row], evaluation: Evaluation) -> Measured:
+    """Accuracy and margin of a reward model; the pairs of a ranking count as one row."""
+    tokenizer = loading.load_tokenizer(reference)
+    if evaluation.template is not None:
+        chat.set_template(tokenizer, evaluation.template)
+    model = loading.load_reward_model(reference).to("cuda" if torch.cuda.is_available() else "cpu")
+    examples, changed = RewardModel().examples(found, tokenizer, _length(model, tokenizer, evaluation))
+    pad_id: Any = tokenizer.pad_token_id
+    layout = Layout([model], pad_id=pad_id or 0)
+    differences: list[list[float]] = [[] for _ in examples]
+    with evaluating(model):
+        for group, _, values in layout.passes(lambda batch: scores(model, batch).tolist(), examples, TOKEN_BUDGET):
+            found_scores = iter(values)
+            for i in group:
+                mine = [next(found_scores) for _ in examples[i].sequences]
+                differences[i] = [mine[pair.better] - mine[pair.worse] for pair in examples[i].pairs]
+    pairs = list(zip(examples, differences, strict=True))
+    accuracies = {example.source: fmean(map(_share, mine)) for example, mine in pairs}
+    margins = {example.source: fmean(mine) for example, mine in pairs}
+    return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=_said(changed))
+
+
+def _measure_answers(
+    loaded: Loaded, found: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
+) -> Measured:
+    prompts = [row for row in found if isinstance(row, Prompt)]
+    writer = chat.Renderer(loaded.tokenizer)
+    tokens = chat.results(chat.prompt.draft(writer, row) for row in prompts)
+    sampling = evaluation.generation
+    rollouts = collect(
+        prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, _context(loaded, evaluation), LocalGenerator()
+    )
+    by_row: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_row.setdefault(rollout.answer.source, []).append(rollout)
+
+    def measure(value: Callable[[list[Rollout]], float]) -> Measure:
+        return Measure({source: value(mine) for source, mine in by_row.items()})
+
+    measures = {"score": measure(lambda mine: fmean(r.score for r in mine))} if len(rewards) > 1 else {}
+    for reward in rewards:
+        measures |= _of_reward(reward.name, rollouts, sampling.samples, any(r.weight for r in rewards), measure)
+    if reference is not None:
+        name, ratios = _log_ratios(loaded, reference, rollouts, evaluation)
+        measures[name] = measure(lambda mine: fmean(ratios[id(r)] for r in mine))
+    measures["tokens"] = measure(lambda mine: fmean(len(r.answer.tokens) for r in mine))
+    measures["stopped"] = measure(lambda mine: fmean(float(r.answer.finish_reason == "stop") for r in mine))
+    totals = {source: [r.score for r in mine] for source, mine in by_row.items()}
+    return Measured(measures, samples(rollouts, "eval"), totals if any(r.weight for r in rewards) else {})
+
+
+def _of_reward(
+    name: str,
+    rollouts: list[Rollout],
+    n: int,
+    chosen: bool,
+    measure: Callable[[Callable[[list[Rollout]], float]], Measure],
+) -> dict[str, Measure]:
+    """The mean of a reward; its pass@k where it is 0 or 1; and of the best of k by the score, where there is one."""
+    found = {name: measure(lambda mine: fmean(r.rewards[name] for r in mine))}
+    ks = [2**power for power in range(n.bit_length())]
+    if {r.rewards[name] for r in rollouts} <= {0.0, 1.0}:
+        for k in ks:
+            found[f"{name} pass@{k}"] = measure(
+                lambda mine, k=k: pass_at_k(n, round(sum(r.rewards[name] for r in mine)), k)
+            )
+    for k in ks[1:] if chosen else []:
+        found[f"{name} best of {k}"] = measure(
+            lambda mine, k=k: best_of_k([r.score for r in mine], [r.rewards[name] for r in mine], k)
+        )
+    return found
+
+
+def _log_ratios(
+    loaded: Loaded, reference: Loaded, rollouts: list[Rollout], evaluation: Evaluation
+) -> tuple[str, dict[int, float]]:
+    """Sum of log p - log p_reference over each completion; its mean is the KL where it was sampled from p whole."""
+    if loaded.tokenizer.get_vocab() != reference.tokenizer.get_vocab():
+        raise UserError(f"reference: {reference.reference} reads other tokens than {loaded.reference}: no KL")
+    sampling = evaluation.generation
+    whole = sampling.temperature > 0 and sampling.top_k is None and sampling.top_p is None
+    how = SamplingTransform(sampling.temperature or 1.0)
+    sides = [logprobs(one.model, [r.sequence for r in rollouts], how) for one in (loaded, reference)]
+    ratios = {id(r): math.fsum(a) - math.fsum(b) for r, a, b in zip(rollouts, *sides, strict=True)}
+    return "kl" if whole else "log ratio", ratios
+
+
+def _context(loaded: Loaded, evaluation: Evaluation) -> Context:
+    """What ``collect`` uses of a run; there is none here, and one process."""
+
+    def none(*_: Any) -> Any:
+        raise AssertionError("nothing is trained here")
+
+    return Context(
+        network=Network(loaded.model),
+        tokenizer=loaded.tokenizer,
+        length=evaluation.data,
+        seed=evaluation.seed,
+        rows_per_step=1,
+        rank=0,
+        world_size=1,
+        device=unwrap(loaded.model).device,
+        evaluate=none,
+        annotate=none,
+        gather=lambda value: [value],
+        last=none,
+        log=none,
+        samples=none,
+    )
+
+
+# --- intervals ----------------------------------------------------------------------------------------------------
+
+
+def _compared(done: list[Measured], evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+    """Each measure with its interval; of two models both and the paired difference; their win rate."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, measure in done[0].measures.items():
+        if len(done) == 1:
+            table[name] = _interval([measure], evaluation)
+        elif name in done[1].measures:
+            both = [measure, done[1].measures[name]]
+            table[name] = _interval(both[:1], evaluation) | {
+                "against": _interval(both[1:], evaluation),
+                "difference": _interval(both, evaluation),
+            }
+    if len(done) == 2 and done[0].scores:
+        wins = {
+            source: fmean(_share(a - b) for a, b in zip(mine, done[1].scores[source], strict=True))
+            for source, mine in done[0].scores.items()
+        }
+        table["win rate"] = _interval([Measure(wins)], evaluation)
+    return table
+
+
+def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, float]:
+    """Of one measure, or of the first less the second on the rows that both have."""
+    sources = [source for source in measures[0].values if all(source in m.values for m in measures)]
+    if not sources:
+        raise UserError("no row is left to measure: all were left out for their length; raise data.max_length")
+    columns = torch.cat([measure.columns(sources) for measure in measures], dim=1)
+
+    def statistic(means: Tensor) -> Tensor:
+        values = [measure.of(means[:, 2 * i : 2 * i + 2]) for i, measure in enumerate(measures)]
+        return values[0] if len(values) == 1 else values[0] - values[1]
+
+    value = statistic(columns.mean(0, keepdim=True)).item()
+    low, high = bootstrap(columns, statistic, evaluation.resamples, evaluation.seed)
+    return {"value": value, "low": low, "high": high, "rows": len(sources)}
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Measures with their 95 % intervals."""
+    shown = Table("measure", *(_end(name) for name in result["models"]), box=None, pad_edge=False)
+    if len(result["models"]) == 2:
+        shown.add_column("difference")
+    for name, found in result["measures"].items():
+        both = [found[key] for key in ("against", "difference") if key in found]
+        shown.add_row(name, *(_cell(one) for one in [found, *both]))
+    return shown
+
+
+def _end(name: str) -> str:
+    return name if len(name) <= 32 else f"...{name[-29:]}"
+
+
+def _cell(found: Mapping[str, float]) -> str:
+    return f"{found['value']:.4g} [{found['low']:.4g}, {found['high']:.4g}]"

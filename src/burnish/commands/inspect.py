@@ -1,0 +1,329 @@
+"""What a recipe's rows look like to the model: tokens, what is learned, lengths, what is cut, memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, sources
+from burnish.config.run import check_rewards, model_reference
+from burnish.data import readers as rows
+from burnish.data.batching import shared_length
+from burnish.errors import UserError
+from burnish.machine import matmul_rate, memory_bytes
+from burnish.models import loading
+from burnish.models.adapters import AdapterConfig
+from burnish.models.layout import default_budget
+from burnish.render import chat
+from burnish.types import Encoded, Example, Prompt, Sequence
+
+SHOWN_ROWS = 2
+SHOWN_CHANGES = 5
+BINS = 8
+BAR = 40
+# Bytes of activations for each token, layer and hidden unit in 16 bits, with attention that keeps no (T, T) scores:
+# Korthikanti et al. 2022, equation 2 without its last term.
+ACTIVATION = 34
+CHECKPOINTED = 2
+
+
+def show(recipe: Recipe, row: int | None, console: Console) -> None:
+    """Print every stage whose inputs exist, and what the others wait for.
+
+    Raises:
+        UserError: rows or a tokenizer cannot be read; no stage has row ``row``.
+    """
+    for stage in recipe.stages:
+        console.rule(f"{stage.name}: {stage.method.name if stage.method else stage.run}", align="left")
+        if stage.run:
+            console.print(f"runs {stage.run}; its rows go to {recipe.folder / stage.name / 'data'}")
+            continue
+        lacking = _lacking(recipe, stage)
+        if lacking:
+            console.print(f"waits for {lacking}: burnish run makes it")
+            continue
+        _show_stage(recipe, stage, row, console)
+
+
+def _lacking(recipe: Recipe, stage: Stage) -> str | None:
+    """What an earlier stage has still to make before rows of this one can be shown."""
+    assert stage.data is not None
+    for part in stage.data.parts("train") + stage.data.parts("eval"):
+        place = sources.data_reference(part.source, recipe.folder)
+        if isinstance(part.source, StageData) and not Path(place).exists():
+            return place
+    reference, _ = _origin(recipe, stage)
+    return None if reference else f"the model of stage {getattr(stage.model, 'stage', '')}"
+
+
+def _origin(recipe: Recipe, stage: Stage) -> tuple[str | None, str | None]:
+    """The model whose tokenizer the stage will have, and its plain template.
+
+    Training changes neither tokenizer nor template, so for a stage that has not run these are the ones of its start.
+    """
+    if not isinstance(stage.model, StageModel):
+        return (None, None) if stage.model is None else (model_reference(stage.model, recipe.folder), stage.template)
+    made = model_reference(stage.model, recipe.folder)
+    if Path(made).is_dir():
+        return made, stage.template
+    earlier = next(s for s in recipe.stages if s.name == stage.model.stage)
+    reference, template = _origin(recipe, earlier)
+    return reference, stage.template or template
+
+
+def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
+    assert stage.method is not None and stage.data is not None
+    reference, template = _origin(recipe, stage)
+    assert reference is not None
+    tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
+    if template is not None:
+        chat.set_template(tokenizer, template)
+    found = method_class(stage.method.name)
+    settings = dict(stage.method.settings)
+    if Prompt in found.kinds:
+        settings |= {"reward": [], "sampling": stage.generation}
+    method = found(**settings)
+    splits = {}
+    for split in ("train", "eval"):
+        if getattr(stage.data, split) is not None:
+            read = _read(recipe, stage.data, split, found.kinds)
+            splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
+    check_rewards(stage, {split: read for split, (read, _) in splits.items()})
+    if stage.data.stream:
+        console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")
+    if warning := sources.overlap(stage.data, recipe.folder):
+        console.print(warning, markup=False)
+    if stage.data.keep:
+        console.print(f"not read, as data.keep says: {', '.join(stage.data.keep)}", markup=False)
+    console.print(_counts(splits))
+    for read, encoded in splits.values():
+        _list(console, "skipped", [skipped.message for skipped in read.skipped])
+        _list(console, "changed", [f"{changed.source}: {changed.reason}" for changed in encoded.changed])
+    examples = splits["train"][1].examples
+    console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
+    _show_rows(examples, tokenizer, row, console)
+    console.print(_cost(reference, stage, examples))
+
+
+def _read(recipe: Recipe, data: Data, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
+    """Rows of a split; of a stream those that are shuffled together first."""
+    if split == "train" and data.stream:
+        return rows.Rows(*sources.stream(data, recipe.folder, kinds).take(data.shuffle_buffer))
+    return sources.read(data, split, recipe.folder, kinds, recipe.seed)
+
+
+# --- counts -------------------------------------------------------------------------------------------------------
+
+
+def percentile(values: list[int], share: float) -> int:
+    """The smallest value that this share of the values does not exceed: ``percentile([1, 2, 9], 0.5)`` is 2."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _counts(splits: dict[str, tuple[rows.Rows, Encoded]]) -> Table:
+    table = Table("", *splits, box=None, pad_edge=False)
+    columns = [_facts(read, encoded) for read, encoded in splits.values()]
+    for name in columns[0]:
+        table.add_row(name, *(facts[name] for facts in columns))
+    return table
+
+
+def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
+    sequences = [s for example in encoded.examples for s in example.sequences]
+    lengths = [len(s.tokens) for s in sequences]
+    learned = sum(sum(s.loss_mask) for s in sequences)
+    total = sum(lengths)
+    pairs = sum(len(example.pairs) for example in encoded.examples)
+    shared = sum((len(e.sequences) - 1) * shared_length(e) for e in encoded.examples)
+    values = sum(len(_values(s)) for s in sequences)
+    what = [f"{learned:,} tokens ({learned / max(1, total):.1%})"] if learned or not pairs else []
+    if any(isinstance(row, Prompt) for row in read.rows):
+        what = ["the completions that it samples"]
+    return {
+        "rows": f"{len(read.rows):,}",
+        "skipped": ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0",
+        "cut or dropped": f"{len(encoded.changed):,}",
+        "sequences": f"{len(sequences):,}",
+        "tokens": f"{total:,}"
+        + (f", {shared:,} of them in prompts that run once for several answers" if shared else ""),
+        "learned": ", ".join(
+            what + ([f"{pairs:,} comparisons"] if pairs else []) + ([f"{values:,} values of steps"] if values else [])
+        ),
+        "length percentiles 0 50 90 99 100": ", ".join(
+            str(percentile(lengths, share)) for share in (0.0, 0.5, 0.9, 0.99, 1.0)
+        )
+        if lengths
+        else "none",
+    }
+
+
+def _list(console: Console, title: str, lines: list[str]) -> None:
+    for line in lines[:SHOWN_CHANGES]:
+        console.print(f"{title}: {line}", markup=False)
+    if len(lines) > SHOWN_CHANGES:
+        console.print(f"{title}: and {len(lines) - SHOWN_CHANGES:,} more")
+
+
+def _histogram(lengths: list[int]) -> Table:
+    low, high = min(lengths), max(lengths) + 1
+    width = max(1, -(-(high - low) // BINS))
+    table = Table("tokens", "sequences", "", box=None, pad_edge=False)
+    counts = [sum(start <= n < start + width for n in lengths) for start in range(low, high, width)]
+    for start, count in zip(range(low, high, width), counts, strict=True):
+        bar = "█" * -(-BAR * count // max(counts))
+        table.add_row(f"{start}" if width == 1 else f"{start}-{start + width - 1}", f"{count:,}", bar)
+    return table
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row: int | None, console: Console) -> None:
+    if row is not None and row >= len(examples):
+        raise UserError(f"--row {row}: there are {len(examples)} rows, counted from 0")
+    colours = console.is_terminal and console.color_system is not None
+    if not colours and any(any(s.loss_mask) for e in examples for s in e.sequences):
+        console.print("learned tokens stand in [[double brackets]]", markup=False)
+    for index in range(len(examples))[:SHOWN_ROWS] if row is None else [row]:
+        example = examples[index]
+        for number, sequence in enumerate(example.sequences):
+            place = f", sequence {number + 1} of {len(example.sequences)}" if len(example.sequences) > 1 else ""
+            if len(example.pairs) == 1:
+                place = ", chosen" if number == example.pairs[0].better else ", rejected"
+            notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
+            console.print(f"row {index} ({sequence.source}{place}): {', '.join(notes)}", style="bold", markup=False)
+            console.print(marked(sequence, tokenizer, colours=colours))
+
+
+def _notes(sequence: Sequence) -> list[str]:
+    """How much of a sequence is learned, how many values it carries, and the reward that holds for all of it."""
+    learned, valued = sum(sequence.loss_mask), len(_values(sequence))
+    notes = [f"{learned} learned"] if learned else []
+    notes += [f"{valued} values"] if valued else []
+    return notes + ([f"reward {_reward(sequence):+g}"] if "advantages" in sequence.arrays else [])
+
+
+def _values(sequence: Sequence) -> dict[int, float]:
+    """Value targets by the index of the token that carries them: 0 may be one, so the outcome tells where they are."""
+    if "targets" not in sequence.arrays:
+        return {}
+    places = zip(sequence.arrays["targets"], sequence.arrays["outcomes"], strict=True)
+    return {t: target for t, (target, outcome) in enumerate(places) if outcome}
+
+
+def _reward(sequence: Sequence) -> float:
+    return sequence.arrays["advantages"][0] if "advantages" in sequence.arrays else 1.0
+
+
+def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> Text:
+    """A sequence as text, with the value of a step behind its last token as ``<+0.5>``.
+
+    Learned tokens are green, or in ``[[ ]]`` without colours, and red where a negative reward makes them less likely;
+    special tokens stand out.
+    """
+    text = Text()
+    special = set(tokenizer.all_special_ids) if colours else set()
+    learned = "green" if _reward(sequence) >= 0 else "red"
+    for trained, is_special, span, value in _spans(sequence, tokenizer, special):
+        # a value stands in the line of its step, before the line's end
+        end = "\n" if value is not None and span.endswith("\n") else ""
+        body = span.removesuffix(end)
+        if colours:
+            style = f"{learned if trained else 'dim'}{' bold reverse' if is_special else ''}"
+            text.append(body.replace("\n", "⏎\n") + "⏎" * len(end) if trained else body, style)
+        else:
+            text.append(f"[[{body}]]" if trained else body)
+        if value is not None:
+            text.append(f"<{value:+.2g}>", ("bold green" if value >= 0 else "bold red") if colours else "")
+            text.append(end)
+    return text
+
+
+def _spans(
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase, special: set[int]
+) -> Iterator[tuple[bool, bool, str, float | None]]:
+    """Runs of tokens that are alike, each with the value at its end.
+
+    A run is what it adds to the text before it, so that no space is lost.
+    """
+    values = _values(sequence)
+    steps = accumulate((t in values for t in range(len(sequence.tokens) - 1)), initial=0)
+    marks = [
+        (trained, token in special, step)
+        for token, trained, step in zip(sequence.tokens, sequence.loss_mask, steps, strict=True)
+    ]
+    done, before = 0, ""
+    for (trained, is_special, _), group in groupby(marks):
+        done += len(list(group))
+        whole = str(tokenizer.decode(list(sequence.tokens[:done]), clean_up_tokenization_spaces=False))
+        yield trained, is_special, whole[len(before) :], values.get(done - 1)
+        before = whole
+
+
+# --- memory and time ----------------------------------------------------------------------------------------------
+
+
+def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
+    """Sum of r (in + out) over every linear layer that gets an adapter (Hu et al. 2021)."""
+    head = getattr(model, "lm_head", None)
+    targets = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets
+    chosen = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and (targets == ["all-linear"] or name.rpartition(".")[2] in targets)
+    ]
+    return sum(adapter.r * (module.in_features + module.out_features) for module in chosen)
+
+
+def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
+    """Memory of one optimizer step, and the least time of an epoch at the measured rate of matrix products."""
+    config = AutoConfig.from_pretrained(loading.resolve(reference), trust_remote_code=stage.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = lora_parameters(model, stage.adapter) if stage.adapter else parameters
+    size = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None).itemsize
+    assert stage.method is not None
+    settings = method_class(stage.method.name).config(**stage.method.settings)
+    networks = 2 if getattr(settings, "critic", None) == "separate" else 1
+    frozen = sum(reward.model is not None for reward in stage.reward)
+    frozen += int(
+        bool(getattr(settings, "reference", False) or getattr(settings, "kl_coef", 0)) and stage.adapter is None
+    )
+    longest = max(len(s.tokens) for e in examples for s in e.sequences)
+    longest += stage.generation.longest if stage.reward else 0
+    batch = stage.trainer.get("per_device_train_batch_size", 8) * max(len(e.sequences) for e in examples)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = min(max(stage.token_budget or default_budget(device) or longest * batch, longest), longest * batch)
+    text = config.get_text_config()
+    each = CHECKPOINTED if stage.trainer.get("gradient_checkpointing") else ACTIVATION
+    activations = each * size // 2 * tokens * text.num_hidden_layers * text.hidden_size
+    parts = {
+        f"weights ({networks + frozen} x {parameters / 1e6:,.1f} M parameters)": size
+        * parameters
+        * (networks + frozen),
+        f"gradients and AdamW ({trained / 1e6:,.1f} M trained)": networks * trained * 3 * size,
+        f"activations (micro-batch of {tokens:,} tokens)": activations,
+    }
+    table = Table("expected, about", "", box=None, pad_edge=False)
+    for name, count in (parts | {"in all": sum(parts.values())}).items():
+        table.add_row(name, f"{count / 2**20:,.0f} MiB")
+    table.add_row("memory of this machine", f"{memory_bytes() / 2**20:,.0f} MiB")
+    if not stage.reward:
+        passes = 6 * parameters if stage.adapter is None else 4 * parameters
+        total = sum(len(s.tokens) for e in examples for s in e.sequences)
+        rate = matmul_rate(torch.float32 if size == 4 else torch.bfloat16)
+        table.add_row("time of an epoch, at least", f"{passes * total / rate:,.0f} s")
+    return table

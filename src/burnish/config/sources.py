@@ -1,0 +1,72 @@
+"""Where a stage's rows come from: one source or a mixture, read whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from burnish.config.schema import Data, Part, StageData
+from burnish.data import mixing
+from burnish.data import readers as rows
+from burnish.data.streaming import RowStream, Source
+from burnish.types import Config
+
+
+def data_reference(source: str | Config, folder: Path) -> str:
+    """A data source as a file, a folder or a hub id."""
+    return str(folder / source.stage / "data" / source.file) if isinstance(source, StageData) else str(source)
+
+
+def references(data: Data, split: str, folder: Path) -> list[str]:
+    """The files, folders and hub ids of a split."""
+    return [data_reference(part.source, folder) for part in data.parts(split)]
+
+
+def overlap(data: Data, folder: Path) -> str | None:
+    """A warning where ``data.eval`` is a source of ``data.train``, None where it is not."""
+    if data.eval is None:
+        return None
+    ((held_out,), trained) = references(data, "eval", folder), references(data, "train", folder)
+    if not any(_same(held_out, name) for name in trained):
+        return None
+    return (
+        f"warning: data.eval is {held_out}, which data.train reads too: its results say how well these rows were "
+        "learned, not what the model does with rows that it has not seen"
+    )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two references name one file or folder, whatever the spelling, or one hub id."""
+    if Path(one).exists() and Path(other).exists():
+        return Path(one).samefile(other)
+    return one.removesuffix(":train") == other.removesuffix(":train")
+
+
+def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int) -> rows.Rows:
+    """The rows of a split; those of several sources are mixed by their weights.
+
+    Raises:
+        UserError: a source cannot be read or has no good row, or a row is bad and is not to be skipped.
+    """
+    parts, names = data.parts(split), references(data, split, folder)
+    found = [rows.load(name, kinds, **_how(data, part)) for part, name in zip(parts, names, strict=True)]
+    if len(found) == 1:
+        return found[0]
+    weights = [part.weight for part in parts if part.weight is not None]
+    return mixing.mix(found, names, weights or None, seed)
+
+
+def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:
+    """The training rows as they are asked for."""
+    sources = []
+    for part, name in zip(data.parts("train"), references(data, "train", folder), strict=True):
+        again: partial[Iterator[Any]] = partial(rows.read, name, kinds, streaming=True, **_how(data, part))
+        sources.append(Source(name, again, part.weight, rows.Unchanged(name)))
+    return RowStream(sources, data.shuffle_buffer)
+
+
+def _how(data: Data, part: Part) -> dict[str, Any]:
+    shared = {"keep": data.keep, "on_bad_row": data.on_bad_row}
+    return {"format": part.format, "keys": part.keys, "limit": part.limit} | shared

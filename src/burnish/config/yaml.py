@@ -1,0 +1,271 @@
+"""YAML with the file and line of every key, overrides, and messages about them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import pydantic
+import yaml
+
+from burnish.errors import UserError, did_you_mean
+
+Keys = tuple[str | int, ...]
+"""The way to a value: ``("stages", 0, "method")``."""
+OVERRIDE = "command line"
+DEEPEST = 32
+
+
+class _Loader(yaml.SafeLoader):
+    """The scalars of YAML 1.2: ``1e-4`` is a number; ``no`` and ``2026-01-01`` are text."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own way)
+
+
+for _tag, _pattern in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9_]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), None)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain values and where each was written: ``Document({"seed": 1}, {(): "r.yaml", ("seed",): "r.yaml:3"})``."""
+
+    value: Any
+    places: dict[Keys, str]
+    hidden: Keys = ()
+    """Start of every path that the text leaves out and messages do too."""
+
+    def where(self, path: Keys) -> str:
+        """Place of a key, or of the nearest block around it that was written."""
+        return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
+
+
+class Problem(NamedTuple):
+    """One mistake: ``Problem(("stages", 0, "sed"), "unknown key")``."""
+
+    path: Keys
+    text: str
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read(text: str, label: str) -> Document:
+    """Parse YAML. Raises UserError with the line for a syntax error and for a key that is written twice."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{label}{line}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
+    places: dict[Keys, str] = {(): label}
+    return Document(None if node is None else _plain(loader, node, (), places, label), places)
+
+
+def _plain(loader: _Loader, node: yaml.Node, path: Keys, places: dict[Keys, str], label: str) -> Any:
+    if len(path) > DEEPEST:
+        raise UserError(f"{label}:{node.start_mark.line + 1}: more than {DEEPEST} blocks inside each other")
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            places[(*path, index)] = f"{label}:{item.start_mark.line + 1}"
+        return [_plain(loader, item, (*path, i), places, label) for i, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        try:
+            return loader.construct_object(node)
+        except yaml.MarkedYAMLError as error:
+            raise UserError(f"{label}:{node.start_mark.line + 1}: not valid YAML: {error.problem}") from error
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        place = f"{label}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(f"{place}: a key must be a plain word, not a list or a block")
+        key = str(key_node.value)
+        if key in result:
+            first = places[(*path, key)].rpartition(":")[2]
+            raise UserError(f"{place}: {dotted((*path, key))}: this key is written twice, first in line {first}")
+        places[(*path, key)] = place
+        result[key] = _plain(loader, value_node, (*path, key), places, label)
+    return result
+
+
+def override(document: Document, text: str) -> Document:
+    """The document with one ``dotted.path=value``; a list is entered by index or by the ``name`` of an element."""
+    keys, equals, written = text.partition("=")
+    if not equals or not all(keys.split(".")):
+        raise UserError(f"{OVERRIDE}: {text!r} is not key=value, for instance trainer.learning_rate=1e-5")
+    value = read(written, f"{OVERRIDE}: {keys}").value
+    path: Keys = ()
+    for key in keys.split("."):
+        path = (*path, _step(document.value, path, key, text))
+    replaced = _replace(document.value, path, value)
+    kept = {place: at for place, at in document.places.items() if place[: len(path)] != path}
+    return Document(replaced, {**kept, path: OVERRIDE})
+
+
+def _at(value: Any, path: Keys) -> Any:
+    for key in path:
+        value = (value or {}).get(key) if isinstance(key, str) else value[key]
+    return value
+
+
+def _step(root: Any, path: Keys, key: str, text: str) -> str | int:
+    """The key or index that one part of an override means."""
+    block = _at(root, path)
+    if isinstance(block, list):
+        names = [item.get("name") if isinstance(item, dict) else None for item in block]
+        if key in names:
+            return names.index(key)
+        if key.isdigit() and int(key) < len(block):
+            return int(key)
+        known = [str(name) for name in names if name]
+        have = f"its entries are {', '.join(known)}" if known else f"it has {len(block)} entries, counted from 0"
+        raise UserError(f"{OVERRIDE}: {text}: {dotted(path, root)} has no {key!r}{did_you_mean(key, known)}; {have}")
+    if block is not None and not isinstance(block, dict):
+        at = dotted(path, root)
+        raise UserError(f"{OVERRIDE}: {text}: {at} is {shown(block)}, not a block; replace it: {at}={{{key}: ...}}")
+    return key
+
+
+def _replace(value: Any, path: Keys, new: Any) -> Any:
+    if not path:
+        return new
+    key, rest = path[0], path[1:]
+    if isinstance(key, int):
+        return [_replace(item, rest, new) if i == key else item for i, item in enumerate(value)]
+    block = value or {}
+    return {**block, key: _replace(block.get(key), rest, new)}
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+def dotted(path: Keys, root: Any = None) -> str:
+    """A path as an override writes it: ``stages.ppo.method.kl_coef``; a named list element goes by its name."""
+    parts = []
+    for depth, key in enumerate(path):
+        element = find(root, path[: depth + 1]) if isinstance(key, int) else None
+        parts.append(str(element["name"] if isinstance(element, dict) and "name" in element else key))
+    return ".".join(parts)
+
+
+def find(root: Any, path: Keys) -> Any:
+    """The value at a path, None where there is none."""
+    for key in path:
+        if isinstance(root, dict) and isinstance(key, str):
+            root = root.get(key)
+        elif isinstance(root, list) and isinstance(key, int):
+            root = root[key]
+        else:
+            return None
+    return root
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the text {value[:60]!r}"
+    return "a list" if isinstance(value, list) else "a block of keys" if isinstance(value, dict) else str(value)
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a block of keys",
+    "model_type": "a block of keys",
+    "finite_number": "a finite number",
+    "expected": "{0}",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+    "string_pattern_mismatch": "a name of letters, digits, '_', '-' and '.', that starts with a letter or digit",
+}
+
+
+def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], value: Any) -> list[Problem]:
+    """The errors of pydantic in our words, one for each key; the branches of a union are one message."""
+    expected: dict[Keys, list[str]] = {}
+    problems = []
+    for detail in error.errors():
+        path = _real(detail["loc"], value)
+        kind, context = detail["type"], detail.get("ctx", {})
+        if kind == "extra_forbidden":
+            known = sorted(_keys(model, path[:-1]))
+            text = f"unknown key{did_you_mean(str(path[-1]), known)}; keys here are {', '.join(known)}"
+            problems.append(Problem(path, text))
+        elif kind == "missing":
+            problems.append(Problem(path, "this key is missing"))
+        elif kind in _EXPECTED:
+            expected.setdefault(path, []).append(_EXPECTED[kind].format(detail["msg"], **context))
+        else:
+            problems.append(Problem(path, str(context.get("error", detail["msg"]))))
+    for path, options in expected.items():
+        got = find(value, path)
+        choices = re.findall(r"'([^']+)'", options[0])
+        near = did_you_mean(got, choices) if isinstance(got, str) else ""
+        problems.append(Problem(path, f"expected {' or '.join(dict.fromkeys(options))}, got {shown(got)}{near}"))
+    return problems
+
+
+def _real(location: Keys, value: Any) -> Keys:
+    """The location of an error without the names that pydantic gives to the branches of a union."""
+    path: Keys = ()
+    for depth, key in enumerate(location):
+        last = depth == len(location) - 1
+        if isinstance(value, dict) and isinstance(key, str) and (key in value or (last and not key.startswith("<"))):
+            path, value = (*path, key), value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            path, value = (*path, key), value[key]
+    return path
+
+
+def _keys(annotation: Any, path: Keys) -> set[str]:
+    """Keys that a block may have, following a path through the fields of nested models."""
+    if path and isinstance(path[0], int):
+        return _keys(annotation, path[1:])
+    if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
+        return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
+    fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
+    if not path:
+        return set(fields)
+    return _keys(fields[str(path[0])].annotation, path[1:]) if path[0] in fields else set()
+
+
+def complain(document: Document, problems: list[Problem]) -> None:
+    """Raise one UserError that lists every problem with its place, or none."""
+    if not problems:
+        return
+    lines = []
+    for path, text in sorted(dict.fromkeys(problems), key=lambda problem: _line(document.where(problem.path))):
+        name = dotted(path, document.value)
+        if document.hidden and path[: len(document.hidden)] == document.hidden:
+            name = dotted(path[len(document.hidden) :], find(document.value, document.hidden))
+        lines.append(f"{document.where(path)}: {name + ': ' if name else ''}{text}")
+    title = f"{document.places[()]}: {len(lines)} mistakes\n  "
+    raise UserError(title + "\n  ".join(lines) if len(lines) > 1 else lines[0])
+
+
+def _line(place: str) -> float:
+    number = place.rpartition(":")[2]
+    return int(number) if number.isdigit() else float("inf")

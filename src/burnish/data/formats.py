@@ -1,0 +1,452 @@
+"""The shapes that rows are written in, and their checks."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from burnish.errors import UserError
+from burnish.types import (
+    Conversation,
+    Labelled,
+    Message,
+    Messages,
+    Preference,
+    Prompt,
+    Ranking,
+    Row,
+    Scored,
+    Steps,
+    Text,
+)
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "human": "user",
+    "gpt": "assistant",
+}
+# Columns that are kept in a file and never read by training; the second line is of files that Burnish writes itself.
+PROVENANCE = frozenset(
+    {"id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P"}
+    | {"finish_reason", "logprob", "logprob_mean", "step", "kind", "score"}
+)
+TWICE = "duplicate key"
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards, margins and scores are computed
+EXACT = 1e-6  # how near a Q has to be to 1 or -1
+TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
+
+Record = Mapping[str, Any]
+
+
+class Decoder(json.JSONDecoder):
+    """JSON in which no object may have a key twice; ``json`` takes the last of them in silence.
+
+    ``twice`` holds such keys of the text that was decoded last.
+    """
+
+    def __init__(self) -> None:
+        self.twice: list[str] = []
+        super().__init__(object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            self.twice += [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        return found
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        """The value that begins at ``idx``, and where it ends.
+
+        Raises:
+            JSONDecodeError: it is not JSON, is nested too deep, or holds a number of too many digits.
+        """
+        self.twice = []
+        try:
+            return super().raw_decode(s, idx)
+        except json.JSONDecodeError:
+            raise
+        except (RecursionError, ValueError) as error:
+            raise json.JSONDecodeError(str(error).partition(";")[0], s, idx) from None
+
+
+class BadRow(UserError):
+    """One row is wrong: ``BadRow("chat.jsonl:17", "messages[0]", "unknown role", "got 'usr', did you mean 'user'?")``.
+
+    ``reason`` is what rows skipped for the same fault have in common.
+    """
+
+    def __init__(self, source: str, key: str, reason: str, detail: str = "") -> None:
+        self.source, self.key, self.reason = source, key, reason
+        super().__init__(": ".join(part for part in (source, key, reason, detail) if part))
+
+
+class At(NamedTuple):
+    """Where a value stands: ``At("chat.jsonl:17", "messages[0].content")``; a row itself has no key.
+
+    ``keep`` are the names that the user wants kept unread, in the row and in its messages and steps.
+    """
+
+    source: str
+    key: str = ""
+    keep: frozenset[str] = frozenset()
+
+    def inside(self, key: str | int) -> At:
+        """The place of an item or of a key of the value."""
+        name = f"[{key}]" if isinstance(key, int) else f".{key}" if self.key else key
+        return At(self.source, self.key + name, self.keep)
+
+    def bad(self, reason: str, detail: str = "") -> BadRow:
+        """The error that names this place."""
+        return BadRow(self.source, self.key, reason, detail)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def _text(value: Any, at: At) -> str:
+    if not isinstance(value, str):
+        raise at.bad("not text", f"expected a string, got {shown(value)}")
+    if not value.strip():
+        raise at.bad("empty text")
+    return value
+
+
+def _number(value: Any, at: At) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        raise at.bad("not a number", f"got {shown(value)}") from None
+    except OverflowError:  # a whole number of more than 308 digits
+        number = LARGEST * 2
+    if not math.isfinite(number):
+        raise at.bad("not a finite number", f"got {shown(value)}")
+    if abs(number) > LARGEST:
+        raise at.bad("too large for float32", f"expected at most {LARGEST:.4g} in size, got {shown(value)}")
+    return number
+
+
+def _list(value: Any, at: At) -> list[Any]:
+    """A list; files that hold only strings (csv) write it as JSON."""
+    if isinstance(value, str):
+        decoder = Decoder()
+        try:
+            value = decoder.decode(value)
+        except ValueError:
+            raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
+        if decoder.twice:
+            raise at.bad(TWICE, repr(decoder.twice[0]))
+    if not isinstance(value, list | tuple):
+        raise at.bad("not a list", f"got {shown(value)}")
+    return list(value)
+
+
+def _message(value: Any, at: At) -> Message:
+    """``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``."""
+    if not isinstance(value, Mapping):
+        raise at.bad("not a message", f"expected {{role, content}}, got {shown(value)}")
+    names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    for name in names:
+        if name not in value:
+            raise at.bad("missing key", missing(value, (name,)))
+    role, content = value[names[0]], value[names[1]]
+    if not isinstance(role, str) or role not in ROLES:
+        near = difflib.get_close_matches(str(role), ROLES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ROLES)}"
+        raise at.bad("unknown role", f"got {shown(role)}: {hint}")
+    if len(value) > len(names):
+        _no_other_keys(value, names, at, f"write it into {names[1]!r}, ")
+    return {"role": ROLES[role], "content": _text(content, at.inside(names[1]))}
+
+
+def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, advice: str = "") -> None:
+    """Raise a BadRow for a key of a message or step that says something and is not read; a weight of 1 says nothing."""
+    known = {*names, *PROVENANCE, *at.keep}
+    for key in value:
+        if key not in known and not empty(value[key]) and not (key == "weight" and value[key] == 1):
+            detail = f"{key!r} would be lost: {advice}remove it, or ignore it with data.keep: [{key}]"
+            raise at.inside(key).bad("key that is not read", detail)
+
+
+def empty(value: Any) -> bool:
+    """Whether a value says nothing: a file with fixed columns has every key in every row, perhaps as JSON in a text."""
+    return value is None or (isinstance(value, str | list | tuple | dict) and (not value or value in ("[]", "{}")))
+
+
+def _messages(value: Any, at: At) -> Messages:
+    items = _list(value, at)
+    if not items:
+        raise at.bad("empty conversation")
+    return tuple(_message(item, at.inside(i)) for i, item in enumerate(items))
+
+
+def _turns(value: Any, at: At, role: str) -> Messages:
+    """A string is one turn by ``role``."""
+    return ({"role": role, "content": _text(value, at)},) if isinstance(value, str) else _messages(value, at)
+
+
+def _with_system(record: Record, row: At, messages: Messages, key: str = "system") -> Messages:
+    """The messages, after the record's system prompt where it has one."""
+    system = record.get(key)
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return messages
+    first: Message = {"role": "system", "content": _text(system, row.inside(key))}
+    if messages[0]["role"] != "system":
+        return (first, *messages)
+    if messages[0] != first:
+        raise row.inside(key).bad("two system prompts", "the messages begin with another one")
+    return messages
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except ValueError:  # a whole number of thousands of digits, or a list that holds itself
+        text = "..."
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def missing(record: Record, names: tuple[str, ...]) -> str:
+    """What keys there are and which of them may have been meant: "has keys 'instructon': did you mean ...?"."""
+    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
+    hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
+    return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+
+def _read_text(record: Record, row: At) -> Text:
+    return Text(_text(record["text"], row.inside("text")), row.source)
+
+
+def _learnable(messages: Messages, start: int | None, at: At) -> Conversation:
+    if all(message["role"] != "assistant" for message in messages[start or 0 :]):
+        raise at.bad("no assistant turn", "there is nothing to learn")
+    if messages[-1]["role"] != "assistant":
+        raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
+    return Conversation(messages, start, at.source)
+
+
+def _read_messages(record: Record, row: At, key: str = "messages") -> Conversation:
+    at = row.inside(key)
+    return _learnable(_with_system(record, row, _messages(record[key], at)), None, at)
+
+
+def _read_whole_prompt(record: Record, row: At) -> Conversation:
+    """OpenRLHF's message list with no output: the whole conversation under one key."""
+    if isinstance(record["prompt"], str):
+        raise row.inside("completion").bad("missing key", missing(record, ("completion",)))
+    return _read_messages(record, row, "prompt")
+
+
+def _completed(record: Record, row: At, prompt: Messages, key: str, system: str = "system") -> Conversation:
+    prompt = _with_system(record, row, prompt, system)
+    return _learnable(prompt + _turns(record[key], row.inside(key), "assistant"), len(prompt), row.inside(key))
+
+
+def _read_prompt_completion(record: Record, row: At) -> Conversation:
+    return _completed(record, row, _turns(record["prompt"], row.inside("prompt"), "user"), "completion")
+
+
+def _read_alpaca(record: Record, row: At) -> Conversation:
+    question = _text(record["instruction"], row.inside("instruction"))
+    extra = record.get("input")
+    if extra is not None and not (isinstance(extra, str) and not extra.strip()):
+        question = f"{question}\n\n{_text(extra, row.inside('input'))}"
+    return _completed(record, row, ({"role": "user", "content": question},), "output")
+
+
+def _read_openorca(record: Record, row: At) -> Conversation:
+    question = _turns(_text(record["question"], row.inside("question")), row.inside("question"), "user")
+    return _completed(record, row, question, "response", "system_prompt")
+
+
+def _transcript(value: str, at: At) -> Messages:
+    """The turns of an Anthropic HH string, each led by ``Human:`` or ``Assistant:`` after a blank line."""
+    pieces = TURN.split(value)
+    if len(pieces) < 3 or pieces[0].strip():
+        raise at.bad("not a transcript", "without a prompt, expected a message list or '\\n\\nHuman: ...' text")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return tuple(
+        {"role": roles[name], "content": _text(content, at.inside(i)).strip()}
+        for i, (name, content) in enumerate(zip(pieces[1::2], pieces[2::2], strict=True))
+    )
+
+
+def _answer(value: Any, at: At, prompt: Messages) -> Messages:
+    """What follows the prompt; a message list may repeat the prompt, or its end after a system message."""
+    messages = _turns(value, at, "assistant")
+    if messages[0]["role"] == "assistant":
+        return messages
+    for start in range(len(messages)):
+        if messages[start : start + len(prompt)] == prompt and len(messages) > start + len(prompt):
+            break
+    else:
+        raise at.bad("does not follow the prompt", f"it begins with a turn by {messages[0]['role']!r}")
+    if any(message["role"] != "system" for message in messages[:start]):
+        raise at.bad("does not follow the prompt", "it has turns before the prompt that 'prompt' has not")
+    return messages[start + len(prompt) :]
+
+
+def _compared(record: Record, row: At, prompt: Messages, chosen: Messages, rejected: Messages) -> Preference:
+    prompt = _with_system(record, row, prompt)
+    if chosen == rejected:
+        raise row.inside("rejected").bad("equal to chosen", "there is nothing to prefer")
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        _ends_with_assistant(answer, row.inside(key))
+    margin = None if record.get("margin") is None else _number(record["margin"], row.inside("margin"))
+    if margin is not None and margin < 0:
+        raise row.inside("margin").bad("margin below 0", f"got {margin}: swap chosen and rejected")
+    share = None if record.get("p_chosen") is None else _number(record["p_chosen"], row.inside("p_chosen"))
+    if share is not None and not 0 <= share <= 1:
+        raise row.inside("p_chosen").bad("probability outside [0, 1]", f"got {share}")
+    return Preference(prompt, chosen, rejected, margin, share, row.source)
+
+
+def _ends_with_assistant(messages: Messages, at: At) -> None:
+    if messages[-1]["role"] != "assistant":
+        raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
+
+
+def _read_preference(record: Record, row: At) -> Preference:
+    prompt = _turns(record["prompt"], row.inside("prompt"), "user")
+    answers = (_answer(record[key], row.inside(key), prompt) for key in ("chosen", "rejected"))
+    return _compared(record, row, prompt, *answers)
+
+
+def _read_pair(record: Record, row: At) -> Preference:
+    """Two conversations, as message lists or HH transcripts; the prompt is what they have in common."""
+    chosen, rejected = (
+        _transcript(record[key], row.inside(key))
+        if isinstance(record[key], str)
+        else _messages(record[key], row.inside(key))
+        for key in ("chosen", "rejected")
+    )
+    if chosen == rejected:
+        raise row.inside("rejected").bad("equal to chosen", "there is nothing to prefer")
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    for key, answer in (("chosen", chosen[same:]), ("rejected", rejected[same:])):
+        if not answer:
+            raise row.inside(key).bad("no answer of its own", "the other conversation begins with all of it")
+        if answer[0]["role"] != "assistant":
+            raise row.inside(key).bad("parts from the other before an answer", f"at its turn {same}, by the user")
+    if same == 0:
+        raise row.inside("chosen").bad("no common prompt", "chosen and rejected differ from their first message on")
+    return _compared(record, row, chosen[:same], chosen[same:], rejected[same:])
+
+
+def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
+    """Scores, or ranks with a sign of -1: the best rank is the lowest."""
+    prompt = _turns(record["prompt"], row.inside("prompt"), "user")
+    at = row.inside("completions")
+    answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
+    for i, answer in enumerate(answers):
+        _ends_with_assistant(answer, at.inside(i))
+        if answer in answers[:i]:
+            raise at.inside(i).bad("equal to another completion", "there is nothing to prefer")
+    numbers = _list(record[key], row.inside(key))
+    scores = tuple(sign * _number(value, row.inside(key).inside(i)) for i, value in enumerate(numbers))
+    if len(answers) < 2 or len(answers) != len(scores):
+        detail = f"{len(answers)} completions and {len(scores)} {key}: expected one each, of at least two"
+        raise row.inside(key).bad("not one for each completion", detail)
+    return Ranking(_with_system(record, row, prompt), answers, scores, row.source)
+
+
+def _read_prompt(record: Record, row: At, key: str = "prompt") -> Prompt:
+    messages = _with_system(record, row, _turns(record[key], row.inside(key), "user"))
+    if messages[-1]["role"] == "assistant":
+        raise row.inside(key).bad("prompt ends with the assistant", "there is nothing left to answer")
+    return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, row.source)
+
+
+def _read_labelled(record: Record, row: At) -> Labelled:
+    prompt = _with_system(record, row, _turns(record["prompt"], row.inside("prompt"), "user"))
+    completion = _answer(record["completion"], row.inside("completion"), prompt)
+    _ends_with_assistant(completion, row.inside("completion"))
+    value = record["label"]
+    words = {"true": True, "false": False, "1": True, "0": False}
+    label = words.get(str(value).lower()) if isinstance(value, bool | int | str) else None
+    if label is None:
+        raise row.inside("label").bad("not true or false", f"got {shown(value)}")
+    return Labelled(prompt, completion, label, row.source)
+
+
+def _read_scored(record: Record, row: At, key: str = "text") -> Scored:
+    conversation = _read_messages(record, row, key)
+    return Scored(conversation.messages, _number(record["reward"], row.inside("reward")), row.source)
+
+
+def _read_steps(record: Record, row: At) -> Steps:
+    """AlphaMath's rows: steps with their Q; the prior P of a step is kept and not read."""
+    question = _with_system(record, row, _turns(record["instruction"], row.inside("instruction"), "user"))
+    at = row.inside("output")
+    texts, values = [], []
+    for i, item in enumerate(_list(record["output"], at)):
+        here = at.inside(i)
+        for key in ("step", "Q"):
+            if not isinstance(item, Mapping) or key not in item:
+                raise here.inside(key).bad("missing key", f"expected step and Q, got {shown(item)}")
+        _no_other_keys(item, ("step", "Q"), here)
+        texts.append(_text(item["step"], here.inside("step")).strip())
+        value = _number(item["Q"], here.inside("Q"))
+        if abs(value) > 1 + EXACT:
+            raise here.inside("Q").bad("Q outside [-1, 1]", f"got {value:g}")
+        values.append(min(1.0, max(-1.0, value)))
+    if not texts:
+        raise at.bad("no steps")
+    if abs(abs(values[-1]) - 1) > EXACT:
+        last = at.inside(len(values) - 1).inside("Q")
+        raise last.bad("last Q is not 1 or -1", f"it is the outcome, got {values[-1]:g}")
+    values[-1] = math.copysign(1.0, values[-1])
+    return Steps(question, tuple(texts), tuple(values), row.source)
+
+
+class Shape(NamedTuple):
+    """One way to write a row: its name in ``format:``, the row it makes, the columns it needs and those it may have.
+
+    A prompt may have any further column: it reaches the rewards.
+    """
+
+    name: str
+    kind: type[Any]
+    needs: tuple[str, ...]
+    read: Callable[[Record, At], Row]
+    may: tuple[str, ...] = ("system",)
+
+
+_PAIR = ("system", "margin", "p_chosen")
+SHAPES = (
+    Shape("text", Text, ("text",), _read_text, ()),
+    Shape("messages", Conversation, ("messages",), _read_messages),
+    Shape("sharegpt", Conversation, ("conversations",), functools.partial(_read_messages, key="conversations")),
+    Shape("prompt_completion", Conversation, ("prompt", "completion"), _read_prompt_completion),
+    Shape("openrlhf", Conversation, ("prompt",), _read_whole_prompt),
+    Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca, ("input", "system")),
+    Shape("openorca", Conversation, ("question", "response"), _read_openorca, ("system_prompt",)),
+    Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference, _PAIR),
+    Shape("pair", Preference, ("chosen", "rejected"), _read_pair, _PAIR),
+    Shape(
+        "ranks", Ranking, ("prompt", "completions", "ranks"), functools.partial(_read_ranking, key="ranks", sign=-1.0)
+    ),
+    Shape(
+        "scores", Ranking, ("prompt", "completions", "scores"), functools.partial(_read_ranking, key="scores", sign=1.0)
+    ),
+    Shape("prompt", Prompt, ("prompt",), _read_prompt),
+    Shape("labelled", Labelled, ("prompt", "completion", "label"), _read_labelled),
+    Shape("scored_text", Scored, ("text", "reward"), _read_scored),
+    Shape("scored", Scored, ("messages", "reward"), functools.partial(_read_scored, key="messages")),
+    Shape("steps", Steps, ("instruction", "output"), _read_steps),
+    Shape("query", Prompt, ("query",), functools.partial(_read_prompt, key="query")),
+)

@@ -1,0 +1,387 @@
+"""Files to rows; every row keeps the file and line that it came from.
+
+JSON, JSON lines and csv are read with the standard library, because ``datasets`` does not keep such rows as they are
+written: it makes ``1`` next to ``2.5`` a ``1.0``, the text ``"2024-01-01"`` a timestamp, the text ``"007"`` of a csv
+file a 7, adds the keys that other rows have, and forgets the line a row stood on. Parquet and Arrow files have types
+of their own; these, saved data sets and the hub are read by ``datasets``, and a row's number stands for its line.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from burnish.data.formats import TWICE, BadRow, Decoder
+from burnish.data.recognition import parse
+from burnish.errors import UserError
+from burnish.types import Row
+
+__all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "read"]
+
+Found = tuple[str, Any]
+HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
+FIELD_LIMIT = 2**31 - 1
+
+
+class Skipped(NamedTuple):
+    """A row that was left out: ``Skipped("chat.jsonl:17", "unknown role", "chat.jsonl:17: messages[0]: ...")``."""
+
+    source: str
+    reason: str
+    message: str
+
+
+class Mixed(NamedTuple):
+    """A source of a mixture, its rows, and how many are drawn of it in an epoch: ``Mixed("a.jsonl", 100, 250)``."""
+
+    source: str
+    rows: int
+    drawn: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that were read and rows that were left out: ``Rows([Text("Once", "books.jsonl:1")], [])``."""
+
+    rows: list[Row]
+    skipped: list[Skipped]
+    mixed: tuple[Mixed, ...] = ()
+    """The sources, where there are several."""
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How many rows were left out for which reason: ``{"unknown role": 2}``."""
+        return Counter(skipped.reason for skipped in self.skipped)
+
+
+def load(
+    source: Any,
+    kinds: tuple[type[Any], ...],
+    *,
+    format: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
+    on_bad_row: Literal["error", "skip"] = "error",
+    limit: int | None = None,
+) -> Rows:
+    """All rows of a source.
+
+    Args:
+        source: a .jsonl, .json or .csv file (.gz too) or a .parquet file; a folder of such files, or one that
+            ``datasets`` saved; a hub id, ``owner/name`` or ``owner/name/config``; a folder or id may end in
+            ``:split`` (default train); or dicts, or a ``datasets.Dataset``.
+        kinds: the row classes to read, for instance ``(Preference, Ranking)``.
+        format: the name of a shape, where the keys fit several.
+        keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
+        keep: columns that are no part of a row and no mistake: they are not read. A prompt has them among its columns.
+        on_bad_row: ``skip`` leaves bad rows out and lists them; ``error`` stops at the first.
+        limit: read this many good rows at most.
+
+    Raises:
+        UserError: the source cannot be read, changes while it is read, or has no good row; or a row is bad and
+            ``on_bad_row`` is ``error``.
+    """
+    name = str(source) if isinstance(source, str | Path) else "the rows"
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    for found in read(source, kinds, format=format, keys=keys, keep=keep, on_bad_row=on_bad_row, limit=limit):
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        else:
+            rows.append(found)
+    if not rows:
+        why = f": all {len(skipped)} rows were skipped, the first as {skipped[0].message}" if skipped else ""
+        raise UserError(f"{name}: no rows{why}")
+    return Rows(rows, skipped)
+
+
+def read(
+    source: Any,
+    kinds: tuple[type[Any], ...],
+    *,
+    format: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
+    on_bad_row: Literal["error", "skip"] = "error",
+    limit: int | None = None,
+    streaming: bool = False,
+) -> Iterator[Row | Skipped]:
+    """Rows of a source one after another, and those left out among them; the arguments are those of ``load``.
+
+    JSON lines and parquet files are read as rows are asked for, and a hub id too where ``streaming`` is set; a JSON
+    list, a csv file and a saved data set are read whole.
+
+    Raises:
+        UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
+            ``error``.
+    """
+    good = 0
+    with Unchanged(source):
+        for place, record in _records(source, streaming):
+            if limit is not None and good >= limit:
+                break
+            try:
+                if isinstance(record, BadRow):
+                    raise record
+                row = parse(record, kinds, place, format, keys, keep)
+            except BadRow as bad:
+                if on_bad_row == "error":
+                    raise
+                yield Skipped(place, bad.reason, str(bad))
+                continue
+            good += 1
+            yield row
+
+
+def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
+    """Records with their places; a record that cannot be read is the error that says so."""
+    if not isinstance(source, str | Path):
+        return _numbered(source, "row ")
+    path = Path(source)
+    if path.is_file():
+        return _file(path)
+    place, split = _place(source)
+    if Path(place).is_dir():
+        return _folder(Path(place), split or "train")
+    hub = HUB.fullmatch(place)
+    if hub and Path(place).suffix not in (*READERS, ".gz"):
+        return _hub(hub["path"], hub["config"], split or "train", streaming)
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
+    hint = f": did you mean {path.parent / near[0]}?" if near else ""
+    raise UserError(f"{source}: no such file, folder or data set{hint}")
+
+
+def _place(source: str | Path) -> tuple[str, str]:
+    """A folder or a hub id, and the split that stands behind it: ``("owner/name", "test")``, or ``""``."""
+    if Path(source).exists() or ":" not in str(source):
+        return str(source), ""
+    place, _, split = str(source).rpartition(":")
+    return place, split
+
+
+def files_of(source: Any) -> list[Path]:
+    """The files that rows are read from; none for rows in memory and on the hub."""
+    if not isinstance(source, str | Path):
+        return []
+    path = Path(_place(source)[0])
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.suffix in (*READERS, ".gz", ".arrow"))
+
+
+class Unchanged:
+    """The files of a source as they were when it was first opened; other sources have none.
+
+    A file is told by its inode, its size, and the time of its last change. As a context, the files are checked at its
+    end, and before an error about what was read in them leaves it.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.began = self._stamps()
+
+    def _stamps(self) -> dict[Path, tuple[int, int, int]]:
+        stats = [(file, file.stat()) for file in files_of(self.source)]
+        return {file: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats}
+
+    def __enter__(self) -> Unchanged:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, UserError):
+            self.check()
+
+    def check(self) -> None:
+        """Raise a UserError for a file that has been changed, taken away, or put beside the others."""
+        try:
+            now = self._stamps()
+        except OSError:  # taken away between listing and looking
+            now = {}
+        for file in sorted(self.began.keys() | now.keys()):
+            if self.began.get(file) != now.get(file):
+                raise UserError(
+                    f"{file} changed while it was being read, so it is not known which rows were read: start again "
+                    "when no other program writes to it"
+                )
+
+
+def _numbered(records: Iterable[Any], prefix: str) -> Iterator[Found]:
+    if isinstance(records, Mapping):  # a DatasetDict iterates over the names of its splits
+        raise UserError(f"rows must be a list or one split of a data set, got a mapping with keys {', '.join(records)}")
+    return ((f"{prefix}{number}", record) for number, record in enumerate(records, 1))
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> Iterator[Found]:
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if kind not in READERS:
+        raise UserError(f"{path}: {kind or 'no'} suffix: expected one of {', '.join(READERS)}, or these with .gz")
+    return READERS[kind](path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str | BadRow]]:
+    """Lines as text, with their places."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                place = f"{path}:{number}"
+                try:
+                    yield place, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    yield place, BadRow(place, "", "not UTF-8", f"byte {error.start + 1} of the line")
+    except (OSError, EOFError) as error:  # EOFError: a gzip file that was cut
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _jsonl(path: Path) -> Iterator[Found]:
+    decoder = Decoder()
+    for place, line in _lines(path):
+        if isinstance(line, BadRow):
+            yield place, line
+        elif line.strip():
+            try:
+                yield place, _once(decoder.decode(line), decoder, place)
+            except json.JSONDecodeError as error:
+                yield (
+                    place,
+                    BadRow(place, "", "not JSON", f"{error.msg} at column {error.colno}: {_around(line, error.pos)}"),
+                )
+
+
+def _once(record: Any, decoder: Decoder, place: str) -> Any:
+    """The record that was just decoded, or the error that one of its keys stands twice."""
+    return BadRow(place, decoder.twice[0], TWICE, "write the key once") if decoder.twice else record
+
+
+def _around(text: str, position: int) -> str:
+    return repr(text[max(0, position - 20) : position + 20])
+
+
+def _whole(path: Path) -> str:
+    pieces = []
+    for _, line in _lines(path):
+        if isinstance(line, BadRow):
+            raise line
+        pieces.append(line)
+    return "".join(pieces)
+
+
+def _json(path: Path) -> Iterator[Found]:
+    """A list of records; a file that does not begin with ``[`` holds JSON lines."""
+    text = _whole(path)
+    if not text.lstrip().startswith("["):
+        yield from _jsonl(path)
+        return
+    decoder = Decoder()
+    position, line, counted = text.index("[") + 1, 1, 0
+    try:
+        while True:
+            position = _past_space(text, position)
+            if text.startswith("]", position):
+                break
+            line, counted = line + text.count("\n", counted, position), position
+            record, position = decoder.raw_decode(text, position)
+            place = f"{path}:{line}"
+            yield place, _once(record, decoder, place)
+            position = _past_space(text, position)
+            if not text.startswith(",", position):
+                break
+            position += 1
+        if not text.startswith("]", position) or text[position + 1 :].strip():
+            raise json.JSONDecodeError("Expecting ',' or the end of the list", text, position)
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg} at column {error.colno}: {_around(text, error.pos)}"
+        raise UserError(f"{path}:{error.lineno}: not JSON: {detail}") from None
+
+
+def _past_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _csv(path: Path) -> Iterator[Found]:
+    """Rows of a csv file with a header; every cell is text, as it is written, and an empty one is absent."""
+    csv.field_size_limit(FIELD_LIMIT)
+    reader = csv.reader(io.StringIO(_whole(path), newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        twice = [name for name, count in Counter(header).items() if count > 1]
+        if twice:
+            raise UserError(f"{path}:1: {twice[0]}: two columns of one name")
+        start = reader.line_num + 1
+        for cells in reader:
+            place, start = f"{path}:{start}", reader.line_num + 1
+            if cells and len(cells) != len(header):
+                yield place, BadRow(place, "", "wrong number of cells", f"{len(cells)}, the header has {len(header)}")
+            elif cells:
+                yield place, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: not csv: {error}") from None
+
+
+# --- datasets -----------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Iterator[Found]:
+    import datasets
+    import pyarrow
+    from datasets.exceptions import DatasetsError
+
+    try:
+        # Streaming reads the file where it stands, without a copy of it in the cache.
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        yield from _numbered(rows, f"{path}:")
+    except (OSError, pyarrow.ArrowException, DatasetsError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _folder(path: Path, split: str) -> Iterator[Found]:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+        saved = datasets.load_from_disk(str(path))
+        if isinstance(saved, datasets.DatasetDict):
+            saved = _one_of(saved, split, str(path))
+        return _numbered(saved, f"{path}:")
+    try:
+        files = datasets.load_dataset_builder(str(path)).config.data_files
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(f"{path}: no rows: {error}") from error
+    return itertools.chain.from_iterable(_file(Path(file)) for file in _one_of(files or {}, split, str(path)))
+
+
+def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator[Found]:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = datasets.load_dataset(path, config, split=split, streaming=streaming)
+    except (OSError, ValueError, DatasetsError) as error:
+        offline = datasets.config.HF_HUB_OFFLINE  # pyright: ignore[reportAttributeAccessIssue]
+        reason = "offline (HF_HUB_OFFLINE is set), and it is not in its cache" if offline else error
+        raise UserError(f"{path}: no such file or folder here, and not read from the hub: {reason}") from error
+    return _numbered(rows, f"{path}:")
+
+
+def _one_of(splits: Mapping[Any, Any], split: str, name: str) -> Any:
+    if split not in splits:
+        near = f"{name}:{next(iter(splits))}" if splits else "another folder"
+        raise UserError(f"{name}: no split {split!r}; it has {', '.join(map(str, splits)) or 'none'}: try {near}")
+    return splits[split]
+
+
+READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}

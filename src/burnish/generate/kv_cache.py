@@ -1,0 +1,150 @@
+"""A key/value cache in which every row has its own length, so that rows come and go without padding."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from burnish.errors import UserError
+from burnish.kernels import attention
+from burnish.models.forward import backbone, unwrap
+
+BLOCK = 64
+"""The number of columns is a multiple of it."""
+
+
+@dataclass
+class Cursor:
+    """Where this step's keys go: row i's to column ``positions[i]``; ``length`` columns are in use."""
+
+    slots: int
+    capacity: int
+    rows: Tensor
+    positions: Tensor
+    length: int = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, (slots, heads, capacity, size), in which each row has its own length."""
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cursor: Cursor) -> None:
+        super().__init__()
+        self.cursor = cursor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for all slots."""
+        # Zeros, since what is masked is still multiplied: an uninitialised NaN would pass through the mask.
+        self.keys, self.values = (
+            new.new_zeros(self.cursor.slots, new.shape[1], self.cursor.capacity, new.shape[3])
+            for new in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one key and one value (B, heads, 1, size) a row at the cursor, and give all those of the live rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        at = self.cursor
+        self.keys[at.rows, :, at.positions] = key_states[:, :, 0]
+        self.values[at.rows, :, at.positions] = value_states[:, :, 0]
+        live = len(at.rows)
+        return self.keys[:live, :, : at.length], self.values[:live, :, : at.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns, and the first of them."""
+        return self.cursor.length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns before this step's, in the longest row."""
+        return max(self.cursor.length - 1, 0)
+
+    def get_max_length(self) -> int:
+        """No limit: the cache grows."""
+        return -1
+
+
+class SlotCache(Cache):
+    """The cache of all layers: what a forward pass of one token a row reads and extends."""
+
+    def __init__(self, layers: int, slots: int, device: torch.device) -> None:
+        nowhere = torch.zeros(0, dtype=torch.long, device=device)
+        self.cursor = Cursor(slots, BLOCK, nowhere, nowhere)
+        self.stores = [SlotLayer(self.cursor) for _ in range(layers)]
+        super().__init__(layers=list(self.stores))
+
+    def at(self, positions: Tensor, length: int) -> None:
+        """The next keys of row i go to column ``positions[i]``, all of them below ``length``."""
+        self.reserve(length)
+        self.cursor.positions = positions
+        self.cursor.rows = torch.arange(len(positions), device=positions.device)
+        self.cursor.length = length
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` columns."""
+        old = self.cursor.capacity
+        if length <= old:
+            return
+        self.cursor.capacity = BLOCK * -(-max(length, old * 5 // 4) // BLOCK)
+        for store in self.stores:
+            if store.is_initialized:
+                keys, values = store.keys, store.values
+                store.lazy_initialization(keys, values)
+                store.keys[:, :, :old] = keys
+                store.values[:, :, :old] = values
+
+    def copy(self, prefix: DynamicCache, prompts: Tensor, start: int) -> None:
+        """Row ``start + i`` begins with the keys and values of row ``prompts[i]`` of ``prefix``."""
+        width = prefix.get_seq_length()
+        self.reserve(width)
+        here = slice(start, start + len(prompts))
+        for store, source in zip(self.stores, prefix.layers, strict=True):
+            assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None
+            keys, values = source.keys, source.values
+            if not store.is_initialized:
+                store.lazy_initialization(keys, values)
+            store.keys[here, :, :width] = keys[prompts]
+            store.values[here, :, :width] = values[prompts]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Rows ``target`` become what rows ``source`` are."""
+        used = self.cursor.length
+        for store in self.stores:
+            store.keys[target, :, :used] = store.keys[source, :, :used]
+            store.values[target, :, :used] = store.values[source, :, :used]
+
+
+def layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:
+    """Number of layers with a cache, and the attention window (None: all tokens) of each type of layer.
+
+    Raises:
+        UserError: if the model's attention cannot be cached row by row.
+    """
+    config = unwrap(model).config.get_text_config(decoder=True)
+    name = type(unwrap(model)).__name__
+    taken = inspect.signature(backbone(model).forward).parameters
+    if missing := [key for key in ("past_key_values", "position_ids") if key not in taken]:
+        raise UserError(f"{name} takes no {', '.join(missing)}: the local generator needs them to decode row by row")
+    layers = DynamicCache(config=config).layers
+    unknown = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    types = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    if unknown or "chunked_attention" in types:
+        raise UserError(
+            f"{name} keeps {', '.join(sorted(unknown)) or 'chunked attention'}, which the local generator cannot cache "
+            "row by row: it takes models with full or sliding-window attention in every layer"
+        )
+    if config._attn_implementation not in ("sdpa", "eager", attention.NAME):
+        raise UserError(
+            f"{name} was loaded with attn_implementation={config._attn_implementation!r}, which takes no mask by row: "
+            "load it with attn_implementation='sdpa'"
+        )
+    windows = {kind: getattr(layer, "sliding_window", None) for kind, layer in zip(types, layers, strict=True)}
+    return len(layers), windows

@@ -1,0 +1,1 @@
+"""Attention and linear layers that are faster than those of the models."""

@@ -1,0 +1,122 @@
+"""Log-probabilities under a frozen reference: at every step, or worked out once and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from burnish import files
+from burnish.models.adapters import Reference
+from burnish.models.forward import learned_logprobs, unwrap
+from burnish.protocols import Context
+from burnish.render.encode import CHECKSUM, cache_folder
+from burnish.types import Example, MicroBatch
+
+ARRAY = "ref_logprobs"
+
+
+def compared(reference: Reference, context: Context, examples: list[Example]) -> list[Example]:
+    """Examples with the array ``ref_logprobs``, by a forward pass of the reference without gradient."""
+
+    def function(batch: MicroBatch) -> dict[str, Tensor]:
+        with reference.use(context.network.policy) as model:
+            return {ARRAY: learned_logprobs(model, batch)}
+
+    return context.annotate(function, examples)
+
+
+class ReferenceLogprobs:
+    """Gives examples the array ``ref_logprobs``: of each learned token, its log-probability under the reference.
+
+    The file is named by a digest of the reference's weights, of the tokens and of what is learned, so a run that goes
+    on, and any other run with the same reference and rows, reads it.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.reference = Reference(policy)
+        self.digest: bytes | None = None
+
+    def live(self, context: Context, examples: list[Example]) -> list[Example]:
+        """The examples with the array, by a forward pass without gradient."""
+        return compared(self.reference, context, examples)
+
+    def kept(self, context: Context, examples: list[Example]) -> list[Example]:
+        """The examples with the array, read from the cache folder where it is there, else worked out and kept."""
+        path = cache_folder() / "reference" / f"{self._key(context, examples)}.safetensors"
+        values = _stored(path)
+        there = all(context.gather(values is not None))
+        if values is not None and there:
+            return _with_array(examples, values)
+        examples = self.live(context, examples)
+        if self.reference.frozen is not None:
+            self.reference.frozen.to("cpu")  # it is not used at any step, so it need not take the GPU's memory
+        if context.rank == 0:
+            _keep(path, [x for e in examples for s in e.sequences for x in s.arrays[ARRAY]])
+        return examples
+
+    def _key(self, context: Context, examples: list[Example]) -> str:
+        if self.digest is None:
+            self.digest = _weights_digest(self.reference, context.network.policy)
+        how = (torch.__version__, torch.device(context.device).type, AcceleratorState().mixed_precision)
+        digest = hashlib.blake2b(self.digest + repr(how).encode(), digest_size=20)
+        for sequence in (s for example in examples for s in example.sequences):
+            digest.update(repr((sequence.tokens, sequence.loss_mask)).encode())
+        return digest.hexdigest()
+
+
+def _weights_digest(reference: Reference, policy: nn.Module) -> bytes:
+    """Of the reference's configuration and weights; an adapter that is off is no part of it."""
+    with reference.use(policy) as model:
+        digest = hashlib.blake2b(repr(sorted(unwrap(model).config.to_diff_dict().items())).encode())
+        for name, weight in sorted(model.state_dict().items()):
+            if reference.frozen is None and "lora_" in name:
+                continue
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _stored(path: Path) -> Tensor | None:
+    """The array that was kept; None where there is none, or the file is damaged."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            values = file.get_tensor(ARRAY)
+            if (file.metadata() or {}).get(CHECKSUM) != files.digest([values.numpy().data]):
+                raise ValueError("its bytes do not match its checksum")
+            return values
+    except (OSError, ValueError, SafetensorError) as error:
+        warnings.warn(f"{path} is damaged and will be rebuilt: {error}", stacklevel=3)
+        return None
+
+
+def _with_array(examples: list[Example], values: Tensor) -> list[Example]:
+    lengths = [len(s.tokens) for e in examples for s in e.sequences]
+    bounds = pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    flat = values.tolist()
+    arrays = ({ARRAY: tuple(flat[start:end])} for start, end in bounds)
+    return [replace(e, sequences=tuple(s.with_arrays(**next(arrays)) for s in e.sequences)) for e in examples]
+
+
+def _keep(path: Path, values: list[float]) -> None:
+    """Write the array, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            stored = torch.tensor(values, dtype=torch.float64)
+            save_file({ARRAY: stored}, Path(folder) / path.name, {CHECKSUM: files.digest([stored.numpy().data])})
+            os.replace(Path(folder) / path.name, path)
+    except OSError as error:
+        warnings.warn(f"log-probabilities of the reference are not kept for the next run: {error}", stacklevel=2)

@@ -1,0 +1,1 @@
+"""Rows to tokens: chat templates, loss masks, truncation."""

@@ -1,0 +1,158 @@
+"""Curves of a run's metrics as SVG that takes its colours from the page, and the estimates they show."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.report.metrics import NOT_FINITE, describe, headline, is_timing, number, order
+
+POINTS = 400
+# Colours that matplotlib is given, and the page's colours that take their places, so that both themes work.
+INK = {"#010101": "var(--muted)", "#020202": "var(--rule)", "#030303": "var(--train)", "#040404": "var(--eval)"}
+TEXT, RULE, TRAIN, EVAL = INK
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval where there is one: ``Estimate(1.43, (1.31, 1.55))``."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+def estimates(values: Mapping[str, Any]) -> dict[str, Estimate]:
+    """The metrics of one line or evaluation without ``eval_``, each with its interval; no times, no step, no epoch.
+
+    ``{"step": 8, "eval_score": 1.4, "eval_score_low": 1.3, "eval_score_high": 1.5}`` gives
+    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An interval without end is none.
+    """
+    plain = {key.removeprefix("eval_"): float(value) for key, value in values.items() if _is_number(value)}
+    found = {}
+    for key, value in plain.items():
+        base = re.sub("_(low|high)$", "", key)
+        if key in ("step", "epoch") or is_timing(key) or (base != key and base in plain):
+            continue
+        low, high = plain.get(f"{key}_low", math.inf), plain.get(f"{key}_high", math.inf)
+        found[key] = Estimate(value, (low, high) if math.isfinite(low) and math.isfinite(high) else None)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and value in NOT_FINITE)
+
+
+def binned(points: Points, most: int = POINTS) -> tuple[Points, int]:
+    """At most ``most`` points, each the mean of ``width`` neighbours in x and y; also that width."""
+    width = math.ceil(len(points) / most) if points else 1
+    groups = [points[i : i + width] for i in range(0, len(points), width)]
+    return [(round(_mean(x for x, _ in group)), _mean(y for _, y in group)) for group in groups], width
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Running mean over a window of a tenth of the values around each, shorter at both ends."""
+    half = len(values) // 20
+    return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def _noisy(values: Sequence[float]) -> bool:
+    """Whether the values go up and down more than along: their steps sum to more than three times their range."""
+    steps = math.fsum(abs(b - a) for a, b in itertools.pairwise(values))
+    return steps > 3 * (max(values) - min(values))
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+def panels(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Panels of the metrics that matter and of all others, steps a point, and what was not finite (name -> steps)."""
+    train: dict[str, Points] = defaultdict(list)
+    evals: dict[str, list[tuple[int, Estimate]]] = defaultdict(list)
+    lost: dict[str, list[int]] = defaultdict(list)
+    for line in lines:
+        is_eval = any(key.startswith("eval_") for key in line)
+        for name, estimate in estimates(line).items():
+            if not math.isfinite(estimate.value):
+                lost[describe(name).label].append(line["step"])
+            elif is_eval:
+                evals[name].append((line["step"], estimate))
+            else:
+                train[name].append((line["step"], estimate.value))
+    names = sorted({**train, **evals}, key=order)
+    first = [name for name in headline(dict.fromkeys(names)) if name != "learning_rate"]
+    drawn = {name: _panel(stage, name, train[name], evals[name]) for name in names}
+    return {
+        "curves": [drawn[name] for name in first],
+        "other_curves": [drawn[name] for name in names if name not in first],
+        "steps_a_point": max((binned(points)[1] for points in train.values()), default=1),
+        "lost": lost,
+    }
+
+
+def _panel(stage: str, name: str, train: Points, evals: list[tuple[int, Estimate]]) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    ends = [number(y) for y in [y for _, y in train] or [e.value for _, e in evals]]
+    svg = _draw(f"{stage}/{name}", binned(train)[0], evals)
+    return {"metric": describe(name), "summary": f"from {ends[0]} to {ends[-1]}", "svg": Markup(svg)}
+
+
+def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]]) -> str:
+    """Both kinds of points of one metric over steps, as an SVG element whose colours are the page's.
+
+    ``salt`` makes the ids of the element differ from those of the others on the page.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "font.size": 9,
+        "axes.formatter.limits": (-3, 5),
+    }
+    with rc_context(settings):
+        figure = Figure(figsize=(4.2, 2.3), layout="constrained")
+        axes = figure.add_subplot()
+        if train:
+            x, y = zip(*train, strict=True)
+            noisy = len(train) > 40 and _noisy(y)
+            axes.plot(x, y, color=TRAIN, linewidth=1 if noisy else 2, alpha=0.35 if noisy else 1)
+            if noisy:
+                axes.plot(x, smoothed(y), color=TRAIN, linewidth=2)
+        if evals:
+            x, y = [step for step, _ in evals], [e.value for _, e in evals]
+            axes.plot(x, y, "o-", color=EVAL, markersize=4.5, linewidth=1, markeredgewidth=0)
+            for step, estimate in evals:
+                if estimate.interval:
+                    axes.plot([step, step], estimate.interval, color=EVAL, linewidth=1.4)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(RULE)
+        axes.grid(axis="y", color=RULE, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0, colors=TEXT, labelcolor=TEXT)
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.get_offset_text().set_color(TEXT)
+        axes.margins(x=0.03, y=0.08)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
+    # Ids that nothing refers to would clash between the figures of a page.
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
+    svg = re.sub(r' d="[^"]+"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
+    return re.sub("|".join(INK), lambda match: INK[match[0]], svg)

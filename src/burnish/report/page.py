@@ -1,0 +1,291 @@
+"""A run as one HTML page that needs nothing else: results, curves, samples before and after, data, manifest."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from burnish.errors import UserError
+from burnish.report.curves import Estimate, estimates, panels
+from burnish.report.metrics import (
+    SAMPLES_FILE,
+    Metric,
+    describe,
+    duration,
+    headline,
+    number,
+    order,
+    read_lines,
+    read_metrics,
+)
+
+SHOWN_SAMPLES = 6
+MOST_SAMPLES = 48
+METHODS = {
+    "sft": "supervised fine-tuning",
+    "reward": "reward model",
+    "reinforce": "REINFORCE",
+    "step_value": "step-level value model",
+    "ppo": "proximal policy optimization",
+}
+
+
+def write(run_folder: Path) -> Path:
+    """Write ``report.html`` of a run, finished or not, and return its path.
+
+    Raises:
+        UserError: the folder holds no manifest.json.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    folder = Path(run_folder)
+    manifest = _manifest(folder)
+    template = (files("burnish.report") / "templates" / "report.html.j2").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(template).render(_page(manifest, folder))
+    path = folder / "report.html"
+    aside = path.with_suffix(".html.tmp")
+    aside.write_text(page, "utf-8")
+    os.replace(aside, path)
+    return path
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """One metric before and after a stage; either may be missing."""
+
+    key: str
+    before: Estimate | None
+    after: Estimate | None
+
+    @property
+    def metric(self) -> Metric:
+        """The metric's name and meaning."""
+        return describe(self.key)
+
+    @property
+    def overlap(self) -> bool | None:
+        """Whether the two intervals overlap; None where either is missing."""
+        first, last = self.before and self.before.interval, self.after and self.after.interval
+        return first[0] <= last[1] and last[0] <= first[1] if first and last else None
+
+    @property
+    def direction(self) -> str:
+        """``better``, ``worse``, ``higher``, ``lower``, ``same``, or nothing where there is no comparison."""
+        if self.before is None or self.after is None:
+            return ""
+        difference = self.after.value - self.before.value
+        if difference == 0 or not math.isfinite(difference):
+            return "same" if difference == 0 else ""
+        way = "higher" if difference > 0 else "lower"
+        return way if self.metric.better is None else "better" if way == self.metric.better else "worse"
+
+    @property
+    def tone(self) -> str:
+        """``better`` or ``worse`` where that is more than chance or chance was not measured, else nothing."""
+        return self.direction if self.direction in ("better", "worse") and not self.overlap else ""
+
+    @property
+    def difference(self) -> str:
+        """The change with its sign: ``+0.4200``, ``+12.0 points`` for a share."""
+        if not self.direction or self.before is None or self.after is None:
+            return ""
+        difference = self.after.value - self.before.value
+        if self.metric.share:
+            return f"{difference * 100:+.1f} points".replace("-", "\N{MINUS SIGN}")
+        sign = "+" if difference > 0 else "\N{MINUS SIGN}" if difference < 0 else "\N{PLUS-MINUS SIGN}"
+        return sign + number(abs(difference))
+
+    @property
+    def verdict(self) -> str:
+        """The comparison in words."""
+        if not self.direction:
+            return ""
+        word = {"same": "Unchanged"}.get(self.direction, self.direction.capitalize())
+        if self.overlap is None:
+            return word
+        return f"{word}, but the intervals overlap" if self.overlap else f"{word}, the intervals do not overlap"
+
+    @property
+    def whiskers(self) -> list[dict[str, Any]]:
+        """Both estimates as places in per cent of a common line, for the drawing; none where intervals lack."""
+        places = [(e.value, *e.interval) for e in (self.before, self.after) if e is not None and e.interval]
+        ends = [end for place in places for end in place]
+        if len(places) < 2 or not all(map(math.isfinite, ends)) or min(ends) == max(ends):
+            return []
+        low, span = min(ends), max(ends) - min(ends)
+        scaled = [[round(4 + 92 * (end - low) / span, 2) for end in place] for place in places]
+        return [
+            {"name": name, "value": value, "low": start, "high": end}
+            for name, (value, start, end) in zip(("before", "after"), scaled, strict=True)
+        ]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Every metric of two evaluations, in reading order; an interval comes as X_low and X_high."""
+    first, last = estimates(before), estimates(after)
+    for key in last:
+        start = describe(key).start
+        if start is not None and key not in first:
+            first[key] = Estimate(start, (start, start))
+    return [Change(key, first.get(key), last.get(key)) for key in sorted({**first, **last}, key=order)]
+
+
+def results(manifest: Mapping[str, Any]) -> Table:
+    """What every stage came to on rows that training did not see, for the terminal: before, after, in words."""
+    table = Table("stage", "held out", "before", "after", "", box=SIMPLE_HEAD, title="Results", title_justify="left")
+    for entry in manifest["stages"]:
+        found = entry.get("results") or {}
+        shown = changes(found.get("before", {}), found.get("after", {}))
+        for i, change in enumerate(change for change in shown if change.metric.headline):
+            cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
+            apart = {None: "", True: ", intervals overlap", False: ", intervals apart"}[change.overlap]
+            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.direction + apart)
+    return table
+
+
+def _with_interval(estimate: Estimate | None, share: bool) -> str:
+    if estimate is None:
+        return ""
+    ends = [number(end, share) for end in estimate.interval or ()]
+    return number(estimate.value, share) + (f" [{', '.join(ends)}]" if ends else "")
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+def pairs(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Samples of the first and of the last evaluation side by side, and the steps of these evaluations.
+
+    Matched by source (several samples of a source in their order); ``{"prompt", "source", "before", "after"}``, where
+    before and after are rows or None. With one evaluation there is no before. Without any, the last samples of
+    training stand for it.
+    """
+    kind = "eval" if any(row.get("kind") == "eval" for row in rows) else "train"
+    rows = [row for row in rows if row.get("kind", kind) == kind]
+    steps = sorted({row["step"] for row in rows})[0 if kind == "eval" else -1 :]
+    if not steps:
+        return [], []
+    after = _numbered([row for row in rows if row["step"] == steps[-1]])
+    before = _numbered([row for row in rows if row["step"] == steps[0]]) if len(steps) > 1 else {}
+    joined = []
+    for place in {**before, **after}:
+        either = after.get(place) or before[place]
+        row = {"prompt": either.get("prompt", ""), "source": either.get("source", "")}
+        joined.append({**row, "before": before.get(place), "after": after.get(place)})
+    return joined, sorted({steps[0], steps[-1]})
+
+
+def _numbered(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    seen: dict[str, int] = defaultdict(int)
+    places = {}
+    for row in rows:
+        source = row.get("source", row.get("prompt", ""))
+        score = float(row["score"]) if row.get("score") is not None else None
+        rewards = [f"{name} {_typeset(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
+        places[source, seen[source]] = {**row, "score": score, "rewards": rewards if len(rewards) > 1 else []}
+        seen[source] += 1
+    return places
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    if path.is_file():
+        return json.loads(path.read_text("utf-8"))
+    runs = [p.parent.name for p in sorted(folder.parent.glob("*/manifest.json"))] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, runs, 1, 0.4) or runs[:1]
+    hint = f"; did you mean {folder.parent / near[0]}?" if near else "; expected a run's folder, such as runs/my-run"
+    raise UserError(f"{path}: no such file{hint}")
+
+
+def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
+    import yaml
+
+    stages = [_stage(entry, folder / entry["name"]) for entry in manifest.get("stages", [])]
+    seconds = sum(entry.get("seconds") or 0 for entry in manifest.get("stages", []))
+    machine = manifest.get("machine", {})
+    hashes = {
+        entry["name"]: {kind: entry[kind] for kind in ("model", "data", "inputs", "files") if entry.get(kind)}
+        for entry in manifest.get("stages", [])
+    }
+
+    def as_yaml(value: Any) -> str:
+        return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100) if value else ""
+
+    return {
+        "name": manifest.get("name", folder.name),
+        "state": manifest.get("state", "unknown"),
+        "time": duration(seconds) if seconds else "",
+        "machine": " · ".join(value if isinstance(value, str) else f"{value} {key}" for key, value in machine.items()),
+        "stages": stages,
+        "recipe": as_yaml(manifest.get("recipe")),
+        "versions": manifest.get("versions", {}),
+        "hashes": as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
+        "number": _typeset,
+        "shown_samples": SHOWN_SAMPLES,
+        "most_samples": MOST_SAMPLES,
+    }
+
+
+def _typeset(value: float, share: bool = False, digits: int = 4) -> str:
+    return number(value, share, digits).replace("-", "\N{MINUS SIGN}")
+
+
+def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    lines = read_metrics(folder)
+    evaluations = [line for line in lines if any(key.startswith("eval_") for key in line)]
+    training = [line for line in lines if line not in evaluations]
+    results = entry.get("results") or {}
+    before = results.get("before") or (evaluations[0] if evaluations else {})
+    after = results.get("after") or (evaluations[-1] if evaluations else {})
+    compared = changes({} if before.get("step", -1) == after.get("step", -2) else before, after)
+    matter = headline({change.key: None for change in compared}) or [change.key for change in compared]
+    samples, steps = pairs(read_lines(folder / SAMPLES_FILE))
+    method = entry.get("method") or ""
+    return {
+        "name": entry["name"],
+        "state": entry.get("state", "unknown"),
+        "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training),
+        "so_far": not results and bool(evaluations),
+        "changes": [change for change in compared if change.key in matter],
+        "other_changes": [change for change in compared if change.key not in matter],
+        "card": next((change for change in compared if change.direction), compared[0] if compared else None),
+        **panels(entry["name"], lines),
+        "samples": samples[:MOST_SAMPLES],
+        "sample_count": len(samples),
+        "sample_steps": steps,
+        "rows": _rows(entry.get("rows") or {}),
+        "data": entry.get("data") or ({} if method else entry.get("files") or {}),
+    }
+
+
+def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
+    """How long a stage was: steps, time, tokens, and tokens a second of training."""
+    paced = [line for line in training if "tokens" in line and line.get("seconds")]
+    spent = sum(line["seconds"] for line in paced)
+    tokens = sum(line["tokens"] for line in paced)
+    facts = [f"{training[-1]['step']:,} steps"] if training else []
+    facts += [duration(entry.get("seconds") or spent)] if entry.get("seconds") or spent else []
+    return facts + ([f"{number(round(tokens))} tokens", f"{number(round(tokens / spent))} tokens/s"] if tokens else [])
+
+
+def _rows(splits: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each split its rows, and which rows were skipped and cut: lists of ``"train.jsonl:17: no answer"``."""
+    return [{"split": split, "rows": 0, "skipped": [], "cut": [], **counts} for split, counts in splits.items()]

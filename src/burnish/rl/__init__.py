@@ -1,0 +1,1 @@
+"""Prompts to scored rollouts, and rollouts to optimizer steps."""

@@ -1,1 +1,0 @@
-"""From prompts to completions to scored experience."""

@@ -1,0 +1,180 @@
+"""The conversation in the terminal: what streams, what is remembered, what is dropped, and how it is left."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from burnish import cli
+from burnish.commands.chat import Reader, Talk, pieces, sampled
+from burnish.commands.generate import Loaded
+from burnish.errors import UserError
+from burnish.generate.local import LocalGenerator, Request, Sampling
+
+
+@pytest.fixture
+def make_talk(tiny_llama: Any, tiny_tokenizer: Any) -> Any:
+    def make(system: str | None = None, context: int = 256, **sampling: Any) -> Talk:
+        model = tiny_llama(dtype=torch.float64, max_position_embeddings=context)
+        settings: dict[str, Any] = {"max_new_tokens": 8} | sampling
+        how = Sampling(**settings)
+        return Talk(Loaded("tiny", model, tiny_tokenizer), how, seed=3, system=system)
+
+    return make
+
+
+def bytes_tokenizer() -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    tokenizer, text = bytes_tokenizer(), "aé 漢字 👩‍👩‍👧 ok"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    found = list(pieces(tokenizer, ids))
+    assert "".join(found) == text
+    assert "\ufffd" not in "".join(found) and found[:3] == ["a", "é", " "]
+
+
+def test_a_cut_character_is_told_at_the_end() -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer.encode("a漢")[:-1]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "a\ufffd"
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}, {"stop": ["a", "e", "0"]}])
+def test_tokens_that_stream_are_those_of_the_generator(tiny_llama: Any, tiny_tokenizer: Any, how: Any) -> None:
+    model, sampling = tiny_llama(dtype=torch.float64), Sampling(max_new_tokens=20, **how)
+    ends: dict[str, Any] = {"eos_ids": (2,), "pad_id": 0, "tokenizer": tiny_tokenizer}
+    for seed in range(5):
+        (whole,) = LocalGenerator()(model, [Request((1, 9, 8), seed)], sampling, **ends)
+        assert tuple(sampled(Reader(model), (1, 9, 8), sampling, seed, 20, tiny_tokenizer)) == whole.tokens
+
+
+def test_what_was_read_is_not_read_again_and_changes_nothing(tiny_llama: Any) -> None:
+    model, widths = tiny_llama(dtype=torch.float64), []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    reader = Reader(model)
+    for tokens in [(1, 9, 8), (1, 9, 8, 7, 6), (1, 9, 5)]:
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([tokens])).logits[:, -1]
+        torch.testing.assert_close(reader.logits(tokens), expected)
+    assert widths[1::2] == [3, 2, 3]
+
+
+def test_a_turn_goes_on_from_the_one_before(make_talk: Any) -> None:
+    talk = make_talk(system="sys")
+    first = "".join(talk.answer("hello"))
+    read = talk.reader.read
+    "".join(talk.answer("again"))
+    assert [m["role"] for m in talk.turns] == ["user", "assistant", "user", "assistant"]
+    assert talk.turns[1]["content"] == first.partition(" [")[0].strip()
+    assert talk.reader.read[: len(read)] == read, "the same ids, so that the cache is used"
+
+
+def test_a_full_context_drops_the_oldest_turns_whole(make_talk: Any) -> None:
+    talk = make_talk(system="sys", context=128)
+    for n in range(4):
+        shown = "".join(talk.answer(f"question {n}"))
+    text = talk.loaded.tokenizer.decode(talk.reader.read)
+    assert "system\nsys<|im_end|>" in text and "question 0" not in text
+    assert "the context of 128 tokens is full; forgotten: 'question " in shown
+    assert talk.turns[0]["role"] == "user" and talk.turns[-2]["content"] == "question 3"
+    assert "question 0" not in [m["content"] for m in talk.turns]
+    before = list(talk.turns)
+    with pytest.raises(UserError, match="do not fit the context window of 128"):
+        "".join(talk.answer("x" * 200))
+    assert talk.turns == before, "a message that does not fit costs no other"
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = make_talk(max_new_tokens=20)
+    forward, calls = talk.reader.logits, []
+
+    def interrupted(tokens: Any) -> Any:
+        calls.append(tokens)
+        talk.stopped = len(calls) == 4
+        return forward(tokens)
+
+    monkeypatch.setattr(talk.reader, "logits", interrupted)
+    shown = "".join(talk.answer("hello"))
+    assert shown.endswith(" [stopped]\n")
+    assert len(calls) == 4 and talk.turns[-1]["role"] == "assistant"
+    assert talk.turns[-1]["content"] == shown.removesuffix(" [stopped]\n").strip()
+
+
+def test_commands(tiny_folder: Path) -> None:
+    lines = ["/system be brief", "hello", "/reset", "/rest", "/nothing", "/help", "/exit", "never read"]
+    done = CliRunner().invoke(
+        cli.app, ["chat", str(tiny_folder), "--max-new-tokens", "4"], input="".join(f"{line}\n" for line in lines)
+    )
+    assert done.exit_code == 0, done.output
+    for text in ("[system message set]", "[forgotten]", "did you mean /reset?", "no command /nothing", "/system TEXT"):
+        assert text in done.output
+
+
+def test_a_terminal_escape_of_the_model_is_shown_not_sent(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.commands.chat.pieces", lambda tokenizer, tokens: iter(["a\x1b[2J", "b\n\tc"]))
+    assert "".join(make_talk().answer("hi")).startswith("a\\x1b[2Jb\n\tc")
+
+
+def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
+    """Ctrl-C while nothing is said and while an answer is made, a line, Ctrl-D."""
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "burnish", "chat", str(tiny_folder), "--max-new-tokens", "200"]
+    # what runs the tests in the background may have told them to ignore Ctrl-C
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=hears
+    )
+    request.addfinalizer(process.wait)
+    request.addfinalizer(process.kill)
+    os.close(child)
+    seen = b""
+
+    def wait_for(pattern: bytes, seconds: float = 60, interrupt: bool = False) -> None:
+        nonlocal seen
+        until = time.monotonic() + seconds
+        while (found := re.search(pattern, seen)) is None:
+            assert time.monotonic() < until, seen
+            if interrupt:  # again where the first came before the line was being read, which waits for a key then
+                process.send_signal(signal.SIGINT)
+            if select.select([parent], [], [], 0.5)[0]:
+                seen += os.read(parent, 4096)
+        seen = seen[found.end() :]
+
+    wait_for(b"> ")
+    wait_for(rb"\[Ctrl-D or /exit leaves\]", interrupt=True)
+    wait_for(b"> ")
+    os.write(parent, b"hello\n")
+    wait_for(b"hello\r\n")
+    process.send_signal(signal.SIGINT)
+    wait_for(rb"\[stopped\]|\[Ctrl-D or /exit leaves\]")  # the latter where nothing was being said yet, or any more
+    wait_for(b"> ")
+    os.write(parent, b"/system brief\n")
+    wait_for(rb"\[system message set\]")
+    wait_for(b"> ")  # a Ctrl-D that comes before the line is read is none
+    os.write(parent, b"\x04")
+    assert process.wait(20) == 0
+    os.close(parent)

@@ -1,0 +1,232 @@
+"""What `burnish eval` measures, against definitions computed apart, and the mistakes it names."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+from typer.testing import CliRunner
+
+from burnish import cli
+from burnish.commands.evaluate import _log_ratios
+from burnish.commands.generate import Loaded
+from burnish.config.evaluation import Evaluation
+from burnish.math.tensors import token_logprobs
+from burnish.rl.collect import Rollout
+from burnish.types import Answer, Sequence
+
+REWARDS = """
+def length(answers):
+    return [float(len(answer.tokens)) for answer in answers]
+
+def even(answers):
+    return [float(len(answer.text) % 2 == 0) for answer in answers]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Any, tiny_tokenizer: Any) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    for name, seed in (("one", 0), ("two", 1)):
+        tiny_llama(seed).save_pretrained(name)
+        tiny_tokenizer.save_pretrained(name)
+    Path("rewards.py").write_text(REWARDS)
+    save("chat.jsonl", [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "bcdefgh"}])
+    save("pairs.jsonl", [{"prompt": f"{n}", "chosen": f"a{n}", "rejected": f"{n}bc"} for n in range(6)])
+    save("prompts.jsonl", [{"prompt": f"{n}+{n}"} for n in range(6)])
+    return tmp_path
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(cli.app, ["eval", *map(str, arguments)], terminal_width=200)
+
+
+def measured(*arguments: Any) -> dict[str, Any]:
+    result = call(*arguments, "--json", "resamples=200")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["measures"]
+
+
+def logprob(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float, int]:
+    """Of an answer and its end token, by transformers alone."""
+    messages = [{"role": "user", "content": prompt}]
+    start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = [*start, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    with torch.no_grad():
+        found = token_logprobs(model(torch.tensor([ids])).logits, torch.tensor([ids]))
+    return found[0, len(start) :].sum().item(), len(ids) - len(start)
+
+
+def test_columns_that_are_kept_are_listed(here: Path) -> None:
+    save("chat.jsonl", [{"prompt": "ab", "completion": "cd", "lang": "en"}])
+    result = call("one", "data.eval=chat.jsonl")
+    assert result.exit_code == 2
+    assert "chat.jsonl:1: lang: unknown column" in result.output
+    assert measured("one", "data.eval=chat.jsonl", "data.keep=[lang]")
+
+
+def test_conversations_give_the_perplexity(here: Path, tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    found = measured("one", "data.eval=chat.jsonl", "against=two")["perplexity"]
+    expected = []
+    for seed in (0, 1):
+        sides = [logprob(tiny_llama(seed), tiny_tokenizer, p, a) for p, a in (("ab", "cd"), ("a", "bcdefgh"))]
+        expected.append(math.exp(-sum(s for s, _ in sides) / sum(n for _, n in sides)))
+    assert found["value"] == pytest.approx(expected[0], rel=1e-4)
+    assert found["against"]["value"] == pytest.approx(expected[1], rel=1e-4)
+    assert found["difference"]["value"] == pytest.approx(expected[0] - expected[1], rel=1e-3)
+    assert found["low"] <= found["value"] <= found["high"]
+
+
+def test_texts_give_the_perplexity(here: Path) -> None:
+    save("texts.jsonl", [{"text": "once upon a time"}, {"text": "the end"}])
+    assert measured("one", "data.eval=texts.jsonl")["perplexity"]["value"] > 1
+
+
+def test_pairs_give_the_accuracy_of_implicit_rewards(here: Path, tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    found = measured("one", "data.eval=pairs.jsonl", "reference=two")
+    one, two = tiny_llama(0), tiny_llama(1)
+    margins = []
+    for n in range(6):
+        c, r = (
+            logprob(one, tiny_tokenizer, f"{n}", answer)[0] - logprob(two, tiny_tokenizer, f"{n}", answer)[0]
+            for answer in (f"a{n}", f"{n}bc")
+        )
+        margins.append(c - r)
+    assert found["margin"]["value"] == pytest.approx(sum(margins) / 6, abs=1e-4)
+    assert found["accuracy"]["value"] == pytest.approx(sum(m > 0 for m in margins) / 6)
+    same = measured("one", "data.eval=pairs.jsonl", "reference=one")
+    assert (same["accuracy"]["value"], same["margin"]["value"]) == (0.5, 0.0)
+
+
+def test_a_reward_model_has_an_accuracy(here: Path, tiny_tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"vocab_size": 105, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "num_labels": 1, "pad_token_id": 0}
+    model: Any = LlamaForSequenceClassification(LlamaConfig(**settings)).eval()
+    model.save_pretrained("rm")
+    tiny_tokenizer.save_pretrained("rm")
+    differences = []
+    for n in range(6):
+        c, r = (
+            model(torch.tensor([tiny_tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": answer}], return_dict=False
+            )])).logits.item()
+            for answer in (f"a{n}", f"{n}bc")
+        )  # fmt: skip
+        differences.append(c - r)
+    told = call("rm", "data.eval=pairs.jsonl", "against=one")
+    assert told.exit_code == 2 and "against: one is a policy and rm a reward model" in told.stderr
+    found = measured("rm", "data.eval=pairs.jsonl")
+    assert found["margin"]["value"] == pytest.approx(sum(differences) / 6, abs=1e-5)
+    assert found["accuracy"]["value"] == pytest.approx(sum(d > 0 for d in differences) / 6)
+
+
+RECIPE = """\
+name: compare
+data: {eval: prompts.jsonl}
+reward: [{function: "rewards.py:length"}, {function: "rewards.py:even", weight: 0}]
+generation: {max_new_tokens: 8, samples: 4}
+against: two
+reference: two
+"""
+
+
+def test_prompts_are_answered_and_scored(here: Path) -> None:
+    Path("compare.yaml").write_text(RECIPE)
+    result = call("one", "compare.yaml", "--output", "out/found.json")
+    assert result.exit_code == 0, result.output
+    assert "win rate" in result.stdout and "even pass@4" in result.stdout
+    found = json.loads(Path("out/found.json").read_text())
+    mine = [[s for s in found["samples"] if s["model"] == name] for name in ("one", "two")]
+    assert [len(part) for part in mine] == [24, 24]
+    measures = found["measures"]
+    lengths = [[s["rewards"]["length"] for s in part] for part in mine]
+    assert measures["length"]["value"] == pytest.approx(sum(lengths[0]) / 24)
+    assert measures["length"]["difference"]["value"] == pytest.approx((sum(lengths[0]) - sum(lengths[1])) / 24)
+    wins = [(a > b) + 0.5 * (a == b) for a, b in zip(*lengths, strict=True)]
+    assert measures["win rate"]["value"] == pytest.approx(sum(wins) / 24)
+    best = [max(lengths[0][i : i + 4]) for i in range(0, 24, 4)]
+    assert measures["length best of 4"]["value"] == pytest.approx(sum(best) / 6)
+    even = [any(s["rewards"]["even"] for s in mine[0][i : i + 4]) for i in range(0, 24, 4)]
+    assert measures["even pass@4"]["value"] == pytest.approx(sum(even) / 6)
+    assert measures["even pass@1"]["value"] == measures["even"]["value"]
+    assert measures["kl"]["value"] > 0 and measures["kl"]["against"]["value"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_policy_has_no_kl_to_itself(here: Path) -> None:
+    options = ["data.format=prompt", "generation.temperature=0.7", "generation.max_new_tokens=4"]
+    found = measured("one", "data.eval=prompts.jsonl", "reference=one", *options)
+    assert found["kl"]["value"] == pytest.approx(0, abs=1e-5)
+    cut = measured("one", "data.eval=prompts.jsonl", "reference=two", *options, "generation.top_k=3")
+    assert "kl" not in cut and cut["log ratio"]["value"] > 0
+
+
+def test_the_kl_is_that_at_the_temperature(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    one, two = (Loaded(str(seed), tiny_llama(seed), tiny_tokenizer) for seed in (0, 1))
+    ids = (5, 9, 30, 41, 2)
+    sequence = Sequence(ids, (False, False, True, True, True), "row")
+    rollout = Rollout(sequence, Answer((), "", ids[2:], "stop", {}, "row"), 0.0, {})
+    settings = {"data": {"eval": "none"}, "generation": {"temperature": 0.5}}
+    name, found = _log_ratios(one, two, [rollout], Evaluation.model_validate(settings))
+    sides = []
+    for model in (one.model, two.model):
+        with torch.no_grad():
+            whole = (model(torch.tensor([ids])).logits[0, 1:-1] / 0.5).log_softmax(-1)
+        sides.append(sum(row[token].item() for row, token in zip(whole, ids[2:], strict=True)))
+    assert (name, found[id(rollout)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
+
+
+def test_a_model_against_itself_is_a_draw(here: Path) -> None:
+    Path("compare.yaml").write_text(RECIPE)
+    found = measured("one", "compare.yaml", "against=one")
+    assert (found["win rate"]["value"], found["win rate"]["low"], found["win rate"]["high"]) == (0.5, 0.5, 0.5)
+    assert found["length"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 6}
+
+
+def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
+    reward = 'reward=[{function: "rewards.py:length", weight: 0}]'
+    found = measured("one", "data.eval=prompts.jsonl", reward, "against=two", "generation.max_new_tokens=4")
+    assert set(found) == {"length", "tokens", "stopped"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare.yaml", "rewrad=[]"], "unknown key; did you mean 'reward'?"),
+        (["compare.yaml", "data.eval=none.jsonl"], "data.eval: no such file: none.jsonl"),
+        (["compare.yaml", "against={stage: sft}"], "an evaluation has no stages: name the folder, runs/NAME/sft"),
+        (["compare.yaml", "against=./three"], "no such model"),
+        (["compare.yaml", "generation.samples=0"], "generation.samples: expected 1 or more, got 0"),
+        (["compare.yaml", 'reward=[{function: "rewards.py:lenth"}]'], "defines no 'lenth'; did you mean 'length'?"),
+        (["compare.yaml", "template=chatlm"], "unknown template 'chatlm'"),
+        (["a.yaml", "b.yaml"], "expected one recipe, got a.yaml, b.yaml"),
+        ([], "data: this key is missing"),
+        (["data.eval=pairs.jsonl"], "set reference:"),
+        (["data.eval=prompts.jsonl"], "prompts to be answered need reward:, or reference: with data.format: prompt"),
+        (["data.eval=chat.jsonl", "data.max_length=2", "data.too_long=drop"], "no row is left to measure"),
+        (["data.eval=chat.jsonl", "reference=two"], "reference: belongs to prompts and pairs"),
+        (["data.eval=chat.jsonl", "generation.samples=2"], "generation: belongs to prompts"),
+        (["data.eval=chat.jsonl", "--output", "rewards.py/found.json"], "no folder can be made"),
+        (["data.eval=prompts.jsonl", "data.format=prompt"], "set reward: to score answers, or reference: for the KL"),
+    ],
+)
+def test_mistakes_are_named(here: Path, arguments: list[str], message: str) -> None:
+    Path("compare.yaml").write_text(RECIPE)
+    result = call("one", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr, result.stderr
+
+
+def test_a_mistake_in_a_file_has_its_line(here: Path) -> None:
+    Path("compare.yaml").write_text(RECIPE.replace("against: two", "agianst: two"))
+    assert "compare.yaml:5: agianst: unknown key; did you mean 'against'?" in call("one", "compare.yaml").stderr

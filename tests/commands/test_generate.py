@@ -1,0 +1,206 @@
+"""Completions of files: columns, seeds, scores, going on after a stop, options that do not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from burnish import cli
+from burnish.commands import generate as inference
+from burnish.math.tensors import token_logprobs
+from burnish.models import loading
+from burnish.models.adapters import AdapterConfig, add_adapter
+
+BEAMS = ["--beams", "4", "--sample", "--top-k", "10", "--temperature", "0.6", "--return", "2"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+{n}", "answer": 2 * n, "completion": "old"} for n in range(5)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def generate(*arguments: Any) -> Any:
+    return CliRunner().invoke(cli.app, ["generate", *map(str, arguments), "--max-new-tokens", "6"])
+
+
+def written(*arguments: Any, output: str = "out.jsonl") -> list[dict[str, Any]]:
+    result = generate(*arguments, "--output", output)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in Path(output).read_text("utf-8").splitlines()]
+
+
+def test_further_columns_are_kept(here: Path, tiny_folder: Path) -> None:
+    rows = written(tiny_folder, "--input", "prompts.jsonl", "--temperature", "0")
+    assert [row["answer"] for row in rows] == [0, 2, 4, 6, 8]
+    assert {row["completion_original"] for row in rows} == {"old"}
+    assert [row["source"] for row in rows] == [f"prompts.jsonl:{n}" for n in range(1, 6)]
+    assert list(rows[0]) == ["prompt", "answer", "completion_original", "completion", "finish_reason", "source"]
+
+
+@pytest.mark.parametrize("options", [["--samples", "2"], BEAMS])
+def test_what_is_drawn_for_a_prompt_depends_on_no_other(here: Path, tiny_folder: Path, options: list[str]) -> None:
+    lines = (here / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (here / "some.jsonl").write_text("".join([lines[3], lines[0], lines[3]]))
+    whole = written(tiny_folder, "--input", "prompts.jsonl", *options)
+    some = written(tiny_folder, "--input", "some.jsonl", *options)
+
+    def of(rows: list[dict[str, Any]], source: str) -> list[str]:
+        return [row["completion"] for row in rows if row["source"].endswith(source)]
+
+    assert of(some, ":1") == of(whole, ":4")
+    assert of(some, ":2") == of(whole, ":1")
+    assert of(some, ":3") != of(some, ":1"), "a prompt that comes again gets new draws"
+    assert written(tiny_folder, "--input", "prompts.jsonl", *options, "--seed", "1") != whole
+
+
+@pytest.mark.parametrize("options", [["--temperature", "0"], ["--temperature", "0.7"], BEAMS])
+def test_scores_are_those_of_the_model(here: Path, tiny_folder: Path, options: list[str]) -> None:
+    loaded = inference.load(str(tiny_folder))
+    how = inference.decoding({"max_new_tokens": 6, "temperature": 0.0}) if options[1] == "0" else None
+    rows = written(tiny_folder, "--input", "prompts.jsonl", "--scores", *options)
+    assert all(row["logprob"] < 0 for row in rows)
+    if how is None:
+        return
+    for row in rows:
+        prompt = loaded.tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
+        )
+        ids = torch.tensor([prompt])
+        new = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        with torch.no_grad():
+            expected = token_logprobs(loaded.model(new).logits, new)[0, len(prompt) :]
+        assert row["logprob"] == pytest.approx(expected.sum().item(), abs=1e-4)
+        assert row["logprob_mean"] == pytest.approx(expected.mean().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [["--samples", "30"], BEAMS])
+def test_a_file_that_was_stopped_goes_on_to_the_same_bytes(
+    here: Path, tiny_folder: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tiny_folder, "--input", "prompts.jsonl", *options, output="whole.jsonl")
+    make, calls = inference._generate, []
+
+    def stop_at_the_third(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return make(*arguments)
+
+    monkeypatch.setattr(inference, "_generate", stop_at_the_third)
+    stopped = generate(tiny_folder, "--input", "prompts.jsonl", *options, "--output", "out.jsonl")
+    assert stopped.exit_code == 130 and "run the same command to go on" in stopped.stderr
+    assert not Path("out.jsonl").exists()
+    (aside,) = here.glob(".out.jsonl.*.partial")
+    with aside.open("ab") as file:
+        file.write(b'[1, [{"prompt": "2+')  # a kill in the middle of a line
+    done = len(calls) - 1
+    written(tiny_folder, "--input", "prompts.jsonl", *options)
+    assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+    per_call = 1 if options is BEAMS else 2
+    assert len(calls) - 3 == -(-(5 - done * per_call) // per_call), "what was done is not done again"
+    assert not list(here.glob(".out*"))
+
+
+def test_a_system_message_stands_before_the_prompt(here: Path, tiny_folder: Path) -> None:
+    (row,) = inference.prompts(["hi"], system="be brief")
+    assert [message["role"] for message in row.messages] == ["system", "user"]
+    (here / "own.jsonl").write_text(
+        '{"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}\n'
+    )
+    (own,) = inference.prompts([], "own.jsonl", system="be brief")
+    assert [message["content"] for message in own.messages] == ["a", "b"]
+
+
+def test_lengths_are_drawn_from_a_range(here: Path, tiny_folder: Path) -> None:
+    how = inference.decoding({"length_range": [2, 4], "samples": 40})
+    loaded = inference.load(str(tiny_folder))
+    ((_, rows),) = inference.complete(loaded, inference.prompts(["1+1"]), how)
+    assert {len(row["completion"]) <= 3 for row in rows} == {True}
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+
+
+def test_beams_on_the_command_line(here: Path, tiny_folder: Path) -> None:
+    result = generate(tiny_folder, "1+1", "2+2", *BEAMS, "--scores")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("> ") == 4 and result.stdout.count("[log p -") == 4
+
+
+def test_adapters_and_stages_generate(here: Path, tiny_folder: Path, tiny_tokenizer: Any) -> None:
+    base: Any = loading.load_policy(str(tiny_folder))
+    adapted = add_adapter(base, AdapterConfig.model_validate({"r": 4}), "CAUSAL_LM")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained("stage/model")
+    tiny_tokenizer.save_pretrained("stage/model")
+    plain = written(tiny_folder, "1+1", "--beams", "3")
+    assert written("stage", "1+1", "--beams", "3") != plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--beams", "4", "--top-k", "10"], "--top-k set how beams are drawn, and --beams alone draws none"),
+        (["--beams", "4", "--samples", "2"], "--samples set how beams"),
+        (["--temperature", "0", "--top-k", "5"], "--top-k with --temperature 0: nothing is drawn"),
+        (["--temperature", "0", "--samples", "2"], "--samples with --temperature 0"),
+        (["--sample", "--temperature", "0"], "always takes the likeliest"),
+        (["--return", "2"], "--return rank beams: add --beams 4"),
+        (["--length-penalty", "0"], "--length-penalty rank beams"),
+        (["--beams", "2", "--return", "3"], "at most 2 completions"),
+        (["--beams", "2", "--sample", "--temperature", "0"], "temperature: expected more than 0"),
+        (["--length-range", "2", "4"], "leave max_new_tokens out"),
+        (["--beams", "2", "--length-range", "2", "4"], "--length-range is for sampling"),
+    ],
+)
+def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[str], message: str) -> None:
+    result = generate(tiny_folder, "1+1", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input", "prompts.jsonl", "--output", "./prompts.jsonl"], "--output is the input, which would be lost"),
+        (["1+1", "--output", "folder"], "is a directory"),
+        (["1+1", "--output", "prompts.jsonl/out.jsonl"], "--output prompts.jsonl/out.jsonl: no folder can be made"),
+        (["--input", "long.jsonl"], "long.jsonl:3: a prompt of 319 tokens leaves no room"),
+    ],
+)
+def test_files_that_cannot_be_are_told_before_anything_is_made(
+    here: Path, tiny_folder: Path, options: list[str], message: str
+) -> None:
+    before = (here / "prompts.jsonl").read_bytes()
+    (here / "folder").mkdir()
+    (here / "long.jsonl").write_text("".join(json.dumps({"prompt": "1" * n}) + "\n" for n in (1, 1, 299)))
+    result = generate(tiny_folder, *options)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split()) and "> " not in result.stdout
+    assert (here / "prompts.jsonl").read_bytes() == before
+
+
+def test_commands_of_the_page_run(here: Path, tiny_folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text("utf-8")
+    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    Path("compare.yaml").write_text(re.sub(r"runs/tiny/\w+", str(tiny_folder), recipe))
+    Path("rewards.py").write_text("def brief(answers):\n    return [-float(len(a.tokens)) for a in answers]\n")
+    Path("chat.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    Path("pairs.jsonl").write_text('{"prompt": "1+1", "chosen": "2", "rejected": "3"}\n')
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
+    assert len(commands) == 9
+    for command in commands:
+        words = shlex.split(re.sub(r"runs/tiny/\w+", str(tiny_folder), command))[1:]
+        short = ["--max-new-tokens", "4"] if words[0] == "generate" else []
+        done = CliRunner().invoke(cli.app, [*words, *short])
+        assert done.exit_code == 0, f"{command}\n{done.output}"

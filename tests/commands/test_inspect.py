@@ -1,0 +1,93 @@
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burnish.commands.inspect import lora_parameters, marked, percentile
+from burnish.machine import advice
+from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.types import Sequence
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([9, 1, 2], 0.0, 1), ([9, 1, 2], 0.5, 2), ([9, 1, 2], 1.0, 9), ([4, 3, 2, 1], 0.5, 2), ([5], 0.99, 5)],
+)
+def test_percentiles_by_hand(values, share, expected):
+    assert percentile(values, share) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_parameters_of_an_adapter_are_those_that_peft_trains(targets):
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    )
+    adapter = AdapterConfig.model_validate({"r": 3, "targets": targets})
+    expected = lora_parameters(model, adapter)
+    adapted = add_adapter(model, adapter, "CAUSAL_LM")
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == expected
+
+
+class Letters:
+    """Token i is the i-th letter; 0 is special, and a space stands before every other token but the first."""
+
+    all_special_ids = (0,)
+
+    def decode(self, tokens, clean_up_tokenization_spaces):
+        return " ".join("<s>" if token == 0 else "abc"[token - 1] for token in tokens)
+
+
+def test_spans_keep_the_space_between_them_and_are_marked():
+    sequence = Sequence((0, 1, 2, 3), (False, False, True, True), "x:1")
+    assert marked(sequence, Letters(), colours=False).plain == "<s> a[[ b c]]"  # type: ignore[arg-type]
+    coloured = marked(sequence, Letters(), colours=True)  # type: ignore[arg-type]
+    assert coloured.plain == "<s> a b c"
+    assert [(str(span.style), coloured.plain[span.start : span.end]) for span in coloured.spans] == [
+        ("dim bold reverse", "<s>"),
+        ("dim", " a"),
+        ("green", " b c"),
+    ]
+
+
+def test_the_value_of_a_step_stands_behind_its_last_token():
+    arrays = {"targets": (0.0, 0.0, 0.0, -1.0), "outcomes": (0.0, -1.0, 0.0, -1.0)}
+    sequence = Sequence((1, 2, 3, 1), (False,) * 4, "x:1", arrays)
+    assert marked(sequence, Letters(), colours=False).plain == "a b<+0> c a<-1>"  # type: ignore[arg-type]
+    learned = Sequence((1, 2, 3, 1), (False, True, True, False), "x:1", arrays)
+    assert marked(learned, Letters(), colours=False).plain == "a[[ b]]<+0>[[ c]] a<-1>"  # type: ignore[arg-type]
+
+
+class Lines(Letters):
+    """The third letter is the end of a line."""
+
+    def decode(self, tokens, clean_up_tokenization_spaces):
+        return "".join("<s>" if token == 0 else "ab\n"[token - 1] for token in tokens)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_value_of_a_step_stands_in_its_line(trained):
+    arrays = {"targets": (0.0, 0.0, 0.5, 0.0), "outcomes": (0.0, 0.0, 1.0, 0.0)}
+    sequence = Sequence((1, 2, 3, 1), (False, trained, trained, False), "x:1", arrays)
+    expected = "a[[b]]<+0.5>\na" if trained else "ab<+0.5>\na"
+    assert marked(sequence, Lines(), colours=False).plain == expected  # type: ignore[arg-type]
+    coloured = "ab⏎<+0.5>\na" if trained else "ab<+0.5>\na"
+    assert marked(sequence, Lines(), colours=True).plain == coloured  # type: ignore[arg-type]
+
+
+def test_what_a_negative_reward_makes_less_likely_is_red():
+    sequence = Sequence((1, 2), (False, True), "x:1", {"advantages": (-0.5, -0.5)})
+    spans = marked(sequence, Letters(), colours=True).spans  # type: ignore[arg-type]
+    assert [str(span.style) for span in spans] == ["dim", "red"]
+
+
+def test_advice_is_given_where_it_helps():
+    good = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "cores": "2 of 4",
+        "threads": "2",
+        "GPU": "none",
+        "bfloat16": "fast",
+        "memory": "8.0 GiB",
+    }
+    assert advice(good) == []
+    bad = good | {"OMP_WAIT_POLICY": "not set", "threads": "4", "bfloat16": "emulated", "memory": "3.9 GiB"}
+    assert [line.split()[0] for line in advice(bad)] == ["set", "4", "keep", "less"]

@@ -1,0 +1,241 @@
+"""Shapes of labelled, scored and stepwise rows; columns that no shape has."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.data.formats import SHAPES
+from burnish.data.readers import BadRow, load, parse
+from burnish.types import Conversation, Labelled, Messages, Preference, Prompt, Ranking, Scored, Steps, Text
+
+HI: Messages = ({"role": "user", "content": "Hi"},)
+HELLO: Messages = ({"role": "assistant", "content": "Hello"},)
+
+
+@pytest.mark.parametrize("key", ["text", "messages"])
+def test_a_scored_conversation(key: str) -> None:
+    row = parse({key: [*HI, *HELLO], "reward": -1}, (Scored, Text, Conversation), "r.jsonl:1")
+    assert row == Scored(HI + HELLO, -1.0, "r.jsonl:1")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "high", True])
+def test_a_reward_must_be_a_finite_number(reward: object) -> None:
+    with pytest.raises(BadRow, match=r"r\.jsonl:1: .*reward"):
+        parse({"text": [*HI, *HELLO], "reward": reward}, (Scored,), "r.jsonl:1")
+
+
+NUMBERS = {"1e308": 1e308, "-3.5e38": -3.5e38, "400 digits": 10**400, "5000 digits": -(10**5000), "text": "1e300"}
+
+
+@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("key", ["reward", "scores", "margin", "p_chosen", "Q"])
+def test_a_number_that_float32_cannot_hold_is_a_bad_row(key: str, value: object) -> None:
+    records: dict[str, tuple[dict[str, object], type]] = {
+        "reward": ({"text": [*HI, *HELLO], "reward": value}, Scored),
+        "scores": ({"prompt": "Hi", "completions": ["a", "b"], "scores": [1, value]}, Ranking),
+        "margin": ({"prompt": "Hi", "chosen": "a", "rejected": "b", "margin": value}, Preference),
+        "p_chosen": ({"prompt": "Hi", "chosen": "a", "rejected": "b", "p_chosen": value}, Preference),
+        "Q": ({"instruction": "Hi", "output": [{"step": "a", "Q": value}]}, Steps),
+    }
+    record, kind = records[key]
+    with pytest.raises(BadRow, match=rf"r:1: .*{key}(\[1\])?: too large for float32: expected at most 3\.403e\+38"):
+        parse(record, (kind,), "r:1")
+
+
+@given(st.integers() | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_reward_that_is_read_is_finite_in_float32(value: float) -> None:
+    try:
+        row = parse({"text": [*HI, *HELLO], "reward": value}, (Scored,), "r:1")
+    except BadRow:
+        assert abs(value) > 3.4028234e38
+    else:
+        assert isinstance(row, Scored) and torch.tensor(row.reward, dtype=torch.float32).isfinite()
+
+
+@pytest.mark.parametrize(("label", "expected"), [(True, True), (0, False), ("true", True), ("False", False)])
+def test_a_label_is_true_or_false(label: object, expected: bool) -> None:
+    record = {"prompt": "Hi", "completion": "Hello", "label": label}
+    assert parse(record, (Labelled,), "k.jsonl:1") == Labelled(HI, HELLO, expected, "k.jsonl:1")
+
+
+@pytest.mark.parametrize("label", ["good", 2, 0.5])
+def test_another_label_is_refused(label: object) -> None:
+    with pytest.raises(BadRow, match=r"k\.jsonl:1: label: not true or false"):
+        parse({"prompt": "Hi", "completion": "Hello", "label": label}, (Labelled,), "k.jsonl:1")
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_steps_keep_their_values_and_the_last_one_is_the_outcome(as_text: bool) -> None:
+    output = [{"step": " 3 * 4 = 12\n", "Q": 0.8, "P": 0.3}, {"step": "14", "Q": 1 - 1e-7}]
+    record = {"instruction": "2 + 3 * 4 = ?", "output": json.dumps(output) if as_text else output}
+    row = parse(record, (Steps,), "s.jsonl:1")
+    assert isinstance(row, Steps) and row.correct
+    assert (row.steps, row.values) == (("3 * 4 = 12", "14"), (0.8, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ([{"step": "a", "Q": 1.2}], r"output\[0\]\.Q: Q outside \[-1, 1\]"),
+        ([{"step": "a", "Q": 0.5}], r"output\[0\]\.Q: last Q is not 1 or -1"),
+        ([{"step": "  ", "Q": 1}], r"output\[0\]\.step: empty text"),
+        ([{"Q": 1}], r"output\[0\]\.step: missing key"),
+        ([], "output: no steps"),
+        ("3 * 4", "output: not a list"),
+    ],
+)
+def test_faults_of_steps_name_their_key(output: object, message: str) -> None:
+    with pytest.raises(BadRow, match=r"s\.jsonl:1: " + message):
+        parse({"instruction": "2 + 3 * 4 = ?", "output": output}, (Steps,), "s.jsonl:1")
+
+
+# --- columns -------------------------------------------------------------------------------------------------------
+
+ANSWERS = {"chosen": "a", "rejected": "b"}
+RANKED = {"prompt": "Hi", "completions": ["a", "b"]}
+# A row of every shape with every column that the shape reads.
+FULL: dict[str, dict[str, Any]] = {
+    "text": {"text": "Once"},
+    "messages": {"messages": [*HI, *HELLO], "system": "s"},
+    "sharegpt": {"conversations": [*HI, *HELLO], "system": "s"},
+    "prompt_completion": {"prompt": "Hi", "completion": "Hello", "system": "s"},
+    "openrlhf": {"prompt": [*HI, *HELLO], "system": "s"},
+    "alpaca": {"instruction": "Hi", "output": "Hello", "input": "i", "system": "s"},
+    "openorca": {"question": "Hi", "response": "Hello", "system_prompt": "s"},
+    "preference": {"prompt": "Hi", **ANSWERS, "system": "s", "margin": 1, "p_chosen": 0.5},
+    "pair": {
+        "chosen": [*HI, *HELLO],
+        "rejected": [*HI, {"role": "assistant", "content": "b"}],
+        "system": "s",
+        "margin": 1,
+    },
+    "ranks": RANKED | {"ranks": [1, 2], "system": "s"},
+    "scores": RANKED | {"scores": [1, 2], "system": "s"},
+    "prompt": {"prompt": "Hi", "system": "s"},
+    "query": {"query": "Hi", "system": "s"},
+    "labelled": {"prompt": "Hi", "completion": "Hello", "label": True, "system": "s"},
+    "scored_text": {"text": [*HI, *HELLO], "reward": 1, "system": "s"},
+    "scored": {"messages": [*HI, *HELLO], "reward": 1, "system": "s"},
+    "steps": {"instruction": "1 + 1", "output": [{"step": "2", "Q": 1}], "system": "s"},
+}
+WRITTEN = (
+    "finish_reason",
+    "logprob",
+    "logprob_mean",
+    "step",
+    "kind",
+    "score",
+)  # by burnish generate, and in samples.jsonl
+KEPT = ("id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P", *WRITTEN)
+OTHERS = [shape for shape in SHAPES if shape.kind is not Prompt]
+
+
+def test_every_shape_has_a_row_here() -> None:
+    assert set(FULL) == {shape.name for shape in SHAPES}
+
+
+@given(
+    st.sampled_from(OTHERS),
+    st.text(min_size=1, max_size=12),
+    st.one_of(st.booleans(), st.integers(), st.text(), st.lists(st.integers())),
+)
+def test_a_column_is_read_or_kept_or_an_error(shape: Any, column: str, value: Any) -> None:
+    record = FULL[shape.name]
+    row = parse(record, (shape.kind,), "r.jsonl:7", shape.name)
+    if column in {*record, *KEPT, "tools", *(name for other in SHAPES for name in other.may)}:
+        return
+    with pytest.raises(BadRow) as caught:
+        parse(record | {column: value}, (shape.kind,), "r.jsonl:7", shape.name)
+    assert str(caught.value).startswith(f"r.jsonl:7: {column}: unknown column: ")
+    assert f"data.keep: [{column}]" in str(caught.value)
+    for harmless, keep in (({column: value}, (column,)), ({column: None}, ()), (dict.fromkeys(KEPT, value), ())):
+        assert parse(record | harmless, (shape.kind,), "r.jsonl:7", shape.name, keep=keep) == row
+
+
+@pytest.mark.parametrize("shape", OTHERS, ids=lambda shape: shape.name)
+def test_a_column_of_another_shape_is_not_read(shape: Any) -> None:
+    known = {column for other in SHAPES for column in (*other.needs, *other.may)}
+    for column in sorted(known.difference(shape.needs, shape.may)):
+        with pytest.raises(BadRow, match=rf"r:1: {column}: unknown column"):
+            parse(FULL[shape.name] | {column: "x"}, (shape.kind,), "r:1", shape.name)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_tools_are_refused_for_every_shape(shape: Any) -> None:
+    record = FULL[shape.name]
+    with pytest.raises(BadRow, match=r"r:1: tools: tools are not supported yet: the model would not see them"):
+        parse(record | {"tools": [{"name": "add"}]}, (shape.kind,), "r:1", shape.name)
+    for tools in (None, [], "[]"):
+        parse(record | {"tools": tools}, (shape.kind,), "r:1", shape.name)
+    parse(record | {"tools": ["add"]}, (shape.kind,), "r:1", shape.name, keep=["tools"])
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "said"),
+    [
+        ({"prompt": "Hi", "completion": "a", "label": True}, Conversation, "r:1: label: unknown column"),
+        ({"prompt": "Hi", **ANSWERS, "margn": 1}, Preference, "margn: unknown column: did you mean 'margin'?"),
+        (
+            {"prompt": "Hi", **ANSWERS, "score_chosen": 2, "id": 1, "score_rejected": 1},
+            Preference,
+            r"score_chosen: unknown column: .*data\.keep: \[score_chosen, score_rejected\]",
+        ),
+        ({"prompt": "Hi", **ANSWERS, "scor_chosen": 2}, Preference, r"did you mean 'score_chosen'\?"),
+        ({"question": "Hi", "response": "a", "system": "s"}, Conversation, "did you mean 'system_prompt'?"),
+    ],
+)
+def test_a_column_that_is_not_read_is_named_with_the_nearest(record: dict[str, Any], kind: type, said: str) -> None:
+    with pytest.raises(BadRow, match=said):
+        parse(record, (kind,), "r:1", keep=["score_chosen"] if "scor_chosen" in record else [])
+
+
+def test_kept_columns_of_a_prompt_reach_the_rewards() -> None:
+    row = parse({"prompt": "Hi", "system": "s", "tools": [1], "n": 2}, (Prompt,), "r:1", keep=["tools", "system"])
+    assert row == Prompt(HI, {"system": "s", "tools": [1], "n": 2}, "r:1")
+
+
+def test_a_column_that_is_renamed_is_read() -> None:
+    record = {"question": "Hi", "answer": "Hello", "label": 1}
+    keys = {"prompt": "question", "completion": "answer"}
+    assert parse(record, (Labelled,), "r:1", keys=keys) == Labelled(HI, HELLO, True, "r:1")
+    with pytest.raises(BadRow, match=r"r:1: label: unknown column"):
+        parse(record, (Conversation,), "r:1", keys=keys)
+
+
+@pytest.mark.parametrize(
+    "key", ["tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight", "contnt"]
+)
+def test_other_keys_of_a_message_are_refused(key: str) -> None:
+    def record(value: Any) -> dict[str, Any]:
+        return {"messages": [*HI, {"role": "assistant", "content": "Hello", key: value}]}
+
+    with pytest.raises(BadRow, match=rf"r:1: messages\[1\]\.{key}: key that is not read: '{key}' would be lost"):
+        parse(record("x"), (Conversation,), "r:1")
+    expected = Conversation(HI + HELLO, None, "r:1")
+    for value in (None, "", [], {}):
+        assert parse(record(value), (Conversation,), "r:1") == expected
+    as_text = {"messages": json.dumps(record("x")["messages"])}
+    for found in (record("x"), as_text):
+        assert parse(found, (Conversation,), "r:1", keep=[key]) == expected
+
+
+def test_messages_and_steps_keep_where_they_come_from() -> None:
+    record = {"messages": [{**HI[0], "id": 1, "meta": {"a": 1}}, {**HELLO[0], "weight": 1, "finish_reason": "stop"}]}
+    assert parse(record, (Conversation,), "r:1") == Conversation(HI + HELLO, None, "r:1")
+    step = {"step": "2", "Q": 1, "P": 0.5}
+    steps = parse({"instruction": "1 + 1", "output": [step]}, (Steps,), "r:1")
+    assert steps == parse({"instruction": "1 + 1", "output": [{"step": "2", "Q": 1}]}, (Steps,), "r:1")
+    with pytest.raises(BadRow, match=r"r:1: output\[0\]\.depth: key that is not read: 'depth' would be lost"):
+        parse({"instruction": "1 + 1", "output": [step | {"depth": 3}]}, (Steps,), "r:1")
+    assert parse({"instruction": "1 + 1", "output": [step | {"depth": 3}]}, (Steps,), "r:1", keep=["depth"]) == steps
+
+
+def test_rows_with_columns_that_are_not_read_can_be_skipped() -> None:
+    rows = [{"text": "a"}, {"text": "b", "titel": "c"}, {"text": "d", "lang": "en"}]
+    result = load(rows, (Text,), on_bad_row="skip", keep=["lang"])
+    assert [row.source for row in result.rows] == ["row 1", "row 3"]
+    assert result.reasons == {"unknown column": 1}

@@ -1,0 +1,88 @@
+"""Attention of one query a row against transformers' own, on layers and in whole generations."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from burnish.generate import local as generate
+from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.kernels.decoding import ROWS, attend, by_rows
+
+ROWS_OF_CACHE = ROWS + 3  # a second group, which is not full
+
+
+def tensors(heads, key_heads):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(ROWS_OF_CACHE, heads, 1, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 30, key_heads, 64, 8, generator=generator, dtype=torch.float64)
+    columns = torch.randint(1, 40, (ROWS_OF_CACHE,), generator=generator)
+    hidden = torch.arange(40) >= columns[:, None]
+    mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
+    return query, key[:ROWS_OF_CACHE, :, :40], value[:ROWS_OF_CACHE, :, :40], mask[:, None, None], columns.tolist()
+
+
+@pytest.mark.parametrize("heads, key_heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_rows_attend_as_in_transformers(heads, key_heads, scaling):
+    query, key, value, mask, columns = tensors(heads, key_heads)
+    layer = SimpleNamespace(num_key_value_groups=heads // key_heads, is_causal=True)
+    expected, _ = sdpa_attention_forward(layer, query, key, value, mask, scaling=scaling)  # type: ignore[arg-type]
+    for known in (columns, None):
+        found, _ = attend(layer, query, key, value, mask, scaling=scaling, columns=known)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_what_is_beyond_a_group_of_rows_is_not_read():
+    query, key, value, mask, columns = tensors(4, 2)
+    expected, _ = attend(None, query, key, value, mask, columns=columns)
+    for start in range(0, ROWS_OF_CACHE, ROWS):
+        for x in (key, value):
+            x[start : start + ROWS, :, max(columns[start : start + ROWS]) :] = torch.nan
+    found, _ = attend(None, query, key, value, mask, columns=columns)
+    assert torch.equal(found, expected)
+
+
+def test_what_it_does_not_know_is_left_to_transformers():
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        attend(None, *tensors(4, 4)[:4], softcap=3.0)
+
+
+def test_generations_are_those_of_fused_attention(monkeypatch):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    wanted = [Request(tuple(range(2, 3 + length)), length) for length in range(1, 41)]
+
+    def run():
+        return LocalGenerator(batch_size=24)(model, wanted, Sampling(max_new_tokens=30), eos_ids=(3, 5, 8), pad_id=0)
+
+    found = run()
+    assert model.config._attn_implementation == "sdpa", "the model has its own attention back"
+    monkeypatch.setattr(generate, "by_rows", lambda config, wanted: nullcontext())
+    expected = run()
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
+def test_the_models_attention_comes_back_after_an_error():
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    with pytest.raises(RuntimeError), by_rows(config, True):
+        assert config._attn_implementation != "sdpa"
+        raise RuntimeError
+    with by_rows(config, False):
+        assert config._attn_implementation == "sdpa"
+    assert config._attn_implementation == "sdpa"

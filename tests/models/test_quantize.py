@@ -1,0 +1,195 @@
+"""A base in fewer bits is frozen, gives the adapter the gradient of the weights that it stands for, or is refused."""
+
+import copy
+import importlib
+import importlib.util
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from burnish.data.batching import collate
+from burnish.errors import UserError
+from burnish.models import quantize
+from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.forward import head, hidden_states, scores, token_logprobs
+from burnish.models.heads import Network, separate_critic
+from burnish.models.loading import describe, load_policy, load_reward_model
+from burnish.models.merge import policy_of
+from burnish.types import Example, Sequence
+
+BATCH = collate([Example((Sequence((5, 9, 2, 30, 7, 11), (False,) + (True,) * 5, "x"),))], 0)
+# the quantiles of a normal distribution of Dettmers et al. 2023, appendix E
+NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
+CHECKPOINTING = [None, {"use_reentrant": False}, {"use_reentrant": True}]
+LORA: dict[str, Any] = {"r": 4}
+
+
+@pytest.fixture
+def bnb() -> Any:
+    return pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture
+def base(tiny_llama, tmp_path) -> Path:
+    """A model whose rows are as long as blocks of 4-bit weights need."""
+    tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def adapted(base: Path, kind: Any, load: Any = load_policy, task: Any = "CAUSAL_LM", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = add_adapter(
+        load(str(base), quantized=kind), AdapterConfig(**LORA | settings), task, describe(str(base))
+    ).eval()
+    return shaken(model)
+
+
+def shaken(model: Any) -> Any:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def meant(model: Any, bnb: Any) -> Any:
+    """The same model in full precision, of the weights that the quantized ones stand for."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if not isinstance(layer, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                continue
+            if isinstance(layer, bnb.nn.Linear4bit):
+                weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            else:
+                weight = layer.state.CB.float() * layer.state.SCB[:, None] / 127  # a largest value of each row
+            plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            plain.weight = nn.Parameter(weight.float(), requires_grad=False)
+            setattr(parent, name, plain)
+    return model
+
+
+def gradient(model: Any) -> dict[str, torch.Tensor]:
+    logprobs, _ = token_logprobs(model, hidden_states(model, BATCH), BATCH, BATCH.loss_mask)
+    model.zero_grad()
+    (-logprobs.sum()).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    x, y = (torch.cat([grads[name].flatten() for name in sorted(grads) if "lora_" in name]) for grads in (a, b))
+    return ((x - y).norm() / y.norm()).item()
+
+
+# --- machines that cannot ------------------------------------------------------------------------------------------
+
+
+def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes, which is not installed: pip install"):
+        load_policy("no/such-model", quantized="nf4")
+
+
+def test_without_kernels_for_the_machine_it_is_refused(monkeypatch):
+    fake: Any = types.SimpleNamespace(supported_torch_devices={"cuda"}, __version__="0.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"a\.b: int8 needs a CUDA GPU: this machine has none"):
+        quantize.require("int8", "a.b")
+
+
+def test_what_is_asked_of_bitsandbytes():
+    four, eight = quantize.settings("nf4"), quantize.settings("int8")
+    assert four.load_in_4bit and four.bnb_4bit_quant_type == "nf4" and four.bnb_4bit_use_double_quant
+    assert eight.load_in_8bit and not eight.load_in_4bit
+
+
+# --- machines that can ---------------------------------------------------------------------------------------------
+
+
+def test_four_bits_are_the_nearest_level_of_each_block(bnb):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    packed, state = bnb.functional.quantize_4bit(x, quant_type="nf4", compress_statistics=False)
+    levels, largest = torch.tensor(NF4), x.abs().amax(1, keepdim=True)
+    nearest = levels[(x[..., None] / largest[..., None] - levels).abs().argmin(-1)] * largest
+    torch.testing.assert_close(bnb.functional.dequantize_4bit(packed, state), nearest, atol=1e-5, rtol=1e-5)
+    packed, state = bnb.functional.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+    twice = bnb.functional.dequantize_4bit(packed, state)
+    assert 0 < (twice - nearest).abs().max() < 0.02 * largest.max()  # the largest of a block in 8 bits
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING, ids=str)
+def test_the_gradient_of_the_adapter_is_that_of_the_weights_that_are_meant(how, base, bnb):
+    model = adapted(base, "nf4")
+    expected = gradient(meant(model, bnb))
+    with torch.no_grad():
+        hidden_states(model, BATCH)  # a pass without gradient must leave the way of the gradient open
+    if how is not None:
+        Network(model).activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    found = gradient(model.train())
+    assert all("lora_" in name for name in found) and distance(found, expected) < 1e-5
+    first = {name: g for name, g in found.items() if "layers.0" in name}
+    assert first and all(g.norm() > 0 for g in first.values())
+
+
+def test_eight_bits_have_the_gradient_of_their_weights_up_to_the_rounding_of_activations(base, bnb):
+    model = adapted(base, "int8")
+    # activations are rounded to 8 bits too: a relative error of about 1 / 127 in each layer
+    assert distance(gradient(model), gradient(meant(model, bnb))) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_only_matrices_are_quantized_and_nothing_of_the_base_is_trained(kind, base, bnb):
+    model = adapted(base, kind, dora=kind == "nf4")
+    inner = model.get_base_model()
+    quantized = [n for n, m in inner.named_modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
+    assert len({name.removesuffix(".base_layer") for name in quantized}) == 14
+    assert type(inner.lm_head) is nn.Linear and head(model)(torch.zeros(1, 64)).dtype == torch.float32
+    assert all(p.dtype == torch.float32 for n, p in inner.named_parameters() if "norm" in n or "embed" in n)
+    assert {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad} <= {
+        "lora_A",
+        "lora_B",
+        "lora_magnitude_vector",
+    }
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    gradient(model.train())
+    optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+
+
+def test_it_is_merged_into_the_full_precision_base(base, tmp_path, bnb):
+    model = adapted(base, "nf4")
+    Network(model).save_policy(tmp_path / "adapter")
+    merged = policy_of(model, tmp_path / "adapter")
+    assert not quantize.is_quantized(merged) and merged.dtype == torch.float32
+    exact = hf.AutoModelForCausalLM.from_pretrained(base).state_dict()
+    for name, value in merged.state_dict().items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if name.endswith("_proj.weight"):
+            layer = model.get_submodule(key)
+            delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * 8  # alpha / r
+            torch.testing.assert_close(value, exact[name] + delta.detach(), atol=1e-6, rtol=1e-6)
+        else:
+            assert torch.equal(value, exact[name])
+
+
+def test_a_reward_model_has_a_score_head_in_full_precision(base, bnb):
+    model = adapted(base, "nf4", load_reward_model, "SEQ_CLS")
+    score = model.get_base_model().score.modules_to_save["default"]
+    assert type(score) is nn.Linear and score.weight.requires_grad and score.weight.dtype == torch.float32
+    scores(model, BATCH).sum().backward()
+    assert score.weight.grad is not None
+
+
+def test_a_quantized_policy_has_no_critic_of_its_own(base, bnb):
+    with pytest.raises(UserError, match="use critic: shared"):
+        separate_critic(adapted(base, "nf4"))

@@ -1,0 +1,247 @@
+"""What a person sees, in a terminal and in a file, and what the callback passes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from burnish.report.display import (
+    Display,
+    RunCallback,
+    View,
+    logged,
+    numbers,
+    progress_line,
+    result_line,
+    seconds_left,
+    tokens_per_second,
+    visible,
+)
+from burnish.report.metrics import Recorder, read_metrics
+
+SAMPLE = {"step": 4, "prompt": "Say\x1b[31m [bold]hi", "completion": "one\ntwo\x07", "score": 1.25, "source": "a:1"}
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def console(*, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100)
+
+
+def shown(display: Display) -> list[str]:
+    assert isinstance(display.console.file, io.StringIO)
+    return display.console.file.getvalue().splitlines()
+
+
+def run(display: Display, clock: Clock, steps: int) -> None:
+    display.begin(0, steps)
+    for step in range(1, steps + 1):
+        clock.now += 1.0
+        display.step(step)
+        display.log(step, {"loss": 4.0 / step, "learning_rate": 1e-4, "tokens": 500, "seconds": 0.5})
+    display.end()
+
+
+def test_time_left_is_the_pace_since_the_start_or_the_resume() -> None:
+    view = View(step=30, first_step=10, last_step=50, started=100.0)
+    assert seconds_left(view, now=110.0) == 10.0  # 20 steps took 10 seconds, 20 remain
+    assert seconds_left(replace(view, step=10), now=110.0) is None
+
+
+def test_speed_is_a_ratio_of_sums() -> None:
+    view = View()
+    assert tokens_per_second(view) is None
+    for tokens, seconds in ((100, 1.0), (500, 2.0)):
+        view = logged(view, {"tokens": tokens, "seconds": seconds})
+    assert tokens_per_second(view) == 200.0  # not the mean of 100 and 250
+
+
+def test_a_metric_that_a_step_lacks_stays() -> None:
+    view = logged(logged(View(), {"score": 1.0, "loss": 3.0}), {"loss": 2.0})
+    assert (view.values, view.first) == ({"score": 1.0, "loss": 2.0}, {"score": 1.0, "loss": 3.0})
+    assert view.history == {"score": (1.0,), "loss": (3.0, 2.0)}
+
+
+def test_a_progress_line_says_all_in_order() -> None:
+    view = View("reward", 2, 3, step=40, last_step=160, speed=((2480, 2.0),), values={"loss": 0.5, "accuracy": 0.75})
+    assert progress_line(view, now=50.0) == (
+        "[2/3 reward] step 40/160 (25%), 2 min 30 s left, 1,240 tokens/s, accuracy 75.0 %, loss 0.5000"
+    )
+
+
+def test_an_interval_stands_behind_its_value() -> None:
+    values = {"eval_score": 1.5, "eval_score_low": 1.25, "eval_score_high": 1.75, "eval_kl": 2}
+    assert numbers(values) == "score 1.500 [1.250, 1.750], kl 2"
+
+
+def test_a_result_line_compares_the_first_and_the_last_step() -> None:
+    view = View(
+        "sft", step=1, first_step=0, last_step=1, first={"loss": 3.0}, values={"loss": 1.5, "learning_rate": 0.0}
+    )
+    assert result_line(view, now=61.0) == "[sft] 1 step in 1 min 01 s: loss 3.000 -> 1.500"
+
+
+def test_text_of_a_model_cannot_act_on_the_terminal() -> None:
+    assert visible("a\nb\x1b[2J\u202e世界", 99) == "a\\nb\\x1b[2J\\u202e世界"
+    assert visible("0123456789", 8) == "01234..."
+    assert visible("0123456789", 8, keep="end") == "...56789"
+
+
+def test_plain_lines_come_every_few_seconds_and_at_both_ends() -> None:
+    clock = Clock()
+    display = Display(console(), interval=4.0, clock=clock)
+    run(display, clock, 10)
+    lines = shown(display)
+    assert [line.split(",")[0] for line in lines[:-1]] == [
+        f"[train] step {step}/10 ({step * 10}%)" for step in (1, 5, 9, 10)
+    ]
+    assert lines[0].endswith("9 s left, 1,000 tokens/s, loss 4.000, learning rate 1.0e-04")
+    assert lines[-1] == "[train] 10 steps in 10 s: loss 4.000 -> 0.4000"
+
+
+def test_a_long_step_shows_that_the_run_is_alive() -> None:
+    clock = Clock()
+    display = Display(console(), clock=clock)
+    display.begin(0, 9)
+    for step in (1, 2, 3):
+        clock.now += 20.0
+        display.step(step)
+    assert shown(display) == ["[train] step 2/9 (22%), 2 min 20 s left"]
+
+
+def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
+    display = Display(console(), clock=Clock())
+    display.stage("ppo", 3, 3)
+    display.log(0, {"eval_score": 0.5, "eval_kl": math.nan})
+    display.samples([SAMPLE, {**SAMPLE, "score": None}] * 5)
+    display.message("the token budget is halved [to 512]")
+    lines = shown(display)
+    assert lines[0] == "[3/3 ppo] step 0 evaluation: score 0.5000, kl nan"
+    assert lines[1] == "[3/3 ppo] step 4 | score 1.250 | Say\\x1b[31m [bold]hi | one\\ntwo\\x07"
+    assert "no score" in lines[2]
+    assert lines[5] == "[3/3 ppo] the token budget is halved [to 512]"
+    assert len(lines) == 6
+    assert all(c.isprintable() for line in lines for c in line)
+
+
+def test_a_resumed_run_says_so() -> None:
+    display = Display(console(), clock=Clock())
+    display.begin(40, 100)
+    assert shown(display) == ["[train] goes on after step 40"]
+
+
+def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> None:
+    clock = Clock()
+    display = Display(console(terminal=True), live=True, clock=clock)
+    with display:
+        display.begin(0, 20)
+        display.log(0, {"eval_perplexity": 12.5})
+        display.samples([SAMPLE])
+        clock.now = 5.0
+        for step in range(1, 11):
+            display.log(step, {"loss": 1.0 + step})
+        plain = console()
+        plain.print(display)
+        view = shown(Display(plain))
+        display.end()
+    text = "\n".join(view)
+    assert "step 10/20 (50%), 5 s left" in text
+    assert "━" in view[0]
+    assert any(line.split() == ["loss", "11.00", "▁▂▃▃▄▅▆▆▇█"] for line in view)
+    assert "evaluation at step 0: perplexity 12.50" in text
+    assert "one\\ntwo\\x07" in text and "[bold]hi" in text and "1.250" in text
+    assert "[train] 10 steps in 5 s: loss 2.000 -> 11.00" in shown(display)[-1]
+
+
+def test_a_failure_leaves_the_cursor_visible() -> None:
+    display = Display(console(terminal=True), live=True)
+    with pytest.raises(KeyError), display:
+        display.begin(0, 5)
+        raise KeyError
+    text = "".join(shown(display))
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_live_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    display = Display(Console(file=io.StringIO()), clock=Clock())
+    display.begin(0, 5)
+    display.log(5, {"loss": 1.0})
+    assert shown(display) == ["[train] step 5/5 (100%), loss 1.000"]
+
+
+# --- with transformers' trainer -----------------------------------------------------------------------------------
+
+
+class Line(torch.nn.Module):
+    """y = w x, with the loss that a Trainer expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.w * x - labels).square().mean(), "logits": self.w * x}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[dict], list[str]]]:
+    """What a run of three steps wrote and showed; it is evaluated after the second, and at the end."""
+    folder = tmp_path_factory.mktemp("run")
+    args = TrainingArguments(
+        str(folder), max_steps=3, logging_steps=1, eval_strategy="steps", eval_steps=2, report_to="none",
+        save_strategy="no", disable_tqdm=True, use_cpu=True, per_device_train_batch_size=2,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [{"x": torch.tensor(1.0), "labels": torch.tensor(3.0)}] * 8
+    display = Display(console(), interval=0.0)
+    callbacks = [RunCallback(Recorder(folder), display)]
+    Trainer(Line(), args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks).train()  # type: ignore[arg-type]
+    yield read_metrics(folder), shown(display)
+
+
+def test_every_step_and_evaluation_is_one_line(lines: tuple[list[dict], list[str]]) -> None:
+    written, _ = lines
+    assert [(line["step"], "eval_loss" in line) for line in written] == [
+        (1, False), (2, False), (2, True), (3, False), (3, True)
+    ]  # fmt: skip
+    assert written[0]["loss"] == 4.0  # (1 - 3)^2
+    assert {"grad_norm", "learning_rate", "epoch"} < written[0].keys()
+    assert "eval_seconds" in written[2]
+    assert not any("runtime" in key for line in written for key in line)
+
+
+def test_the_same_is_shown(lines: tuple[list[dict], list[str]]) -> None:
+    _, text = lines
+    assert text[0].startswith("[train] step 1/3 (33%)")
+    assert sum("evaluation: loss" in line for line in text) == 2
+    assert text[-1].startswith("[train] 3 steps in")
+
+
+def test_only_the_main_process_writes_and_timings_are_rounded(tmp_path: Path) -> None:
+    display = Display(console(), interval=0.0)
+    callback = RunCallback(Recorder(tmp_path), display)
+    args, control = None, TrainerControl()
+    logs = {"loss": 1.0, "seconds": 0.123456, "train_runtime": 5.4321}
+    callback.on_log(args, TrainerState(is_world_process_zero=False), control, logs=logs)
+    assert read_metrics(tmp_path) == [] and shown(display) == []
+    callback.on_log(args, TrainerState(global_step=7), control, logs=logs)
+    callback.on_log(args, TrainerState(global_step=7), control, logs={"train_runtime": 9.0, "train_loss": 1.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text) == {"step": 7, "loss": 1.0, "seconds": 0.123, "train_seconds": 5.432}

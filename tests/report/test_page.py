@@ -1,0 +1,376 @@
+"""The report of a small made-up run: three stages, of which the numbers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from burnish.errors import UserError
+from burnish.report import curves
+from burnish.report import page as report
+from burnish.report.metrics import Recorder
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+PROMPTS = ["Review: I went in expecting little, and", "Review: The first half hour", "Review: <b>Honestly</b> & truly,"]
+
+
+def curve(recorder: Recorder, steps: int, terms: dict[str, tuple[float, float]], evals: dict[str, tuple[float, float]]):
+    """Lines whose values go from the first number of each pair to the second, with noise."""
+    noise = random.Random(0)
+    for step in range(steps + 1):
+        done = 1 - math.exp(-3 * step / steps)
+        if step:
+            line = {k: a + (b - a) * done + noise.gauss(0, 0.06 * abs(b - a) + 1e-3) for k, (a, b) in terms.items()}
+            line |= {"learning_rate": 1e-4 * (1 - step / steps), "tokens": 4096, "seconds": 0.8, "epoch": step / steps}
+            recorder.metrics(step, line)
+        if evals and step % (steps // 4) == 0:
+            values = {f"eval_{k}": a + (b - a) * done for k, (a, b) in evals.items()}
+            for key in [key for key in values if key in ("eval_score", "eval_accuracy", "eval_win_rate")]:
+                values |= {f"{key}_low": values[key] - 0.06, f"{key}_high": values[key] + 0.06}
+            recorder.metrics(step, values)
+
+
+def make_run(folder: Path) -> Path:
+    """A finished run of sft, reward and ppo."""
+    curve(
+        Recorder(folder / "sft"),
+        120,
+        {"loss": (3.9, 2.6), "grad_norm": (4, 1)},
+        {"loss": (3.8, 2.7), "perplexity": (44.7, 14.9)},
+    )
+    curve(
+        Recorder(folder / "reward"),
+        60,
+        {"loss": (0.7, 0.4), "accuracy": (0.5, 0.84), "margin": (0, 1.2)},
+        {"loss": (0.69, 0.45), "accuracy": (0.5, 0.79), "score_std": (0.1, 1.3)},
+    )
+    recorder = Recorder(folder / "ppo")
+    terms = {
+        "loss": (0.3, 0.1),
+        "score": (-0.2, 1.6),
+        "kl": (0, 6.5),
+        "kl_coef": (0.2, 0.16),
+        "entropy": (3.1, 2.4),
+        "value": (1.4, 0.3),
+        "explained_variance": (0.0, 0.7),
+        "length": (24, 31),
+        "clipfrac": (0.0, 0.12),
+    }
+    curve(recorder, 600, terms, {"score": (-0.2, 1.5), "win_rate": (0.5, 0.86), "kl": (0.0, 6.1), "length": (24, 24.5)})
+    recorder.metrics(601, {"loss": math.nan, "score": 1.6})
+    words = ["a", "film", "that", "never", "finds", "its", "feet", "but", "the", "cast", "is", "warm", "and", "earned"]
+    for step, shift in ((0, -0.4), (300, 0.8), (600, 1.5)):
+        noise = random.Random(step)
+        rows = [
+            {
+                "step": step,
+                "kind": "eval",
+                "prompt": PROMPTS[i % 3],
+                "completion": " ".join(noise.choices(words, k=24)),
+                "score": round(shift + noise.gauss(0, 0.5), 4),
+                "rewards": {"sentiment": shift, "brevity": 0.1},
+                "finish_reason": "stop" if i % 4 else "length",
+                "source": f"prompts.jsonl:{i + 1}",
+            }
+            for i in range(9)
+        ]
+        recorder.samples(rows)
+    stages = [
+        {
+            "name": "sft",
+            "method": "sft",
+            "state": "done",
+            "seconds": 96.0,
+            "data": {"data/train.jsonl": "ab12" * 16},
+            "rows": {
+                "train": {
+                    "rows": 1997,
+                    "skipped": ["train.jsonl:17: no assistant turn"],
+                    "cut": ["train.jsonl:4: 1,300 tokens", "train.jsonl:9: 1,101 tokens"],
+                }
+            },
+            "results": {"before": {"loss": 3.8, "perplexity": 44.7}, "after": {"loss": 2.72, "perplexity": 15.18}},
+        },
+        {
+            "name": "reward",
+            "method": "reward",
+            "state": "done",
+            "seconds": 48.5,
+            "data": {},
+            "results": {
+                "before": {
+                    "accuracy": 0.5,
+                    "accuracy_low": 0.44,
+                    "accuracy_high": 0.56,
+                    "loss": 0.69,
+                    "score_std": 0.1,
+                },
+                "after": {
+                    "accuracy": 0.79,
+                    "accuracy_low": 0.74,
+                    "accuracy_high": 0.83,
+                    "loss": 0.45,
+                    "score_std": 1.3,
+                },
+            },
+        },
+        {
+            "name": "ppo",
+            "method": "ppo",
+            "state": "done",
+            "seconds": 700.0,
+            "data": {},
+            "results": {
+                "before": {
+                    "score": -0.2,
+                    "score_low": -0.3,
+                    "score_high": -0.1,
+                    "kl": 0.0,
+                    "length": 24.0,
+                    "length_low": 22.0,
+                    "length_high": 26.0,
+                },
+                "after": {
+                    "score": 1.5,
+                    "score_low": 1.41,
+                    "score_high": 1.59,
+                    "kl": 6.1,
+                    "length": 24.5,
+                    "length_low": 22.4,
+                    "length_high": 26.6,
+                    "win_rate": 0.86,
+                    "win_rate_low": 0.8,
+                    "win_rate_high": 0.91,
+                },
+            },
+        },
+    ]
+    manifest = {
+        "name": "films",
+        "state": "done",
+        "versions": {"burnish": "0.1.0", "torch": "2.13.0"},
+        "machine": {"processor": "x86_64", "threads": 2, "device": "no GPU"},
+        "recipe": {"name": "films", "seed": 0, "stages": [{"name": "sft", "method": {"name": "sft"}}]},
+        "stages": stages,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and keeps the text outside of styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        links = [named.get(key) or "" for key in ("src", "href", "xlink:href")]
+        self.outside += [link for link in links if link and not link.startswith("#")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text.append(data)
+
+    def __str__(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
+    path = report.write(make_run(tmp_path_factory.mktemp("runs") / "films"))
+    assert path.name == "report.html"
+    html = path.read_text("utf-8")
+    return html, Page(html)
+
+
+def small_run(folder: Path, manifest: dict) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    page = Page(report.write(folder).read_text("utf-8"))
+    assert page.open == []
+    return str(page)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(page: tuple[str, Page]) -> None:
+    html, parsed = page
+    assert parsed.open == []
+    assert parsed.outside == []
+    assert "<script" not in html and "@import" not in html and "url(http" not in html and "@font-face" not in html
+    assert len(parsed.ids) == len(set(parsed.ids))
+
+
+def test_both_themes_have_the_colours_of_the_curves(page: tuple[str, Page]) -> None:
+    html, _ = page
+    assert "prefers-color-scheme: dark" in html
+    assert not any(sentinel in html for sentinel in curves.INK)
+    for colour in curves.INK.values():
+        assert html.count(f"{colour.removeprefix('var(').rstrip(')')}: #") == 2
+
+
+def test_the_text_of_curves_is_text(page: tuple[str, Page]) -> None:
+    html, _ = page
+    figures = re.findall(r"<figure>.*?</figure>", html, re.DOTALL)
+    assert all("<text" in curve and "viewBox" in curve for curve in figures)
+    # sft 5, reward 6, ppo 12, of which score and win rate stand in the first places
+    assert len(figures) == 23
+
+
+def test_results_are_compared_in_words(page: tuple[str, Page]) -> None:
+    text = str(page[1])
+    assert "Perplexity exp(loss of a token); 1 is best 44.70 15.18 \N{MINUS SIGN}29.52 Better" in text
+    assert "50.0 % 44.0 % to 56.0 % 79.0 % 74.0 % to 83.0 % +29.0 points Better, the intervals do not overlap" in text
+    assert "24.00 22.00 to 26.00 24.50 22.40 to 26.60 +0.5000 Higher, but the intervals overlap" in text
+    assert "Win rate completions that score above those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
+
+
+def test_what_is_not_finite_is_said(page: tuple[str, Page]) -> None:
+    assert "Not finite, and not drawn: loss at step 601." in str(page[1])
+
+
+def test_samples_are_escaped_and_only_the_first_and_last_evaluation_stand(page: tuple[str, Page]) -> None:
+    html, parsed = page
+    assert "&lt;b&gt;Honestly&lt;/b&gt; &amp; truly," in html and "<b>Honestly" not in html
+    assert "The first 6 of 9, in the order of the file, not chosen." in str(parsed)
+    assert html.count("<span>Step 0</span>") == html.count("<span>Step 600</span>") == 9
+    assert "<span>Step 300</span>" not in html
+
+
+def test_data_and_manifest_are_there(page: tuple[str, Page]) -> None:
+    text = str(page[1])
+    assert "train 1,997 1 2" in text
+    assert "train.jsonl:17: no assistant turn" in text
+    assert "torch 2.13.0" in text and "seed: 0" in text and "ab12" * 16 in text
+    assert "sft → reward → ppo · 14 min 04 s · x86_64 · 2 threads · no GPU" in text
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run" / "a")
+    for step in (1, 2, 3):
+        recorder.metrics(step, {"loss": 1.0 / step, "own_metric": 2.0})
+    pages = []
+    for _ in range(2):
+        small_run(tmp_path / "run", {"name": "x", "stages": [{"name": "a", "method": "sft", "state": "running"}]})
+        pages.append((tmp_path / "run" / "report.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    text = small_run(tmp_path / "new", {"name": "new", "state": "running", "stages": [
+        {"name": "sft", "method": "sft", "state": "running", "seconds": 0.0},
+        {"name": "reward", "method": "reward", "state": "pending", "seconds": 0.0}]})  # fmt: skip
+    assert "This run is not finished" in text and "not started" in text
+    assert "Results" not in text and "Curves" not in text and "Samples" not in text
+    assert small_run(tmp_path / "empty", {}).startswith("empty · Burnish")
+
+
+def test_a_running_stage_shows_its_evaluations_so_far(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run" / "ppo")
+    manifest = {"name": "run", "state": "running", "stages": [{"name": "ppo", "method": "ppo", "state": "running"}]}
+    recorder.metrics(0, {"eval_score": 1.0, "eval_score_low": -math.inf, "eval_score_high": math.inf})
+    assert "Results so far" in small_run(tmp_path / "run", manifest)
+    with (recorder.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "eval_score": 3.0}\n{"step": 9, "lo')
+    text = small_run(tmp_path / "run", manifest)
+    assert "1.000 3.000 +2.000 Better" in text
+    assert "overlap" not in text
+
+
+def test_a_stage_that_ran_a_function_shows_its_files(tmp_path: Path) -> None:
+    stage = {"name": "make", "method": None, "state": "done", "seconds": 3.0, "files": {"data/a.jsonl": "ff" * 32}}
+    text = small_run(tmp_path / "run", {"name": "run", "state": "done", "stages": [stage]})
+    assert "data/a.jsonl sha256 ffffffffffff" in text
+
+
+def test_a_folder_without_a_manifest_names_the_nearest_run(tmp_path: Path) -> None:
+    small_run(tmp_path / "my-run", {"name": "my-run"})
+    with pytest.raises(UserError, match=r"manifest\.json: no such file; did you mean .*my-run\?"):
+        report.write(tmp_path / "my-rum")
+    with pytest.raises(UserError, match="expected a run's folder"):
+        report.write(tmp_path / "my-run" / "nothing")
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def change(key: str, before: tuple, after: tuple) -> report.Change:
+    return report.Change(key, curves.Estimate(*before), curves.Estimate(*after))
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after", "verdict", "tone"),
+    [
+        ("loss", (2.0,), (1.0,), "Better", "better"),
+        ("loss", (1.0,), (2.0,), "Worse", "worse"),
+        ("loss", (1.0,), (1.0,), "Unchanged", ""),
+        ("length", (9.0,), (5.0,), "Lower", ""),
+        ("score", (1.0, (0.9, 1.1)), (2.0, (1.9, 2.1)), "Better, the intervals do not overlap", "better"),
+        ("score", (1.0, (0.9, 1.1)), (1.2, (1.1, 1.3)), "Better, but the intervals overlap", ""),
+        ("score", (2.0, (1.9, 2.1)), (1.0, (0.9, 1.1)), "Worse, the intervals do not overlap", "worse"),
+        ("score", (1.0, (0.0, 3.0)), (2.0, (1.9, 2.1)), "Better, but the intervals overlap", ""),
+    ],
+)
+def test_verdicts(key: str, before: tuple, after: tuple, verdict: str, tone: str) -> None:
+    compared = change(key, before, after)
+    assert (compared.verdict, compared.tone) == (verdict, tone)
+
+
+def test_whiskers_share_one_scale() -> None:
+    first, last = change("score", (1.0, (0.0, 2.0)), (5.0, (4.0, 10.0))).whiskers
+    # 0 to 10 is drawn from 4 % to 96 %
+    assert first == {"name": "before", "value": 13.2, "low": 4.0, "high": 22.4}
+    assert last == {"name": "after", "value": 50.0, "low": 40.8, "high": 96.0}
+    assert change("score", (1.0,), (5.0, (4.0, 10.0))).whiskers == []
+
+
+def test_what_is_no_result_are_left_out() -> None:
+    found = report.changes(
+        {"step": 0, "epoch": 0, "eval_loss": 2.0, "eval_seconds": 3.0},
+        {"loss": 1.0, "score": 3, "score_low": 2, "tokens_per_second": 9},
+    )
+    assert [c.key for c in found] == ["score", "loss"]
+    assert found[0].before is None and found[0].after == curves.Estimate(3.0) and found[0].verdict == ""
+
+
+def test_samples_are_matched_by_source_and_place() -> None:
+    def row(step: int, source: str, text: str, kind: str = "eval") -> dict:
+        return {"step": step, "kind": kind, "prompt": source, "completion": text, "score": "NaN", "source": source}
+
+    rows = [row(0, "p:1", "a"), row(0, "p:1", "b"), row(0, "p:2", "c"), row(4, "p:1", "x"), row(2, "t:1", "t", "train"),
+            row(8, "p:1", "A"), row(8, "p:1", "B"), row(8, "p:3", "D")]  # fmt: skip
+    found, steps = report.pairs(rows)
+    texts = [tuple(side and side["completion"] for side in (p["before"], p["after"])) for p in found]
+    assert texts == [("a", "A"), ("b", "B"), ("c", None), (None, "D")]
+    assert steps == [0, 8]
+    assert math.isnan(found[0]["before"]["score"])
+
+
+def test_without_evaluations_the_last_samples_of_training_stand_alone() -> None:
+    rows = [{"step": step, "kind": "train", "prompt": "p", "completion": str(step)} for step in (1, 5)]
+    found, steps = report.pairs(rows)
+    assert [(p["before"], p["after"]["completion"]) for p in found] == [(None, "5")]
+    assert steps == [5]
+    assert report.pairs([]) == ([], [])
