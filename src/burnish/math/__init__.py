@@ -5,6 +5,17 @@ outside a mask never reaches a value or a gradient, not even where it is infinit
 are computed in float32, and empty tensors give empty results or Terms of 0.
 """
 
-from burnish.math import advantages, kl, losses, preference, reductions, statistics, tensors
+from burnish.math import advantages, kl, losses, policy, preference, reductions, segments, statistics, tensors, value
 
-__all__ = ["advantages", "kl", "losses", "preference", "reductions", "statistics", "tensors"]
+__all__ = [
+    "advantages",
+    "kl",
+    "losses",
+    "policy",
+    "preference",
+    "reductions",
+    "segments",
+    "statistics",
+    "tensors",
+    "value",
+]

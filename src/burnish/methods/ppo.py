@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math import advantages as adv
-from burnish.math import losses
+from burnish.math import policy
 from burnish.math.reductions import Reduction, reduce, reduction_weights
+from burnish.math.value import clipped_value, value_clipfrac
 from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
@@ -152,20 +153,27 @@ class PPO:
         how = "learned" if s.entropy_coef else "measured"
         logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, self.sampler.warp, how)
         values = network.values(batch, hidden.detach() if self.warming_up else hidden)
-        clips = (s.clip_low, s.clip_high)
         fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
         weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
-        moved = logprobs.detach(), old["old_logprobs"], mask
+        of_tokens, measured = policy.clip(
+            logprobs,
+            old["old_logprobs"],
+            old["advantages"],
+            mask,
+            batch.segments,
+            clip_low=s.clip_low,
+            clip_high=s.clip_high,
+            dual_clip=s.dual_clip,
+        )
+        moved = policy.log_ratios(logprobs.detach(), old["old_logprobs"], mask)
         return {
-            "policy": losses.clipped_policy(
-                logprobs, old["old_logprobs"], old["advantages"], mask, *clips, s.dual_clip, weights
-            ),
-            "value": losses.clipped_value(values, old["values"], old["returns"], mask, s.value_clip),
+            "policy": reduce(of_tokens, mask, weights),
+            "value": clipped_value(values, old["values"], old["returns"], mask, s.value_clip),
             "entropy": reduce(entropy, mask),
-            "approxkl": losses.approxkl(*moved),
-            "clipfrac": losses.clipfrac(logprobs.detach(), old["old_logprobs"], old["advantages"], mask, *clips),
-            "value_clipfrac": losses.value_clipfrac(values.detach(), old["values"], old["returns"], mask, s.value_clip),
-            "ratio": losses.ratio(*moved),
+            "approxkl": reduce(moved.square() / 2, mask),
+            "clipfrac": reduce(measured["clipfrac"], mask),
+            "value_clipfrac": value_clipfrac(values.detach(), old["values"], old["returns"], mask, s.value_clip),
+            "ratio": reduce(moved.exp(), mask),
         }
 
     def experience(self, network: Network, sampled: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:

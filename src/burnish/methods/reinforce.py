@@ -19,7 +19,7 @@ from burnish.data.batching import RowLoader, collate
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math import advantages as adv
-from burnish.math import losses
+from burnish.math import policy
 from burnish.math.kl import estimate
 from burnish.math.reductions import Reduction, reduce, reduction_weights
 from burnish.models.adapters import Reference
@@ -240,20 +240,22 @@ class Reinforce:
             "logprob_negative_advantage": reduce(now, mask & (advantages < 0)),
         }
         if s.clip_low is None or s.clip_high is None:
-            terms["policy"] = losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood)
+            given = logprobs, now, advantages, mask, batch.segments
+            losses, _ = policy.reinforce(*given, floor=s.floor, unlikelihood=s.unlikelihood)
         else:
-            clips = (s.clip_low, s.clip_high)
-            old = arrays["old_logprobs"]
-            terms["policy"] = losses.clipped_policy(logprobs, old, advantages, mask, *clips, weights=weights)
-            terms["clipfrac"] = losses.clipfrac(now, old, advantages, mask, *clips)
+            given = logprobs, arrays["old_logprobs"], advantages, mask, batch.segments
+            losses, measured = policy.clip(*given, clip_low=s.clip_low, clip_high=s.clip_high, dual_clip=None)
+            terms["clipfrac"] = reduce(measured["clipfrac"], mask)
+        terms["policy"] = reduce(losses, mask, weights)
         if "kl_loss" in self.weights:
             whole = SamplingTransform(how.temperature)
             ours = logprobs if how == whole else token_logprobs(network.policy, hidden, batch, mask, whole, "off")[0]
             terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights)
         if sampled:
             terms["entropy"] = reduce(entropy, mask)
-            terms["approxkl"] = losses.approxkl(now, arrays["old_logprobs"], mask)
-            terms["ratio"] = losses.ratio(now, arrays["old_logprobs"], mask)
+            moved = policy.log_ratios(now, arrays["old_logprobs"], mask)
+            terms["approxkl"] = reduce(moved.square() / 2, mask)
+            terms["ratio"] = reduce(moved.exp(), mask)
         return terms
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

@@ -22,7 +22,7 @@ from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math.advantages import Moments
 from burnish.math.kl import AdaptiveKL, Estimate, estimate
-from burnish.math.losses import truncated_importance
+from burnish.math.policy import correction_weights
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Context
@@ -331,7 +331,17 @@ class RolloutLoader:
             )
         found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef, steps))
         if s.importance_cap is not None:
-            weights = truncated_importance(arrays["old_logprobs"], arrays["sampler_logprobs"], mask, s.importance_cap)
+            weights, _ = correction_weights(
+                arrays["old_logprobs"],
+                arrays["sampler_logprobs"],
+                mask,
+                torch.ones_like(mask, dtype=torch.long),
+                level="token",
+                mode="truncate",
+                cap=s.importance_cap,
+                low=0.0,
+                high=math.inf,
+            )
             found["advantages"] = found["advantages"] * weights
         if "ref_logprobs" in arrays:
             mean_kl = estimate(ours, theirs, "k1", mask).sum(1).mean().item()
