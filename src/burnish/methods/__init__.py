@@ -27,7 +27,6 @@ _SPECS = (
     MethodSpec(
         "reward",
         RewardConfig,
-        RLOOConfig,
         (Preference, Ranking),
         task="SEQ_CLS",
         streams=True,

@@ -55,8 +55,8 @@ AdvantageEstimator = Callable[..., tuple[Tensor, Tensor | None]]
 
 ``rewards`` (N, T) are those of tokens, with the score at the last one, and the KL where it counts in the reward;
 ``mask`` (N, T) is True where the policy wrote the token; ``groups`` (N,) are equal for completions of one prompt;
-``values`` (N, T) are the critic's, None without one. ``returns`` (N, T) are what the critic learns, None if no critic is
-read. The settings are the other keys of ``advantage`` in a recipe.
+``values`` (N, T) are the critic's, None without one. ``returns`` (N, T) are what the critic learns, None if no critic
+is read. The settings are the other keys of ``advantage`` in a recipe.
 """
 
 
