@@ -19,7 +19,7 @@ from burnish.data.batching import collate
 from burnish.data.readers import load as rows_of
 from burnish.methods.dpo import mismatched, per_sequence, watch
 from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Labelled, Messages, Pair, Preference, Ranking, Sequence
 
 KINDS = ["sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo", "kto"]

@@ -20,7 +20,7 @@ from burnish.commands.generate import Loaded
 from burnish.errors import UserError
 from burnish.generate.local import Sampling, completes_stop, draw, request_seed
 from burnish.models.forward import backbone, evaluating, head, unwrap
-from burnish.render import chat
+from burnish.render.renderer import Renderer
 from burnish.rl.collect import eos_ids
 from burnish.types import Message
 
@@ -119,7 +119,7 @@ class Talk:
     def prompt(self, turns: list[Message]) -> tuple[int, ...]:
         """Tokens of turns below the system message, up to where the model answers."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return chat.prompt(self.loaded.tokenizer, (*system, *turns))
+        return Renderer(self.loaded.tokenizer).prompt((*system, *turns))
 
     def fit(self, turns: list[Message]) -> tuple[tuple[int, ...], int]:
         """The prompt's tokens, and how many of the oldest messages had to go, whole turns, to leave room to answer.

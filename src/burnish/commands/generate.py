@@ -23,7 +23,8 @@ from burnish.generate.local import LocalGenerator, Request, Sampling, request_se
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
-from burnish.render import chat
+from burnish.render.renderer import Renderer
+from burnish.render.templates import set_template
 from burnish.rl.collect import eos_ids
 from burnish.types import Completion, Config, Example, Prompt, Sequence
 
@@ -57,7 +58,7 @@ def load(reference: str, template: str | None = None, dtype: loading.DType = "au
     """
     tokenizer = loading.load_tokenizer(reference)
     if template is not None:
-        chat.set_template(tokenizer, template)
+        set_template(tokenizer, template)
     model = loading.load_policy(reference, dtype=loading.choose_dtype(dtype))
     return Loaded(reference, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
@@ -138,8 +139,7 @@ def complete(
     What is drawn for a prompt depends on the run's seed and its own tokens, not on the other prompts; a prompt that
     comes again gets new draws.
     """
-    writer = chat.Renderer(loaded.tokenizer)
-    tokens = chat.results(chat.prompt.draft(writer, row) for row in found)
+    tokens = Renderer(loaded.tokenizer).prompts(found)
     _check_room(loaded.model, found, tokens)
     seen: dict[tuple[int, ...], int] = {}
     requests: list[list[Request]] = []
@@ -155,7 +155,11 @@ def complete(
         flat = [(row, c) for row, completions in zip(found[part], made, strict=True) for c in completions]
         lines = [_line(loaded, row, completion) for row, completion in flat]
         if scores:
-            sequences = [completed(chat.prompt(loaded.tokenizer, row), c.tokens, row.source) for row, c in flat]
+            prompts = [ids for ids, completions in zip(tokens[part], made, strict=True) for _ in completions]
+            sequences = [
+                completed(ids, completion.tokens, row.source)
+                for ids, (row, completion) in zip(prompts, flat, strict=True)
+            ]
             for line, values in zip(lines, logprobs(loaded.model, sequences), strict=True):
                 count = max(1, len(values))
                 line |= {"logprob": sum(values), "logprob_mean": sum(values) / count}

@@ -14,7 +14,7 @@ from burnish.errors import UserError, did_you_mean
 from burnish.generate.local import Sampling
 from burnish.methods import METHODS
 from burnish.models.adapters import AdapterConfig
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.types import Config
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"

@@ -33,7 +33,7 @@ from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget, is_out_of_memory
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Context, Method
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder
 from burnish.training.arguments import OWN, warn_ignored
 from burnish.training.passes import Passes, add
