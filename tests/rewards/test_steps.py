@@ -16,7 +16,7 @@ from burnish import PPO, StepValue
 from burnish.config import loading
 from burnish.config import run as pipeline
 from burnish.errors import UserError
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.math import advantages
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import step_ends, step_tokens

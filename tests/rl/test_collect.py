@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from burnish import PPO, UserError
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines

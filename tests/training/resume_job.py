@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from burnish import DPO, SFT, Pretrain, Trainer
 from burnish.data.readers import read
 from burnish.data.streaming import RowStream, Source
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.types import Text

@@ -151,7 +151,7 @@ class Trainer(transformers.Trainer):
 
     def _rows(self, rows: Any) -> list[Row]:
         rows = rows.rows if isinstance(rows, Rows) else list(rows)
-        return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.kinds).rows
+        return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.spec.kinds).rows
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
