@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.local import LocalGenerator, Request, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward, score
