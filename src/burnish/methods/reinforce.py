@@ -10,6 +10,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,7 @@ class Reinforce:
             conversations = [Conversation(row.messages, None, row.source) for row in rows]
             sequences = renderer.conversations(conversations, "all", self.settings.learn_eos)
             return [
-                Example((sequence.with_arrays(advantages=(row.reward,) * len(sequence.tokens)),))
+                Example((sequence.with_arrays(advantages=np.full(len(sequence), row.reward)),))
                 for row, sequence in zip(rows, sequences, strict=True)
             ]
 
@@ -186,7 +187,7 @@ class Reinforce:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        learned = [sum(s.loss_mask) for e in examples for s in e.sequences]
+        learned = [int(s.loss_mask.sum()) for e in examples for s in e.sequences]
         count = float(sum(learned) if self.settings.reduction == "token_mean" else sum(n > 0 for n in learned))
         return {"policy": count, "kl_loss": count}
 

@@ -110,7 +110,7 @@ class Renderer:
             else:
                 turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
             mask = masks.loss_mask(row, tokens.ids, turns, learn, learn_eos, special)
-            sequences.append(_sequence(tokens.ids, mask, row.source))
+            sequences.append(Sequence(tokens.ids, mask, row.source))
         return sequences
 
     # --- answers --------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Renderer:
         """As ``answer``, for many rows."""
         tokenized = self._tokenize([self.template.render(row.messages, row.source) for row in rows])
         sequences = [
-            _sequence(tokens.ids, np.zeros(len(tokens.ids), np.bool_), row.source)
+            Sequence(tokens.ids, np.zeros(len(tokens.ids), np.bool_), row.source)
             for row, tokens in zip(rows, tokenized, strict=True)
         ]
         if truncation is None or truncation.max_length is None:
@@ -208,7 +208,7 @@ class Renderer:
                 raise UserError(f"{row.source}: one token: there is nothing to learn")
             mask = np.ones(len(ids), np.bool_)
             mask[0] = False
-            sequences.append(_sequence(ids, mask, row.source))
+            sequences.append(Sequence(ids, mask, row.source))
         return sequences
 
     def encode_text(self, texts: Iterable[str], framed: bool = False) -> list[list[int]]:
@@ -293,10 +293,6 @@ class Renderer:
         end = len(rendered.text)
         offsets = [*[(0, 0)] * len(before), *tokens.offsets, *[(end + 1, end + 1)] * len(after)]
         return Tokens(before + tokens.ids + after, offsets)
-
-
-def _sequence(ids: list[int], loss_mask: np.ndarray, source: str) -> Sequence:
-    return Sequence(tuple(ids), tuple(loss_mask.tolist()), source)
 
 
 def _pairs(row: Preference | Ranking, ties: Literal["drop", "half"]) -> tuple[Pair, ...]:

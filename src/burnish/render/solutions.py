@@ -107,8 +107,7 @@ def solutions(
         if row.correct:
             loss_mask[1 if learn == "everything" else len(question) :] = True
         arrays = {"targets": targets, "outcomes": outcomes, "depths": depths}
-        plain = {name: tuple(values.tolist()) for name, values in arrays.items()}
-        sequences.append(Sequence(tuple(tokens), tuple(loss_mask.tolist()), row.source, plain))
+        sequences.append(Sequence(tokens, loss_mask, row.source, arrays))
     return sequences
 
 

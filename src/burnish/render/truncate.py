@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from burnish.errors import UserError
@@ -74,7 +75,7 @@ def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation
         shorter, left_out = _whole_steps(sequence, limit, what)
         return [Example((shorter,))], f"truncate_right: {what}: {left_out}"
     pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, too_long)]
-    learned = [piece for piece in pieces if any(piece.loss_mask)]
+    learned = [piece for piece in pieces if piece.loss_mask.any()]
     if not learned:
         raise UserError(f"{row.source}: {what}: {too_long} leaves nothing to learn: raise max_length, or drop")
     without = len(pieces) - len(learned)
@@ -83,7 +84,7 @@ def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation
 
 
 def _longest(example: Example) -> int:
-    return max(len(sequence.tokens) for sequence in example.sequences)
+    return max(len(sequence) for sequence in example.sequences)
 
 
 def _spans(size: int, limit: int, too_long: str) -> list[tuple[int, int]]:
@@ -98,7 +99,7 @@ def _part(sequence: Sequence, start: int, end: int) -> Sequence:
     """Tokens ``start`` to ``end``; the first has lost its predecessor and is not learned."""
     return Sequence(
         sequence.tokens[start:end],
-        (False, *sequence.loss_mask[start + 1 : end]),
+        sequence.loss_mask[start:end] & (np.arange(end - start) > 0),
         sequence.source,
         {name: values[start:end] for name, values in sequence.arrays.items()},
     )
@@ -106,7 +107,7 @@ def _part(sequence: Sequence, start: int, end: int) -> Sequence:
 
 def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, str]:
     """The sequence up to the end of its last whole step, and how many steps were left out."""
-    ends = [t for t, outcome in enumerate(sequence.arrays["outcomes"]) if outcome]
+    ends = np.flatnonzero(sequence.arrays["outcomes"]).tolist()
     kept = [t for t in ends if t < limit]
     if not kept:
         raise UserError(f"{sequence.source}: {what}: not one step fits: raise max_length, or drop")
