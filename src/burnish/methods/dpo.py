@@ -28,6 +28,7 @@ from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.types import (
+    Conversation,
     Encoded,
     Example,
     Labelled,
