@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback, Trainin
 
 from burnish import PPO, SFT, Trainer, machine
 from burnish.data.readers import load
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 151_936,

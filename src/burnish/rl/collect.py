@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.protocol import Generator, Request, complete, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward, score
@@ -23,8 +24,8 @@ class Rollout:
     """A prompt with one scored completion.
 
     ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3",
-    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; ``sampler_logprobs`` are the sampler's log-probabilities, and
-    ``step_rewards``, where a reward speaks of tokens, the part of the score that lies on each.
+    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; where a reward
+    speaks of tokens, ``step_rewards`` is the part of the score that lies on each.
     """
 
     sequence: Sequence
@@ -41,7 +42,7 @@ def collect(
     sampling: Sampling,
     rewards: list[NamedReward],
     context: Context,
-    generator: LocalGenerator,
+    generator: Generator,
 ) -> list[Rollout]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
 
@@ -51,21 +52,18 @@ def collect(
     """
     wanted = [(i, g) for i in indices for g in range(sampling.samples)]
     mine = wanted[context.rank :: context.world_size]
-    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration)) for i, g in mine]
-    tokenizer = context.tokenizer
-    completions = generator(
-        context.network.policy,
-        requests,
-        sampling,
-        eos_ids=eos_ids(context.network.policy, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        tokenizer=tokenizer,
-    )
+    policy, tokenizer = context.network.policy, context.tokenizer
+    ends = frozenset(eos_ids(policy, tokenizer))
+    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration), sampling, ends) for i, g in mine]
+    trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+    generator.update_weights(iteration, trained)
+    completions = complete(generator, requests, iteration)
+    generator.drop_cache()
     answers = [
         Answer(
             prompt=rows[i].messages,
             text=tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
-            tokens=completion.tokens,
+            tokens=tuple(completion.tokens.tolist()),
             finish_reason=completion.finish_reason,
             columns=rows[i].columns,
             source=rows[i].source,
@@ -76,11 +74,11 @@ def collect(
     done = [
         Rollout(
             sequence=Sequence(
-                tokens=(*prompts[i], *completion.tokens),
+                tokens=(*prompts[i], *answer.tokens),
                 loss_mask=(False,) * len(prompts[i]) + (True,) * len(completion.tokens),
                 source=answer.source,
                 arrays={
-                    "sampler_logprobs": (0.0,) * len(prompts[i]) + tuple(completion.logprobs),
+                    "sampler_logprobs": (0.0,) * len(prompts[i]) + tuple(completion.logprobs.tolist()),
                     **({} if of_tokens is None else {"step_rewards": (0.0,) * len(prompts[i]) + of_tokens[k]}),
                 },
             ),
