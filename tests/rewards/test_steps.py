@@ -210,7 +210,7 @@ def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_lla
     prompt = len(chat.prompt(tiny_tokenizer, QUESTION))
     by_tokens = {answer.tokens: numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
     for (sequence,) in (example.sequences for example in examples):
-        rewards = by_tokens[sequence.tokens[prompt:]]
+        rewards = by_tokens[tuple(sequence.tokens[prompt:])]
         # without discount and with lambda 1, a return is what is still to come
         to_come = [sum(rewards[t:]) for t in range(len(rewards))]
         assert sequence.arrays["returns"][prompt:] == pytest.approx(to_come, abs=1e-5)
