@@ -253,9 +253,8 @@ def _measure_answers(
     prompts = [row for row in found if isinstance(row, Prompt)]
     tokens = Renderer(loaded.tokenizer).prompts(prompts)
     sampling = evaluation.generation
-    rollouts = collect(
-        prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, _context(loaded, evaluation), LocalGenerator()
-    )
+    context, generator = _context(loaded, evaluation), LocalGenerator(loaded.model, loaded.tokenizer)
+    rollouts = collect(prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, context, generator)
     by_row: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         by_row.setdefault(rollout.answer.source, []).append(rollout)
