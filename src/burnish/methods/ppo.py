@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
@@ -36,7 +36,7 @@ class PPO:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
         **settings: Any,
     ) -> None:
         self.settings = PPOConfig(**settings)
@@ -107,8 +107,8 @@ class PPO:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        tokens = float(sum(sum(e.sequences[0].loss_mask) for e in examples))
-        sequences = float(sum(any(e.sequences[0].loss_mask) for e in examples))
+        tokens = float(sum(e.sequences[0].loss_mask.sum() for e in examples))
+        sequences = float(sum(e.sequences[0].loss_mask.any() for e in examples))
         policy = tokens if self.settings.reduction == "token_mean" else sequences
         return {"policy": policy, "value": tokens, "entropy": tokens}
 
