@@ -98,13 +98,8 @@ def main() -> None:
             for name, x in read["encoding"]["templates"].items()
         ]
         head = ["template", "tokens per row", "rows / s", "rows / CPU s", "rows / s from the cache"]
-        parts.append(
-            table(
-                f"Encoding chat rows ({read['encoding']['machine']['cpu']}, {read['encoding']['machine']['cores']} cores)",
-                head,
-                *rows,
-            )
-        )
+        machine = read["encoding"]["machine"]
+        parts.append(table(f"Encoding chat rows ({machine['cpu']}, {machine['cores']} cores)", head, *rows))
     if "startup" in read:
         rows = [[what, of_three(seconds)] for what, seconds in read["startup"]["seconds"].items()]
         parts.append(table(f"Starting ({read['startup']['machine']['cpu']})", ["until", "seconds"], *rows))
