@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
 from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Completion
 from burnish.generate.sampling import Sampling
 from burnish.models.layout import Layout
-from burnish.types import Answer, Completion, Example, Prompt, Scored, Sequence
+from burnish.types import Answer, Example, Prompt, Scored, Sequence
 
 FOUR = Sampling(max_new_tokens=6, samples=4)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -109,9 +112,9 @@ def score(example: Example) -> float:
 @torch.no_grad()
 def plain_logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
     """Log-probabilities of the learned tokens by transformers alone."""
-    tokens = torch.tensor([sequence.tokens])
+    tokens = torch.tensor([sequence.tokens.tolist()])
     found = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    return found[torch.tensor(sequence.loss_mask[1:])]
+    return found[torch.tensor(sequence.loss_mask[1:].tolist())]
 
 
 # --- the four -----------------------------------------------------------------------------------------------------
@@ -124,9 +127,12 @@ def test_ten_lines_of_plain_torch_give_the_same_gradient(make_trainer: Any, tiny
     for i, example in enumerate(batches[0]):
         others = [score(e) for j, e in enumerate(batches[0]) if j != i and j // 4 == i // 4]
         (sequence,) = example.sequences
-        tokens = torch.tensor([sequence.tokens])
+        tokens = torch.tensor([sequence.tokens.tolist()])
         logprobs = start(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        loss = loss - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.loss_mask[1:])).sum() / 8
+        loss = (
+            loss
+            - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.loss_mask[1:].tolist())).sum() / 8
+        )
     loss.backward()
     line = trainer.state.log_history[0]
     assert line["loss"] == pytest.approx(loss.item(), abs=1e-3)
@@ -223,32 +229,34 @@ def test_several_updates_are_clipped(run: Any) -> None:
 class Witness(LocalGenerator):
     """Keeps a copy of every policy that it samples from."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.policies: list[Any] = []
 
-    def __call__(self, model: Any, *rest: Any, **named: Any) -> list[Completion]:
-        self.policies.append(copy.deepcopy(model))
-        return super().__call__(model, *rest, **named)
+    def submit(self, requests: Any, version: int) -> list[int]:
+        self.policies.append(copy.deepcopy(self.model))
+        return super().submit(requests, version)
 
 
 def test_the_kl_is_that_of_whole_distributions_whatever_top_k_leaves_out(run: Any, tiny_llama: Any) -> None:
-    reference, witness = tiny_llama(), Witness()
+    reference = tiny_llama()
     sampling = Sampling(max_new_tokens=6, samples=4, top_k=3, temperature=0.5)
     settings = SETTINGS["grpo"] | {"kl_estimate": "k2", "reduction": "fixed_length"}
-    trainer, batches, _ = run(sampling=sampling, generator=witness, **settings)
+    trainer, batches, _ = run(sampling=sampling, generator=Witness, **settings)
+    witness = trainer.method.sampler.generator
     line = trainer.state.log_history[1]
     sums, squares, policy = [], [], []
     for example in batches[1]:
         (sequence,) = example.sequences
-        on, tokens = torch.tensor(sequence.loss_mask[1:]), torch.tensor(sequence.tokens[1:])[:, None]
+        on, tokens = torch.tensor(sequence.loss_mask[1:].tolist()), torch.tensor(sequence.tokens[1:].tolist())[:, None]
         with torch.no_grad():
             logits, before = (
-                m(torch.tensor([sequence.tokens])).logits[0, :-1] / 0.5 for m in (witness.policies[1], reference)
+                m(torch.tensor([sequence.tokens.tolist()])).logits[0, :-1] / 0.5
+                for m in (witness.policies[1], reference)
             )
         kept = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
         inside, now, then = (x.log_softmax(-1).gather(1, tokens)[on, 0] for x in (kept, logits, before))
-        assert torch.tensor(sequence.arrays["old_logprobs"][1:])[on].tolist() == pytest.approx(
+        assert torch.tensor(sequence.arrays["old_logprobs"][1:].tolist())[on].tolist() == pytest.approx(
             inside.tolist(), abs=1e-4
         )
         sums.append((now - then).sum().item())
@@ -353,16 +361,13 @@ def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
     class Liar(LocalGenerator):
         """Says that each token was less likely than it was, by a factor that grows along the completion."""
 
-        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
-            return [
-                c._replace(logprobs=tuple(x - 0.1 * i for i, x in enumerate(c.logprobs)))
-                for c in super().__call__(*args, **named)
-            ]
+        def poll(self, timeout: float | None) -> list[tuple[int, Completion]]:
+            done = super().poll(timeout)
+            return [(n, replace(c, logprobs=c.logprobs - 0.1 * np.arange(len(c.logprobs)))) for n, c in done]
 
     _, (honest, *_), _ = run(rows=2, max_sampler_mismatch=1.0)
-    _, (found, *_), _ = run(
-        rows=2, generator=Liar(), max_sampler_mismatch=1.0, correction={"mode": "truncate", "cap": 1.25}
-    )
+    correction = {"mode": "truncate", "cap": 1.25}
+    _, (found, *_), _ = run(rows=2, generator=Liar, max_sampler_mismatch=1.0, correction=correction)
     for a, b in zip(honest, found, strict=True):
         weights = [w for w, on in zip(b.sequences[0].arrays["correction"], b.sequences[0].loss_mask, strict=True) if on]
         expected = [x * min(math.exp(0.1 * i), 1.25) for i, x in enumerate(advantage(a))]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.errors import UserError, did_you_mean
-from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math import advantages, policy
 from burnish.math.choices import Baseline
@@ -29,7 +29,7 @@ from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.protocols import Context, StepLoader
-from burnish.render import chat
+from burnish.render.truncate import Truncation
 from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
@@ -135,7 +135,7 @@ class PolicyGradient:
         self,
         reward: Reward | list[NamedReward] | None = None,
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
         **settings: Any,
     ) -> None:
         assert issubclass(self.spec.config, PolicyGradientConfig)
@@ -214,9 +214,9 @@ class PolicyGradient:
                 return separate_critic(policy, scorer.model, scale, -scorer.mean * scale)
         return separate_critic(policy)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts, with room for the completion."""
-        return self.sampler.examples(rows, tokenizer, length)
+        return self.sampler.examples(rows, tokenizer, truncation)
 
     def loader(self, rows: list[Row], context: Context) -> StepLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches."""
@@ -250,8 +250,8 @@ class PolicyGradient:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        tokens = float(sum(sum(e.sequences[0].loss_mask) for e in examples))
-        sequences = float(sum(any(e.sequences[0].loss_mask) for e in examples))
+        tokens = float(sum(e.sequences[0].loss_mask.sum() for e in examples))
+        sequences = float(sum(e.sequences[0].loss_mask.any() for e in examples))
         reduced = tokens if self.settings.reduction == "token_mean" else sequences
         return {"policy": reduced, "kl_loss": reduced, "value": tokens, "entropy": tokens}
 
@@ -331,9 +331,9 @@ class Reinforce(PolicyGradient):
         self.scored.reference = self.reference
         return network
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts with room for the completion; or scored conversations, with the reward at every token."""
-        return (super() if are_prompts(rows) else self.scored).examples(rows, tokenizer, length)
+        return (super() if are_prompts(rows) else self.scored).examples(rows, tokenizer, truncation)
 
     def loader(self, rows: list[Row], context: Context) -> StepLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches; or scored rows in a seeded order."""

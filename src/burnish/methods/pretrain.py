@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -16,8 +17,10 @@ from burnish.methods.settings import PretrainConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
-from burnish.render import chat
-from burnish.types import Changed, Encoded, Example, MicroBatch, Row, Sequence, Terms
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
+from burnish.types import Changed, Encoded, Example, MicroBatch, Row, Sequence, Terms, Text
 
 LONGEST = 2048  # tokens of a piece where the recipe does not say
 
@@ -48,25 +51,29 @@ class Pretrain:
         """The model alone is trained."""
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Documents in pieces that fit, or joined and cut to ``chop_length``."""
-        return self._examples(rows, tokenizer, length, self.settings.chop_length)
+        return self._examples(rows, tokenizer, truncation, self.settings.chop_length)
 
     def _examples(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation, chop_length: int
+        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation, chop_length: int
     ) -> Encoded:
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            return Example(((yield from chat.text.draft(writer, row)),))
+        def to_examples(rows: list[Text]) -> list[Example]:
+            return [Example((sequence,)) for sequence in renderer.texts(rows)]
 
+        key = cache_key(tokenizer, self.spec.name)
         if self.settings.packing == "documents":
             fallback = min(LONGEST, tokenizer.model_max_length)
-            asked = {"max_length": length.max_length or fallback, "too_long": length.too_long or self.spec.too_long}
-            return chat.encode(rows, encode, length.model_copy(update=asked), chat.cache_key(tokenizer, self.spec.name))
-        if length.max_length is not None or length.too_long is not None:
+            asked = {
+                "max_length": truncation.max_length or fallback,
+                "too_long": truncation.too_long or self.spec.too_long,
+            }
+            return encode(rows, to_examples, truncation.model_copy(update=asked), key)
+        if truncation.max_length is not None or truncation.too_long is not None:
             raise UserError("packing: chop cuts to chop_length tokens: take data.max_length and data.too_long away")
-        whole = chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name))
+        whole = encode(rows, to_examples, truncation, key)
         pieces, told = chop([example.sequences[0] for example in whole.examples], chop_length)
         return Encoded([Example((piece,)) for piece in pieces], [*whole.changed, *told])
 
@@ -77,7 +84,7 @@ class Pretrain:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens."""
-        return {"nll": float(sum(sum(s.loss_mask) for e in examples for s in e.sequences))}
+        return {"nll": float(sum(s.loss_mask.sum() for e in examples for s in e.sequences))}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
@@ -95,17 +102,18 @@ def chop(documents: list[Sequence], length: int) -> tuple[list[Sequence], list[C
 
     Every token but the first of a piece is learned. A piece is named by the document that it begins in.
     """
-    tokens = [token for document in documents for token in document.tokens]
-    sources = [document.source for document in documents for _ in document.tokens]
+    tokens = np.concatenate([document.tokens for document in documents]) if documents else np.zeros(0, np.int64)
+    ends = np.cumsum([len(document) for document in documents])
     pieces = []
     for start in range(0, len(tokens), length):
-        ids = tuple(tokens[start : start + length])
+        ids = tokens[start : start + length]
         if len(ids) > 1:
-            pieces.append(Sequence(ids, (False,) + (True,) * (len(ids) - 1), sources[start]))
+            first = documents[np.searchsorted(ends, start, side="right")]
+            pieces.append(Sequence(ids, np.arange(len(ids)) > 0, first.source))
     told = []
     if documents:
-        left = len(tokens) - sum(len(piece.tokens) for piece in pieces)
+        left = len(tokens) - sum(len(piece) for piece in pieces)
         reason = f"chop: {len(documents):,} documents from here on are joined and cut into {len(pieces):,} pieces of "
         reason += f"{length} tokens at most; attention crosses documents, the first token of a piece is not learned"
-        told.append(Changed(sources[0], reason + (", and the last token of all is left out" if left else "")))
+        told.append(Changed(documents[0].source, reason + (", and the last token of all is left out" if left else "")))
     return pieces, told

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,9 @@ from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network
 from burnish.models.reference import compared
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.encode import encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.rl.collect import with_arrays
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Terms
 
@@ -55,16 +58,19 @@ class ScoredReinforce:
         self.reference: Reference | None = None
         self.warned = False
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Scored conversations, with the reward at every token."""
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            conversation = Conversation(row.messages, None, row.source)
-            sequence = yield from chat.conversation.draft(writer, conversation, "all", self.settings.learn_eos)
-            return Example((sequence.with_arrays(advantages=(row.reward,) * len(sequence.tokens)),))
+        def to_examples(rows: list[Scored]) -> list[Example]:
+            conversations = [Conversation(row.messages, None, row.source) for row in rows]
+            sequences = renderer.conversations(conversations, "all", self.settings.learn_eos)
+            return [
+                Example((sequence.with_arrays(advantages=np.full(len(sequence), row.reward)),))
+                for row, sequence in zip(rows, sequences, strict=True)
+            ]
 
-        return chat.encode(rows, encode, length)
+        return encode(rows, to_examples, truncation)
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""

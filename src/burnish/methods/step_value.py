@@ -18,9 +18,11 @@ from burnish.methods.settings import StepValueConfig
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
 from burnish.protocols import Context
-from burnish.render import chat
-from burnish.render.solutions import check_delimiter, solution
-from burnish.types import Encoded, Example, MicroBatch, Row, Terms
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.solutions import check_delimiter, solutions
+from burnish.render.truncate import Truncation
+from burnish.types import Encoded, Example, MicroBatch, Row, Steps, Terms
 
 DEPTHS = ("first", "middle", "last")
 
@@ -49,17 +51,17 @@ class StepValue:
         head = StepValueHead(config.hidden_size, unwrap(model).dtype, self.settings.delimiter, std)
         return Network(disable_dropout(model), head)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """One sequence a solution."""
         s = self.settings
         check_delimiter(tokenizer, s.delimiter)
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            return Example(((yield from solution.draft(writer, row, s.learn, s.learn_eos, s.delimiter)),))
+        def to_examples(rows: list[Steps]) -> list[Example]:
+            return [Example((sequence,)) for sequence in solutions(renderer, rows, s.learn, s.learn_eos, s.delimiter)]
 
-        key = chat.cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
-        return chat.encode(rows, encode, length, key)
+        key = cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
+        return encode(rows, to_examples, truncation, key)
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""
@@ -69,8 +71,8 @@ class StepValue:
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, and ends of steps."""
         sequences = [s for e in examples for s in e.sequences]
-        ends = sum(outcome != 0 for s in sequences for outcome in s.arrays["outcomes"])
-        return {"nll": float(sum(sum(s.loss_mask) for s in sequences)), "value": float(ends)}
+        ends = sum((s.arrays["outcomes"] != 0).sum() for s in sequences)
+        return {"nll": float(sum(s.loss_mask.sum() for s in sequences)), "value": float(ends)}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
@@ -87,7 +89,7 @@ class StepValue:
         """Both parts, errors by outcome and depth, and sign accuracy at the last step with its 95 % interval."""
         examples = self.examples(rows, context.tokenizer, context.length).examples
         metrics = context.evaluate(examples)
-        whole = sum(any(depth == 1 for depth in e.sequences[0].arrays["depths"]) for e in examples)
+        whole = sum(bool((e.sequences[0].arrays["depths"] == 1).any()) for e in examples)
         if whole:
             low, high = wilson(metrics["sign_accuracy"], whole)
             metrics |= {"sign_accuracy_low": low, "sign_accuracy_high": high}

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.generate.local import LocalGenerator, Request, request_seed
+from burnish.generate.protocol import Generator, Request, complete, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.protocols import Context
@@ -23,10 +24,10 @@ from burnish.types import Answer, Example, Prompt, Sequence
 class Rollout:
     """A prompt with one scored completion.
 
-    ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3",
-    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``;
-    ``sampler_logprobs`` are the sampler's log-probabilities, and ``step_rewards``, where a reward speaks of tokens, the
-    part of the score that lies on each.
+    ``Rollout(Sequence([5, 6, 42, 2], [False, False, True, True], "prompts.jsonl:3",
+    {"sampler_logprobs": [0.0, 0.0, -0.1, -0.3]}), Answer(...), score=1.2, rewards={"reward": 1.2})``;
+    ``sampler_logprobs`` are the sampler's log-probabilities, and ``step_rewards``, where a reward speaks of tokens,
+    the part of the score that lies on each.
     """
 
     sequence: Sequence
@@ -43,7 +44,7 @@ def collect(
     sampling: Sampling,
     rewards: list[NamedReward],
     context: Context,
-    generator: LocalGenerator,
+    generator: Generator,
 ) -> list[Rollout]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
 
@@ -53,21 +54,18 @@ def collect(
     """
     wanted = [(i, g) for i in indices for g in range(sampling.samples)]
     mine = wanted[context.rank :: context.world_size]
-    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration)) for i, g in mine]
-    tokenizer = context.tokenizer
-    completions = generator(
-        context.network.policy,
-        requests,
-        sampling,
-        eos_ids=eos_ids(context.network.policy, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        tokenizer=tokenizer,
-    )
+    policy, tokenizer = context.network.policy, context.tokenizer
+    ends = frozenset(eos_ids(policy, tokenizer))
+    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration), sampling, ends) for i, g in mine]
+    trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+    generator.update_weights(iteration, trained)
+    completions = complete(generator, requests, iteration)
+    generator.drop_cache()
     answers = [
         Answer(
             prompt=rows[i].messages,
             text=tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
-            tokens=completion.tokens,
+            tokens=tuple(completion.tokens.tolist()),
             finish_reason=completion.finish_reason,
             columns=rows[i].columns,
             source=rows[i].source,
@@ -78,11 +76,11 @@ def collect(
     done = [
         Rollout(
             sequence=Sequence(
-                tokens=(*prompts[i], *completion.tokens),
+                tokens=(*prompts[i], *answer.tokens),
                 loss_mask=(False,) * len(prompts[i]) + (True,) * len(completion.tokens),
                 source=answer.source,
                 arrays={
-                    "sampler_logprobs": (0.0,) * len(prompts[i]) + tuple(completion.logprobs),
+                    "sampler_logprobs": (0.0,) * len(prompts[i]) + tuple(completion.logprobs.tolist()),
                     **({} if of_tokens is None else {"step_rewards": (0.0,) * len(prompts[i]) + of_tokens[k]}),
                 },
             ),
@@ -144,7 +142,8 @@ def evaluation(rollouts: list[Rollout], examples: list[Example], start: Mapping[
             next(a[name] for name in ("kl_logprobs", "old_logprobs", "sampler_logprobs") if name in a) for a in arrays
         ]
         theirs = [a["ref_logprobs"] for a in arrays]
-        metrics |= interval("kl", [math.fsum(x) - math.fsum(y) for x, y in zip(ours, theirs, strict=True)])
+        sums = [[math.fsum(x.tolist()) for x in side] for side in (ours, theirs)]
+        metrics |= interval("kl", [x - y for x, y in zip(*sums, strict=True)])
     pairs = [(r.score, start[r.answer.source]) for r in rollouts if r.answer.source in start]
     if pairs:
         won = interval("win_rate", [(after > before) + 0.5 * (after == before) for after, before in pairs])
@@ -196,11 +195,10 @@ def mean_sampler_mismatch(examples: list[Example], limit: float) -> float:
         RuntimeError: it is above the limit (``within``).
     """
     gaps = [
-        abs(ours - theirs)
+        gap
         for example in examples
         for s in example.sequences
-        for ours, theirs, on in zip(s.arrays["old_logprobs"], s.arrays["sampler_logprobs"], s.loss_mask, strict=True)
-        if on
+        for gap in np.abs(s.arrays["old_logprobs"] - s.arrays["sampler_logprobs"])[s.loss_mask].tolist()
     ]
     return within(math.fsum(gaps) / max(len(gaps), 1), limit)
 
@@ -222,10 +220,10 @@ def within(gap: float, limit: float, how: str = "on average") -> float:
 
 def with_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
     """Examples of one sequence each with these (N, T) arrays, and no others, cut to each one's length."""
-    rows = {name: x.tolist() for name, x in arrays.items()}
+    rows = {name: x.double().numpy() for name, x in arrays.items()}
     made = []
     for i, (sequence,) in enumerate(example.sequences for example in examples):
-        mine = {name: tuple(row[i][: len(sequence.tokens)]) for name, row in rows.items()}
+        mine = {name: row[i, : len(sequence)] for name, row in rows.items()}
         made.append(Example((dataclasses.replace(sequence, arrays=mine),)))
     return made
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.batching import collate, permutation
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Generator, GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments, overlong_penalty, token_rewards, whiten
 from burnish.math.kl import AdaptiveKL, estimate
@@ -26,7 +27,9 @@ from burnish.math.policy import correction_weights, effective_sample_size
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import (
     Rollout,
@@ -53,12 +56,19 @@ class Sampler:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
     ) -> None:
         self.rewards = reward if isinstance(reward, list) else [NamedReward("reward", 1.0, reward)]
         self.sampling = sampling or Sampling()
-        self.generator = generator or LocalGenerator()
+        self.factory: GeneratorFactory = generator or LocalGenerator
+        self.generator: Generator | None = None
         self.start_scores: dict[str, float] = {}
+
+    def bind(self, context: Context) -> Generator:
+        """The generator of the policy's completions, which is made once."""
+        if self.generator is None:
+            self.generator = self.factory(context.network.policy, context.tokenizer)
+        return self.generator
 
     def check_rewards(self) -> None:
         """Raise a UserError where nothing scores completions."""
@@ -77,23 +87,23 @@ class Sampler:
         """The distribution that is sampled from."""
         return SamplingTransform(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts, of which nothing is learned, with room for the completion."""
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            tokens = yield from chat.prompt.draft(writer, row)
-            return Example((Sequence(tokens, (False,) * len(tokens), row.source),))
+        def to_examples(rows: list[Prompt]) -> list[Example]:
+            prompts = zip(rows, renderer.prompts(rows), strict=True)
+            return [Example((Sequence(tokens, (False,) * len(tokens), row.source),)) for row, tokens in prompts]
 
-        if length.max_length is not None:
-            room = length.max_length - self.sampling.longest
+        if truncation.max_length is not None:
+            room = truncation.max_length - self.sampling.longest
             if room < 1:
                 raise UserError(
-                    f"data.max_length: {length.max_length} leaves no room for a prompt beside a completion "
+                    f"data.max_length: {truncation.max_length} leaves no room for a prompt beside a completion "
                     f"of {self.sampling.longest} tokens"
                 )
-            length = length.model_copy(update={"max_length": room})
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, "prompts"))
+            truncation = truncation.model_copy(update={"max_length": room})
+        return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"))
 
     def prompts(self, rows: list[Row], context: Context) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts that fit and their tokens, one to one."""
@@ -101,7 +111,7 @@ class Sampler:
         kept = {example.source for example in examples}
         fitting = [row for row in rows if isinstance(row, Prompt) and row.source in kept]
         assert len(fitting) == len(examples), "every prompt has a source of its own"
-        return fitting, [example.sequences[0].tokens for example in examples]
+        return fitting, [tuple(example.sequences[0].tokens.tolist()) for example in examples]
 
     def logprobs(
         self, policy: nn.Module, batch: MicroBatch, how: SamplingTransform, hidden: Tensor | None = None
@@ -155,7 +165,7 @@ class Sampler:
         greedy = {"temperature": 0.0} if how == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
-        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
+        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
         examples = [Example((r.sequence,)) for r in rollouts]
         if reference is not None:
             measure = self.logprobs_of(context.network.policy, reference, sampled=how == "sampled")
@@ -285,7 +295,7 @@ class RolloutLoader:
     def _completed(self, indices: list[int]) -> list[list[Rollout]]:
         """The scored completions of each prompt."""
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        rollouts = collect(*what, self.context, self.sampler.generator)
+        rollouts = collect(*what, self.context, self.sampler.bind(self.context))
         each = self.sampler.sampling.samples
         return [rollouts[k : k + each] for k in range(0, len(rollouts), each)]
 
@@ -412,7 +422,7 @@ class RolloutLoader:
             "kl_coef": self.kl.coef,
             "moments": asdict(self.moments),
             "start_scores": dict(self.sampler.start_scores),
-            "pending": [asdict(example.sequences[0]) for example in self.pending],
+            "pending": [example.to_plain() for example in self.pending],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -423,7 +433,7 @@ class RolloutLoader:
         self.moments = Moments(**state["moments"])
         self.sampler.start_scores.clear()
         self.sampler.start_scores.update(state["start_scores"])
-        self.pending = [Example((Sequence(**sequence),)) for sequence in state["pending"]]
+        self.pending = [Example.from_plain(plain) for plain in state["pending"]]
 
 
 CHECKED = 8  # one rollout in so many shows whether the sampler's log-probabilities are the trainer's
