@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from burnish.generate import local as generate
+from burnish import kernels
 from burnish.generate.local import LocalGenerator, Request, Sampling
-from burnish.kernels.decoding import ROWS, attend, by_rows
+from burnish.kernels.decoding import ROWS, attend
 
 ROWS_OF_CACHE = ROWS + 3  # a second group, which is not full
 
@@ -71,7 +71,7 @@ def test_generations_are_those_of_fused_attention(monkeypatch):
 
     found = run()
     assert model.config._attn_implementation == "sdpa", "the model has its own attention back"
-    monkeypatch.setattr(generate, "by_rows", lambda config, wanted: nullcontext())
+    monkeypatch.setattr(kernels, "decoding_attention", lambda config, on: nullcontext())
     expected = run()
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     for a, b in zip(found, expected, strict=True):
@@ -80,9 +80,9 @@ def test_generations_are_those_of_fused_attention(monkeypatch):
 
 def test_the_models_attention_comes_back_after_an_error():
     config = SimpleNamespace(_attn_implementation="sdpa")
-    with pytest.raises(RuntimeError), by_rows(config, True):
+    with pytest.raises(RuntimeError), kernels.decoding_attention(config, True):
         assert config._attn_implementation != "sdpa"
         raise RuntimeError
-    with by_rows(config, False):
+    with kernels.decoding_attention(config, False):
         assert config._attn_implementation == "sdpa"
     assert config._attn_implementation == "sdpa"

@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from burnish import kernels
 from burnish.errors import UserError
 from burnish.generate.kv_cache import SlotCache, layer_windows
-from burnish.kernels.decoding import by_rows, suits
-from burnish.kernels.linear import use_onednn
+from burnish.kernels import decoding
 from burnish.math.tensors import upcast, warp
 from burnish.models.forward import backbone, evaluating, head, unwrap
 from burnish.types import Completion, Config
@@ -124,7 +124,7 @@ class LocalGenerator:
             raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
         if not requests:
             return []
-        with evaluating(use_onednn(model)):
+        with evaluating(kernels.enable(model)):
             rows = _Rows(model, min(self.batch_size, len(requests)), sampling, eos_ids, pad_id, tokenizer)
             return rows.complete(requests)
 
@@ -219,7 +219,7 @@ class _Rows:
         self.device, self.dtype = base.device, base.dtype
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         layers, self.windows = layer_windows(model)
-        self.by_rows = suits(base)
+        self.by_rows = decoding.is_faster(base)
         self.cache = SlotCache(layers, slots, self.device)
         self.slots, self.live, self.length = slots, 0, 0
         vocabulary = torch.arange(config.vocab_size, device=self.device)
@@ -340,7 +340,7 @@ class _Rows:
         self.length += 1
         positions = self.state["position"][: self.live]
         self.cache.at(positions, self.length)
-        with by_rows(self.config, self.by_rows):
+        with kernels.decoding_attention(self.config, self.by_rows):
             hidden = self.body(
                 input_ids=self.state["input"][: self.live, None],
                 attention_mask=self._mask(positions[:, None], self.length),

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from burnish.types import Segments
 
@@ -137,8 +135,3 @@ def _plan(runs: Segments, device: torch.device) -> tuple[Tensor | None, Tensor, 
     )
     index = torch.tensor(sources, device=device) if len(sources) > column else None
     return index, of_queries, of_keys, max(seen)
-
-
-# a compiled model leaves it out, else it would be compiled again for every set of lengths
-AttentionInterface.register(NAME, torch.compiler.disable(varlen))
-AttentionMaskInterface.register(NAME, sdpa_mask)

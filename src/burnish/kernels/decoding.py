@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from burnish.kernels import attention
 
-NAME = "burnish_rows"
+NAME = "burnish_decoding"
 """What transformers calls it while a step is decoded."""
 
 UNKNOWN = ("softcap", "s_aux", "position_bias")
@@ -64,22 +61,11 @@ def attend(
     return torch.cat(found).view(rows, 1, heads, value.shape[-1]), None
 
 
-AttentionInterface.register(NAME, attend)
+def is_faster(model: Any) -> bool:
+    """Whether a transformers model can use ``attend`` and gains by it: on a CPU in float32 or wider.
 
-
-def suits(model: Any) -> bool:
-    """Whether a transformers model can use ``attend``, and is not faster with fused kernels as they are on a GPU."""
-    exact = model.dtype in (torch.float32, torch.float64)
-    now = model.config.get_text_config(decoder=True)._attn_implementation
-    return model.device.type == "cpu" and exact and now in ("sdpa", attention.NAME) and model.is_backend_compatible()
-
-
-@contextmanager
-def by_rows(config: Any, wanted: bool) -> Iterator[None]:
-    """Let the model of this configuration use ``attend`` as long as the context lasts, if it is wanted."""
-    before = config._attn_implementation
-    config._attn_implementation = NAME if wanted else before
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    A GPU's fused kernels are faster.
+    """
+    wide = model.dtype in (torch.float32, torch.float64)
+    current = model.config.get_text_config(decoder=True)._attn_implementation
+    return model.device.type == "cpu" and wide and current in ("sdpa", attention.NAME) and model.is_backend_compatible()

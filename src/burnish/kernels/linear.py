@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -17,30 +15,11 @@ FEW_COLUMNS = 64
 LARGE = 2**20
 """Weights from which on it pays for few rows too."""
 
-# oneDNN, and PyTorch's own layer above it, keep what they made for the last 1,024 shapes; micro-batches have ever new
-# lengths, and what is kept for those came to 300 MB. A pass through a model has 15 shapes of its own, with adapters up
-# to 35: one fewer than those, and each would be made anew in every layer.
-for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_cache, "40")
-
 
 def has_onednn() -> bool:
     """Whether oneDNN's kernels for AVX-512 are here."""
     known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return known and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def use_onednn(model: nn.Module) -> nn.Module:
-    """The model, its linear layers of the class below where this machine has the kernels.
-
-    Those of other classes, such as quantized ones, and those whose forward another library has wrapped stay as they
-    are.
-    """
-    if has_onednn():
-        for module in model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                module.__class__ = Linear
-    return model
 
 
 class Linear(nn.Linear):

@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
+from burnish import kernels
 from burnish.errors import UserError
-from burnish.kernels.linear import use_onednn
 from burnish.models.bases import Base
 from burnish.models.quantize import Kind
 from burnish.types import Config
@@ -120,7 +120,7 @@ class Reference:
 
     def __init__(self, policy: nn.Module) -> None:
         fresh = isinstance(policy, peft.PeftModel) and is_fresh(policy)
-        self.frozen = None if fresh else use_onednn(copy.deepcopy(policy)).eval().requires_grad_(False)
+        self.frozen = None if fresh else kernels.enable(copy.deepcopy(policy)).eval().requires_grad_(False)
 
     def equals(self, policy: nn.Module) -> bool:
         """Whether ``policy`` has not moved since."""

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from burnish import files
+from burnish import files, kernels
 from burnish.errors import UserError
 from burnish.math.tensors import upcast
 from burnish.models import bases, quantize
@@ -330,6 +330,7 @@ def _check_head(model: nn.Module, reference: str) -> None:
 
 def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     """``cls.from_pretrained`` with the user's mistakes told as such."""
+    kernels.prepare_process()
     folder = resolve(reference)
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
