@@ -1,7 +1,8 @@
-"""The README is true: it lists every file, and its commands and its code run."""
+"""README.md and CONTRIBUTING.md are true: every file is listed, and their commands and code run."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -20,33 +21,55 @@ SMALL = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+# Folders of which CONTRIBUTING.md has one line, not one for each file.
+PER_FOLDER = re.compile(r"(tests/\w+/|benchmarks/peers/)")
 
 
-def listed() -> set[str]:
-    """Paths of the tree in the README, from its indentation."""
-    (tree,) = blocks("text")
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def listed_paths() -> set[str]:
+    """Paths of the list of files in CONTRIBUTING.md, from its indentation."""
+    (tree,) = blocks("text", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     paths: set[str] = set()
     folders: list[str] = []
     for line in tree.splitlines():
-        name = line.split()[0]
+        name, *purpose = line.split()
         depth = (len(line) - len(line.lstrip())) // 2
         folders = [*folders[:depth], name]
-        if not name.endswith("/"):
-            assert len(line.split()) > 1, f"{name} has no purpose in the README"
-            paths.add("".join(folders))
+        path = "".join(folders)
+        if not name.endswith("/") or PER_FOLDER.fullmatch(path):
+            assert purpose, f"CONTRIBUTING.md does not say what {path} is for"
+            paths.add(path)
     return paths
 
 
-def test_the_readme_lists_every_file_and_no_other() -> None:
+def purpose_of(path: str) -> str:
+    if not path.endswith(".py"):
+        return "what it is for"
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8")))
+    return docstring.split("\n")[0] if docstring else "what it is for"
+
+
+def test_contributing_lists_every_file_and_no_other() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone: what else lies here is unknown")
-    known = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     # an __init__.py stands for its folder, which is listed
-    files = {name for name in known if (ROOT / name).exists() and Path(name).name != "__init__.py"}
+    files = {name for name in tracked if (ROOT / name).exists() and Path(name).name != "__init__.py"}
     files.add("src/burnish/__init__.py")
-    assert listed() == files
+    known = {match[0] if (match := PER_FOLDER.match(name)) else name for name in files}
+    listed = listed_paths()
+    missing = [
+        f"{name.rpartition('/')[2]:24} {purpose_of(name)}   <- under {Path(name).parent}/"
+        for name in sorted(known - listed)
+        if not name.endswith("/")
+    ]
+    missing += [name for name in sorted(known - listed) if name.endswith("/")]
+    assert not missing, "add to the list of files in CONTRIBUTING.md:\n" + "\n".join(missing)
+    gone = sorted(listed - known)
+    assert not gone, "remove from the list of files in CONTRIBUTING.md:\n" + "\n".join(gone)
 
 
 def test_targets_of_make_exist() -> None:
