@@ -112,6 +112,21 @@ def test_recomputed_activations_see_the_same_runs():
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
+def test_half_precision_on_a_cpu_is_computed_in_float32():
+    runs = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, 20, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
+    results = []
+    for wide in (True, False):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=not wide):
+            q, k, v = (x.float() for x in leaves) if wide else leaves
+            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, runs=runs)
+        states.bfloat16().float().square().sum().backward()
+        results.append([states.bfloat16(), *(x.grad for x in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """What the kernel of a GPU documents, sequence by sequence."""
     assert window_size == (-1, 0)
