@@ -23,8 +23,7 @@ class Rollout:
     """A prompt with one scored completion.
 
     ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3",
-    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``.
-    ``sampler_logprobs`` are the sampler's log-probabilities, and
+    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; ``sampler_logprobs`` are the sampler's log-probabilities, and
     ``step_rewards``, where a reward speaks of tokens, the part of the score that lies on each.
     """
 
