@@ -13,7 +13,8 @@ from workload import LONGEST
 
 from burnish import DPO, PPO, SFT, Trainer
 from burnish.data.batching import permutation
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.sampling import Sampling
 from burnish.methods.reinforce import Reinforce
 from burnish.methods.reward import RewardModel
 from burnish.rewards.functions import NamedReward

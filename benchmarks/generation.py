@@ -21,7 +21,8 @@ import run
 import torch
 import transformers
 
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.local import LocalGenerator, Request, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs
 
 END_SHARE = 64  # one token in so many ends a completion

@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback, Trainin
 
 from burnish import PPO, SFT, Trainer, machine
 from burnish.data.readers import load
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 151_936,
@@ -122,7 +122,7 @@ def ppo(shape: dict[str, Any], batch: int, longest: int, steps: int) -> dict[str
         epochs=1,
     )
     made = workload.rows("grpo", batch, shape["vocab_size"])
-    rows = load([{"prompt": row["row"]["prompt"]} for row in made], PPO.kinds)
+    rows = load([{"prompt": row["row"]["prompt"]} for row in made], PPO.spec.kinds)
 
     def timed(owner: Any, name: str, part: str) -> None:
         inner = getattr(owner, name)

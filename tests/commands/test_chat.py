@@ -24,7 +24,8 @@ from burnish import cli
 from burnish.commands.chat import Reader, Talk, pieces, sampled
 from burnish.commands.generate import Loaded
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.generate.local import LocalGenerator, Request
+from burnish.generate.sampling import Sampling
 
 
 @pytest.fixture

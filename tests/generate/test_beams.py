@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from burnish.errors import UserError
 from burnish.generate.beams import Beams, search
-from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.generate.local import LocalGenerator, Request
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs
 
 EOS = 2

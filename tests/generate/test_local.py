@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator, Request, Sampling, draw, request_seed
+from burnish.generate.local import LocalGenerator, Request, draw, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs, warp
 
 V = 50

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from burnish import kernels
-from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.generate.local import LocalGenerator, Request
+from burnish.generate.sampling import Sampling
 from burnish.kernels.decoding import ROWS, attend
 
 ROWS_OF_CACHE = ROWS + 3  # a second group, which is not full

@@ -9,8 +9,9 @@ import pytest
 from transformers import TrainerCallback
 
 from burnish import PPO
-from burnish.generate.local import Sampling
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.generate.sampling import Sampling
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.types import Answer, Example, Prompt
 
 ENDS = [2, *range(15, 25)]  # the end token and ten letters, so that some completions stop and others are cut

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from burnish import PPO, UserError
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.models.forward import SamplingTransform
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward

@@ -12,7 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.sampling import Sampling
 from burnish.models.layout import Layout
 from burnish.types import Answer, Completion, Example, Prompt, Scored, Sequence
 

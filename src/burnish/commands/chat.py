@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicCache
 
 from burnish.commands.generate import Loaded
 from burnish.errors import UserError
-from burnish.generate.local import Sampling, completes_stop, draw, request_seed
+from burnish.generate.local import completes_stop, draw, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.models.forward import backbone, evaluating, head, unwrap
 from burnish.render import chat
 from burnish.rl.collect import eos_ids

@@ -19,7 +19,8 @@ from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.files import write_text
 from burnish.generate.beams import Beams, search
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.local import LocalGenerator, Request, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout

@@ -14,8 +14,9 @@ from burnish.config.loading import document
 from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, locate
 from burnish.config.yaml import OVERRIDE, Document, Keys, Problem, complain, mistakes, override
 from burnish.errors import UserError, did_you_mean
-from burnish.generate.local import Sampling
-from burnish.render.chat import PLAIN_TEMPLATES, Truncation
+from burnish.generate.sampling import Sampling
+from burnish.render.chat import PLAIN_TEMPLATES
+from burnish.render.truncate import Truncation
 from burnish.types import Config
 
 

@@ -34,6 +34,7 @@ from burnish.models.adapters import without_warning
 from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
+from burnish.models.settings import Quantization
 from burnish.render.encode import cache_folder
 
 ADAPTER = "adapter_model.safetensors"
@@ -157,7 +158,7 @@ def load_policy(
     *,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-    quantized: quantize.Kind | None = None,
+    quantized: Quantization | None = None,
     base: str | None = None,
 ) -> nn.Module:
     """Load a causal language model; an adapter is loaded on its base and stays trainable.
@@ -188,7 +189,7 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     labels: int | None = 1,
-    quantized: quantize.Kind | None = None,
+    quantized: Quantization | None = None,
     base: str | None = None,
 ) -> nn.Module:
     """Load a sequence classifier without dropout; a model without a classification head gets a new scalar one.
@@ -307,7 +308,7 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
 
 
 def _whole(
-    cls: Any, reference: str, *, new_head: bool = False, quantized: quantize.Kind | None = None, **options: Any
+    cls: Any, reference: str, *, new_head: bool = False, quantized: Quantization | None = None, **options: Any
 ) -> Any:
     """Load a whole model. Only the head may have new random weights, and only with ``new_head``."""
     if quantized is not None:

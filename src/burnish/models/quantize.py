@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import peft
 import torch
@@ -12,11 +12,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from burnish.errors import UserError
+from burnish.models.settings import Quantization
 
-Kind = Literal["nf4", "int8"]
 
-
-def require(kind: Kind, where: str = "quantize") -> None:
+def require(kind: Quantization, where: str = "quantize") -> None:
     """Check that this machine can quantize, before anything is loaded; ``where`` is the setting for messages.
 
     Raises:
@@ -36,7 +35,7 @@ def require(kind: Kind, where: str = "quantize") -> None:
         )
 
 
-def settings(kind: Kind) -> BitsAndBytesConfig:
+def settings(kind: Quantization) -> BitsAndBytesConfig:
     """Settings with which transformers quantizes while loading: 4-bit NormalFloat with double quantization, or int8.
 
     Matrix products are computed in bfloat16 if the GPU supports it, else in float32. The head is not quantized.

@@ -14,7 +14,8 @@ from burnish import kernels
 from burnish.errors import UserError
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.chat import Renderer, Truncation, answer, results
+from burnish.render.chat import Renderer, answer, results
+from burnish.render.truncate import Truncation
 from burnish.types import Answer, Example
 
 TOKEN_BUDGET = 8192

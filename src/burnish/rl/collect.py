@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.local import LocalGenerator, Request, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward, score
@@ -23,8 +24,9 @@ class Rollout:
     """A prompt with one scored completion.
 
     ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3",
-    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``; ``sampler_logprobs`` are the sampler's log-probabilities, and
-    ``step_rewards``, where a reward speaks of tokens, the part of the score that lies on each.
+    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``;
+    ``sampler_logprobs`` are the sampler's log-probabilities, and ``step_rewards``, where a reward speaks of tokens, the
+    part of the score that lies on each.
     """
 
     sequence: Sequence
