@@ -8,21 +8,14 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
+import builders
 from burnish.data.batching import collate
 from burnish.kernels import attention
 from burnish.models import forward
 from burnish.models.forward import has_varlen, hidden_states, prefers_packed
 from burnish.types import Example, MicroBatch, Segments, Sequence
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = builders.SIZES | {"num_key_value_heads": 2}
 WITH = [getattr(hf, f"{name}Config") for name in ("Llama", "Qwen2", "Qwen3", "Granite", "Cohere", "GPTNeoX", "Olmo")]
 WITHOUT = [hf.Gemma2Config, hf.MptConfig, hf.Lfm2Config]
 PADDED = {"side": "left", "pad_to": 90}

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from builders import llama
 from burnish import kernels
 from burnish.generate.local import LocalGenerator, Request
 from burnish.generate.sampling import Sampling
@@ -53,18 +53,8 @@ def test_what_it_does_not_know_is_left_to_transformers():
 
 
 def test_generations_are_those_of_fused_attention(monkeypatch):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 50, "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": None}
+    model = llama(**sizes, bos_token_id=None, pad_token_id=None)
     wanted = [Request(tuple(range(2, 3 + length)), length) for length in range(1, 41)]
 
     def run():

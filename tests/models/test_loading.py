@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+import builders
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models import loading
@@ -31,11 +32,9 @@ from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)
 SIZES: dict[str, Any] = {
+    **builders.SIZES,
     "vocab_size": 105,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from burnish import PPO, StepValue, recipe
+from builders import word_tokenizer
+from burnish import PPO, StepValue
+from burnish.config import load
 from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.generate.sampling import Sampling
@@ -119,11 +120,7 @@ def test_another_tokenizer_is_told(reward, answer):
 
 def merged(*pieces: str) -> PreTrainedTokenizerFast:
     """A tokenizer of whole words and their ends, in which a delimiter may be a part of a token."""
-    words = {"<unk>": 0, "<end>": 1} | {piece: i for i, piece in enumerate(pieces, start=2)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
+    return word_tokenizer("<unk>", "<end>", *pieces, eos_token="<end>", unk_token="<unk>")
 
 
 def test_steps_end_where_their_delimiter_is_complete(tiny_tokenizer):
@@ -222,7 +219,7 @@ def test_the_recipe_of_the_page_trains_by_values_of_steps(tmp_path: Path) -> Non
     (tmp_path / "page.yaml").write_text(text, "utf-8")
     cut = ["stages.prepare.with={rows: 64, prompts: 16, held_out: 16}", "stages.values.trainer.num_train_epochs=1"]
     cut += ["stages.ppo.trainer.per_device_train_batch_size=8", f"out={tmp_path / 'run'}"]
-    pipeline.run(recipe.load(str(tmp_path / "page.yaml"), cut))
+    pipeline.run(load(str(tmp_path / "page.yaml"), cut))
     lines = read_metrics(tmp_path / "run" / "ppo")
     found = [line["reward_values"] for line in lines if "reward_values" in line]
     assert len(found) == 2 and all(-1 <= number <= 1 for number in found)
