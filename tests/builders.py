@@ -37,9 +37,9 @@ PLAIN_CHATML = (
 )
 
 
-def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> LlamaForCausalLM:
+def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
     """A Llama with random weights that fits ``character_tokenizer``."""
-    settings = SIZES | {
+    settings: dict[str, Any] = SIZES | {
         "vocab_size": 105,
         "intermediate_size": 64,
         "num_key_value_heads": 2,

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_what_it_does_not_know_is_left_to_transformers():
 
 
 def test_generations_are_those_of_fused_attention(monkeypatch):
-    sizes = {"vocab_size": 50, "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": None}
+    sizes: dict[str, Any] = {"vocab_size": 50, "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": None}
     model = llama(**sizes, bos_token_id=None, pad_token_id=None)
     sampling, ends, pads = Sampling(max_new_tokens=30), frozenset({3, 5, 8}), SimpleNamespace(pad_token_id=0)
     wanted = [Request(tuple(range(2, 3 + length)), length, sampling, ends) for length in range(1, 41)]
