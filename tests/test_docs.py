@@ -16,6 +16,7 @@ from burnish.config.loading import RECIPES
 from burnish.config.schema import MethodChoice
 from burnish.data.readers import parse
 from burnish.methods import METHODS
+from burnish.methods.settings import preset_table
 from burnish.types import Prompt, Row
 
 ROOT = Path(__file__).parent.parent
@@ -166,4 +167,21 @@ def test_identifiers_are_those_of_the_code(page: Path) -> None:
     known = {*re.findall(r"\w+", code), *(path.stem for path in files)}
     quoted = re.findall(r"`([^`\n]+)`", prose(page))
     names = {name for text in quoted for name in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)}
-    assert not names - known, "not in the code (renamed?)"
+    unknown = sorted(names - known)
+    assert not unknown, "these names are not in the code"
+
+
+def test_the_table_of_presets_is_that_of_the_settings() -> None:
+    page = (DOCS / "policy_gradient.md").read_text("utf-8")
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in page.split("## Presets")[1].split("## ")[0].splitlines()
+        if "|" in line
+    ]
+    (names, _, *settings) = [[cell.strip("` ") for cell in row] for row in rows]
+    written = {name: {row[0]: row[i] for row in settings} for i, name in enumerate(names, 1)}
+    expected = {
+        name: {key: f"{value:g}" if isinstance(value, float) else str(value).lower() for key, value in values.items()}
+        for name, values in preset_table().items()
+    }
+    assert written == expected
