@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from burnish.config import Stage, load, method_spec, shipped
 from burnish.config.evaluation import load_evaluation
 from burnish.config.schema import MethodChoice
+from burnish.config.yaml import read
 from burnish.data.readers import parse
 from burnish.methods import METHODS
 from burnish.types import Row
@@ -40,7 +40,7 @@ def make_what_is_named(recipe: str) -> None:
 
 def part_of_one(block: str) -> MethodChoice | None:
     """The method in a few lines of a recipe."""
-    part = yaml.safe_load(block)
+    part = read(block, "docs").value
     assert set(part) <= set(Stage.model_fields)
     return MethodChoice(**part["method"]) if "method" in part else None
 

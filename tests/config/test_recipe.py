@@ -124,6 +124,24 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     assert type(read(text, "x").value) is type(value)
 
 
+def test_what_is_no_plain_yaml_is_named_with_its_line():
+    for text, expected in {
+        "a: 1\nb:\n  c: 1\n  c: 2": "r.yaml:4: c: this key is written twice, first in line 3",
+        "a: 1\n2: b": "r.yaml:2: a key must be text, got 2",
+        "a: !own x": "r.yaml:1: expected text, a number",
+        "a: [1\nb: 2": "r.yaml:2: not valid YAML",
+        "a: *b": "r.yaml:1: not valid YAML: found undefined alias 'b'",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(expected)):
+            read(text, "r.yaml")
+
+
+def test_keys_of_a_merged_block_have_the_line_of_the_block():
+    document = read("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2\n", "r.yaml")
+    assert document.value["c"] == {"b": 1, "d": 2}
+    assert document.where(("c", "b")) == "r.yaml:2"
+
+
 def test_every_key_has_its_line():
     document = read("a:\n  b: 1\n  c:\n    - x\n    - d: 2\n", "r.yaml")
     assert document.where(("a", "b")) == "r.yaml:2"

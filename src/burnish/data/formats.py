@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import math
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from burnish.errors import UserError
+from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import (
     Conversation,
     Labelled,
@@ -159,9 +158,8 @@ def _message(value: Any, at: At) -> Message:
             raise at.bad("missing key", missing(value, (name,)))
     role, content = value[names[0]], value[names[1]]
     if not isinstance(role, str) or role not in ROLES:
-        near = difflib.get_close_matches(str(role), ROLES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ROLES)}"
-        raise at.bad("unknown role", f"got {shown(role)}: {hint}")
+        hint = did_you_mean(str(role), ROLES) or f"; expected one of {', '.join(ROLES)}"
+        raise at.bad("unknown role", f"got {shown(role)}{hint}")
     if len(value) > len(names):
         _no_other_keys(value, names, at, f"write it into {names[1]!r}, ")
     return {"role": ROLES[role], "content": _text(content, at.inside(names[1]))}
@@ -217,7 +215,7 @@ def shown(value: Any) -> str:
 
 def missing(record: Record, names: tuple[str, ...]) -> str:
     """What keys there are and which of them may have been meant: "has keys 'instructon': did you mean ...?"."""
-    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
+    near = [name for name in names if closest(name, map(str, record))]
     hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
     return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"
 

@@ -9,7 +9,6 @@ of their own; these, saved data sets and the hub are read by ``datasets``, and a
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import itertools
@@ -23,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from burnish.data.formats import TWICE, BadRow, Decoder
 from burnish.data.recognition import parse
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
 
 __all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "read"]
@@ -156,9 +155,8 @@ def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
     hub = HUB.fullmatch(place)
     if hub and Path(place).suffix not in (*READERS, ".gz"):
         return _hub(hub["path"], hub["config"], split or "train", streaming)
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
-    hint = f": did you mean {path.parent / near[0]}?" if near else ""
-    raise UserError(f"{source}: no such file, folder or data set{hint}")
+    beside = [str(other) for other in path.parent.glob("*")]
+    raise UserError(f"{source}: no such file, folder or data set{did_you_mean(str(path), beside)}")
 
 
 def _place(source: str | Path) -> tuple[str, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from burnish.data.formats import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
-from burnish.errors import UserError
+from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import Prompt, Row
 
 
@@ -83,8 +82,8 @@ def _nothing_unread(
         return
     names = [str(name) for name in record if name in unread]  # in the order of the file
     known = {name for shape in _shapes(kinds, None) for name in (*shape.needs, *shape.may)} | at.keep
-    near = difflib.get_close_matches(names[0], sorted(known - present), 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = closest(names[0], sorted(known - present))
+    hint = f"did you mean {near!r}? " if near else ""
     raise at.inside(names[0]).bad(
         "unknown column", f"{hint}Remove it, or ignore it with data.keep: [{', '.join(names)}]"
     )
@@ -103,10 +102,9 @@ def _shapes(kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ..
         return shapes
     names = [shape.name for shape in shapes]
     if format not in names:
-        near = difflib.get_close_matches(format, names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+        hint = did_you_mean(format, names) or f"; expected one of {', '.join(names)}"
         rows = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"format: {format!r} is not a shape of {rows} rows: {hint}")
+        raise UserError(f"format: {format!r} is not a shape of {rows} rows{hint}")
     return tuple(shape for shape in shapes if shape.name == format)
 
 
@@ -125,6 +123,6 @@ def _nearest(record: Record, present: frozenset[str], shapes: tuple[Shape, ...])
     lacking = [tuple(name for name in shape.needs if name not in present) for shape in shapes]
     found = [len(names) - len(shape.needs) for names, shape in zip(lacking, shapes, strict=True)]
     for _, _, names in sorted(zip(map(len, lacking), found, lacking, strict=True), key=lambda shape: shape[:2]):
-        if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
+        if all(closest(name, map(str, record)) for name in names):
             return ", ".join(names), missing(record, names)
     return "", missing(record, ())

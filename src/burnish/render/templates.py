@@ -8,7 +8,6 @@ differ, Burnish finds out which characters come from a message and encodes those
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import unicodedata
@@ -17,7 +16,7 @@ from functools import cached_property
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.render.drafts import Draft, How, Piece, make
 from burnish.types import Messages
 
@@ -110,9 +109,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         UserError: there is no plain template of that name.
     """
     if name not in PLAIN_TEMPLATES:
-        near = difflib.get_close_matches(name, PLAIN_TEMPLATES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(PLAIN_TEMPLATES)}"
-        raise UserError(f"template: there is no plain template {name!r}: {hint}")
+        hint = did_you_mean(name, PLAIN_TEMPLATES) or f"; expected one of {', '.join(PLAIN_TEMPLATES)}"
+        raise UserError(f"template: there is no plain template {name!r}{hint}")
     tokenizer.chat_template = PLAIN_TEMPLATES[name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import io
 import json
 import math
 import os
@@ -16,7 +16,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from burnish.errors import UserError
+from burnish.errors import UserError, closest
 from burnish.report.curves import Estimate, estimates, panels
 from burnish.report.metrics import (
     SAMPLES_FILE,
@@ -210,14 +210,24 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if path.is_file():
         return json.loads(path.read_text("utf-8"))
     runs = [p.parent.name for p in sorted(folder.parent.glob("*/manifest.json"))] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, runs, 1, 0.4) or runs[:1]
-    hint = f"; did you mean {folder.parent / near[0]}?" if near else "; expected a run's folder, such as runs/my-run"
-    raise UserError(f"{path}: no such file{hint}")
+    near = closest(folder.name, runs) or next(iter(runs), None)
+    hint = f"did you mean {str(folder.parent / near)!r}?" if near else "expected a run's folder, such as runs/my-run"
+    raise UserError(f"{path}: no such file; {hint}")
+
+
+def _as_yaml(value: Any) -> str:
+    """Block style, keys in their order; nothing for an empty value."""
+    if not value:
+        return ""
+    from ruamel.yaml import YAML
+
+    writer = YAML(typ="safe", pure=True)
+    writer.default_flow_style, writer.sort_base_mapping_type_on_output, writer.width = False, False, 100
+    writer.dump(value, text := io.StringIO())
+    return text.getvalue()
 
 
 def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
-    import yaml
-
     stages = [_stage(entry, folder / entry["name"]) for entry in manifest.get("stages", [])]
     seconds = sum(entry.get("seconds") or 0 for entry in manifest.get("stages", []))
     machine = manifest.get("machine", {})
@@ -226,18 +236,15 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         for entry in manifest.get("stages", [])
     }
 
-    def as_yaml(value: Any) -> str:
-        return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100) if value else ""
-
     return {
         "name": manifest.get("name", folder.name),
         "state": manifest.get("state", "unknown"),
         "time": duration(seconds) if seconds else "",
         "machine": " · ".join(value if isinstance(value, str) else f"{value} {key}" for key, value in machine.items()),
         "stages": stages,
-        "recipe": as_yaml(manifest.get("recipe")),
+        "recipe": _as_yaml(manifest.get("recipe")),
         "versions": manifest.get("versions", {}),
-        "hashes": as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
+        "hashes": _as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
         "number": _typeset,
         "shown_samples": SHOWN_SAMPLES,
         "most_samples": MOST_SAMPLES,
