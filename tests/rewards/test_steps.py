@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from burnish import PPO, StepValue, recipe
+from burnish import PPO, StepValue, config
 from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.generate.sampling import Sampling
@@ -210,7 +210,7 @@ def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_lla
     prompt = len(chat.prompt(tiny_tokenizer, QUESTION))
     by_tokens = {answer.tokens: numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
     for (sequence,) in (example.sequences for example in examples):
-        rewards = by_tokens[sequence.tokens[prompt:]]
+        rewards = by_tokens[tuple(sequence.tokens[prompt:])]
         # without discount and with lambda 1, a return is what is still to come
         to_come = [sum(rewards[t:]) for t in range(len(rewards))]
         assert sequence.arrays["returns"][prompt:] == pytest.approx(to_come, abs=1e-5)
@@ -222,7 +222,7 @@ def test_the_recipe_of_the_page_trains_by_values_of_steps(tmp_path: Path) -> Non
     (tmp_path / "page.yaml").write_text(text, "utf-8")
     cut = ["stages.prepare.with={rows: 64, prompts: 16, held_out: 16}", "stages.values.trainer.num_train_epochs=1"]
     cut += ["stages.ppo.trainer.per_device_train_batch_size=8", f"out={tmp_path / 'run'}"]
-    pipeline.run(recipe.load(str(tmp_path / "page.yaml"), cut))
+    pipeline.run(config.load(str(tmp_path / "page.yaml"), cut))
     lines = read_metrics(tmp_path / "run" / "ppo")
     found = [line["reward_values"] for line in lines if "reward_values" in line]
     assert len(found) == 2 and all(-1 <= number <= 1 for number in found)

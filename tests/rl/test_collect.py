@@ -87,8 +87,8 @@ def test_every_prompt_gets_its_samples_in_order(trainer_of: Any, tiny_tokenizer:
     assert [r.answer.source for r in four] == [f"prompts:{i}" for i in (4, 0, 2) for _ in range(4)]
     for r in four:
         number = r.answer.columns["number"]
-        assert r.sequence.tokens == tokens[number] + r.answer.tokens
-        assert r.sequence.loss_mask == (False,) * len(tokens[number]) + (True,) * len(r.answer.tokens)
+        assert tuple(r.sequence.tokens) == tokens[number] + r.answer.tokens
+        assert tuple(r.sequence.loss_mask) == (False,) * len(tokens[number]) + (True,) * len(r.answer.tokens)
         assert r.answer.prompt == rows[number].messages and r.sequence.source == r.answer.source
         assert r.score == r.rewards["tokens"] == tokens_reward([r.answer])[0]
     groups = [[r.answer.tokens for r in four[i : i + 4]] for i in (0, 4, 8)]
@@ -254,7 +254,8 @@ def test_explained_variance_by_hand() -> None:
 def test_arrays_are_cut_to_each_sequence() -> None:
     examples = [Example((Sequence((5,) * n, (False,) + (True,) * (n - 1), "row"),)) for n in (2, 3)]
     made = with_arrays(examples, a=torch.arange(6.0).view(2, 3))
-    assert [dict(e.sequences[0].arrays) for e in made] == [{"a": (0.0, 1.0)}, {"a": (3.0, 4.0, 5.0)}]
+    arrays = [{name: values.tolist() for name, values in e.sequences[0].arrays.items()} for e in made]
+    assert arrays == [{"a": [0.0, 1.0]}, {"a": [3.0, 4.0, 5.0]}]
 
 
 # --- evaluation and samples ---------------------------------------------------------------------------------------

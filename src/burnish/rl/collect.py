@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +24,10 @@ from burnish.types import Answer, Example, Prompt, Sequence
 class Rollout:
     """A prompt with one scored completion.
 
-    ``Rollout(Sequence((5, 6, 42, 2), (False, False, True, True), "prompts.jsonl:3",
-    {"sampler_logprobs": (0.0, 0.0, -0.1, -0.3)}), Answer(...), score=1.2, rewards={"reward": 1.2})``;
-    ``sampler_logprobs`` are the sampler's log-probabilities, and ``step_rewards``, where a reward speaks of tokens, the
-    part of the score that lies on each.
+    ``Rollout(Sequence([5, 6, 42, 2], [False, False, True, True], "prompts.jsonl:3",
+    {"sampler_logprobs": [0.0, 0.0, -0.1, -0.3]}), Answer(...), score=1.2, rewards={"reward": 1.2})``;
+    ``sampler_logprobs`` are the sampler's log-probabilities, and ``step_rewards``, where a reward speaks of tokens,
+    the part of the score that lies on each.
     """
 
     sequence: Sequence
@@ -144,7 +145,8 @@ def evaluation(rollouts: list[Rollout], examples: list[Example], start: Mapping[
             next(a[name] for name in ("kl_logprobs", "old_logprobs", "sampler_logprobs") if name in a) for a in arrays
         ]
         theirs = [a["ref_logprobs"] for a in arrays]
-        metrics |= interval("kl", [math.fsum(x) - math.fsum(y) for x, y in zip(ours, theirs, strict=True)])
+        sums = [[math.fsum(x.tolist()) for x in side] for side in (ours, theirs)]
+        metrics |= interval("kl", [x - y for x, y in zip(*sums, strict=True)])
     pairs = [(r.score, start[r.answer.source]) for r in rollouts if r.answer.source in start]
     if pairs:
         won = interval("win_rate", [(after > before) + 0.5 * (after == before) for after, before in pairs])
@@ -196,11 +198,10 @@ def mean_sampler_mismatch(examples: list[Example], limit: float) -> float:
         RuntimeError: it is above the limit (``within``).
     """
     gaps = [
-        abs(ours - theirs)
+        gap
         for example in examples
         for s in example.sequences
-        for ours, theirs, on in zip(s.arrays["old_logprobs"], s.arrays["sampler_logprobs"], s.loss_mask, strict=True)
-        if on
+        for gap in np.abs(s.arrays["old_logprobs"] - s.arrays["sampler_logprobs"])[s.loss_mask].tolist()
     ]
     return within(math.fsum(gaps) / max(len(gaps), 1), limit)
 
@@ -222,10 +223,10 @@ def within(gap: float, limit: float, how: str = "on average") -> float:
 
 def with_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
     """Examples of one sequence each with these (N, T) arrays, and no others, cut to each one's length."""
-    rows = {name: x.tolist() for name, x in arrays.items()}
+    rows = {name: x.double().numpy() for name, x in arrays.items()}
     made = []
     for i, (sequence,) in enumerate(example.sequences for example in examples):
-        mine = {name: tuple(row[i][: len(sequence.tokens)]) for name, row in rows.items()}
+        mine = {name: row[i, : len(sequence)] for name, row in rows.items()}
         made.append(Example((dataclasses.replace(sequence, arrays=mine),)))
     return made
 
