@@ -238,7 +238,7 @@ def _as_yaml(value: Any) -> str:
         return ""
     from ruamel.yaml import YAML
 
-    writer = YAML(typ="safe", pure=True)
+    writer: Any = YAML(typ="safe", pure=True)
     writer.default_flow_style, writer.sort_base_mapping_type_on_output, writer.width = False, False, 100
     writer.dump(value, text := io.StringIO())
     return text.getvalue()
