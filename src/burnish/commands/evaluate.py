@@ -257,9 +257,8 @@ def _measure_answers(
     writer = chat.Renderer(loaded.tokenizer)
     tokens = chat.results(chat.prompt.draft(writer, row) for row in prompts)
     sampling = evaluation.generation
-    rollouts = collect(
-        prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, _context(loaded, evaluation), LocalGenerator()
-    )
+    context, generator = _context(loaded, evaluation), LocalGenerator(loaded.model, loaded.tokenizer)
+    rollouts = collect(prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, context, generator)
     by_row: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         by_row.setdefault(rollout.answer.source, []).append(rollout)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
@@ -36,7 +36,7 @@ class PPO:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
         **settings: Any,
     ) -> None:
         self.settings = PPOConfig(**settings)

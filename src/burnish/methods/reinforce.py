@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import RowLoader, collate
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
@@ -49,7 +49,7 @@ class Reinforce:
         self,
         reward: Reward | list[NamedReward] | None = None,
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
         **settings: Any,
     ) -> None:
         self.settings = ReinforceConfig(**settings)

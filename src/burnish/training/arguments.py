@@ -104,71 +104,95 @@ class TrainerConfig(Config):
     """
 
     # rows and steps
-    per_device_train_batch_size: int = Field(8, ge=1, description="rows of an optimizer step, for each process")
-    num_train_epochs: float = Field(1.0, gt=0, description="passes over the training rows")
-    max_steps: int = Field(-1, ge=-1, description="optimizer steps of the run; above 0 it overrides num_train_epochs")
+    per_device_train_batch_size: int = Field(default=8, ge=1, description="rows of an optimizer step, for each process")
+    num_train_epochs: float = Field(default=1.0, gt=0, description="passes over the training rows")
+    max_steps: int = Field(
+        default=-1, ge=-1, description="optimizer steps of the run; above 0 it overrides num_train_epochs"
+    )
     # the optimizer
-    optim: Optimizer = Field("adamw_torch_fused", description="optimizer")
-    optim_args: str | None = Field(None, description="arguments of the optimizer: name=value, name=value")
-    optim_target_modules: str | list[str] | None = Field(None, description="galore and apollo: modules they optimize")
-    learning_rate: float = Field(5e-5, ge=0, description="highest learning rate")
-    lr_scheduler_type: Schedule = Field("linear", description="how the learning rate changes over the run")
-    lr_scheduler_kwargs: dict[str, Any] | None = Field(None, description="arguments of the schedule: {min_lr: 1e-6}")
-    warmup_steps: float = Field(0, ge=0, description="steps over which the learning rate rises; below 1 a share of all")
-    weight_decay: float = Field(0.0, ge=0, description="decay of weights that are no biases or norms")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of the mean of squared gradients")
-    adam_epsilon: float = Field(1e-8, ge=0, description="added to the denominator of the update")
-    max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 does not clip")
+    optim: Optimizer = Field(default="adamw_torch_fused", description="optimizer")
+    optim_args: str | None = Field(default=None, description="arguments of the optimizer: name=value, name=value")
+    optim_target_modules: str | list[str] | None = Field(
+        default=None, description="galore and apollo: modules they optimize"
+    )
+    learning_rate: float = Field(default=5e-5, ge=0, description="highest learning rate")
+    lr_scheduler_type: Schedule = Field(default="linear", description="how the learning rate changes over the run")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(
+        default=None, description="arguments of the schedule: {min_lr: 1e-6}"
+    )
+    warmup_steps: float = Field(
+        default=0, ge=0, description="steps over which the learning rate rises; below 1 a share of all"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="decay of weights that are no biases or norms")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of squared gradients")
+    adam_epsilon: float = Field(default=1e-8, ge=0, description="added to the denominator of the update")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="gradients are clipped to this norm; 0 does not clip")
     on_non_finite: OnNonFinite = Field(
-        "error", description="if a loss or gradient is not finite: stop, or skip the step"
+        default="error", description="if a loss or gradient is not finite: stop, or skip the step"
     )
     # precision, memory and speed
-    bf16: bool = Field(False, description="compute in bfloat16, with float32 weights")
-    fp16: bool = Field(False, description="compute in float16 with loss scaling, with float32 weights")
-    tf32: bool | None = Field(None, description="TF32 matrix products on a GPU; default: as torch has it")
-    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory")
-    activation_checkpointing_kwargs: dict[str, Any] | None = Field(None, description="{use_reentrant: false}")
-    torch_compile: bool = Field(False, description="compile the model")
-    torch_compile_backend: str | None = Field(None, description="backend of torch.compile")
-    torch_compile_mode: str | None = Field(None, description="mode of torch.compile")
-    use_liger_kernel: bool = Field(False, description="use the kernels of the package liger-kernel, on a GPU")
-    liger_kernel_config: dict[str, bool] | None = Field(None, description="kernels to use: {rope: true, swiglu: false}")
-    neftune_noise_alpha: float | None = Field(None, ge=0, description="noise on embeddings while training (NEFTune)")
-    full_determinism: bool = Field(False, description="deterministic algorithms of torch, which may be slower")
+    bf16: bool = Field(default=False, description="compute in bfloat16, with float32 weights")
+    fp16: bool = Field(default=False, description="compute in float16 with loss scaling, with float32 weights")
+    tf32: bool | None = Field(default=None, description="TF32 matrix products on a GPU; default: as torch has it")
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory"
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | None = Field(default=None, description="{use_reentrant: false}")
+    torch_compile: bool = Field(default=False, description="compile the model")
+    torch_compile_backend: str | None = Field(default=None, description="backend of torch.compile")
+    torch_compile_mode: str | None = Field(default=None, description="mode of torch.compile")
+    use_liger_kernel: bool = Field(default=False, description="use the kernels of the package liger-kernel, on a GPU")
+    liger_kernel_config: dict[str, bool] | None = Field(
+        default=None, description="kernels to use: {rope: true, swiglu: false}"
+    )
+    neftune_noise_alpha: float | None = Field(
+        default=None, ge=0, description="noise on embeddings while training (NEFTune)"
+    )
+    full_determinism: bool = Field(default=False, description="deterministic algorithms of torch, which may be slower")
     # logs
-    logging_strategy: Literal["no", "steps", "epoch"] = Field("steps", description="when metrics are logged")
-    logging_steps: float = Field(1, gt=0, description="steps between two logs; below 1 a share of all steps")
-    logging_first_step: bool = Field(False, description="log the first step too")
-    report_to: Tracker | list[Tracker] = Field("none", description="experiment trackers, besides metrics.jsonl")
-    run_name: str | None = Field(None, description="name of the run in the tracker")
-    project: str = Field("huggingface", description="trackio: project")
-    trackio_space_id: str | None = Field(None, description="trackio: Space to log to")
-    trackio_bucket_id: str | None = Field(None, description="trackio: bucket of the Space")
-    trackio_static_space_id: str | Literal[False] | None = Field(None, description="trackio: static Space; false: none")
+    logging_strategy: Literal["no", "steps", "epoch"] = Field(default="steps", description="when metrics are logged")
+    logging_steps: float = Field(default=1, gt=0, description="steps between two logs; below 1 a share of all steps")
+    logging_first_step: bool = Field(default=False, description="log the first step too")
+    report_to: Tracker | list[Tracker] = Field(default="none", description="experiment trackers, besides metrics.jsonl")
+    run_name: str | None = Field(default=None, description="name of the run in the tracker")
+    project: str = Field(default="huggingface", description="trackio: project")
+    trackio_space_id: str | None = Field(default=None, description="trackio: Space to log to")
+    trackio_bucket_id: str | None = Field(default=None, description="trackio: bucket of the Space")
+    trackio_static_space_id: str | Literal[False] | None = Field(
+        default=None, description="trackio: static Space; false: none"
+    )
     # evaluation on data.eval
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
-        "no", description="when data.eval is evaluated, besides before and after training"
+        default="no", description="when data.eval is evaluated, besides before and after training"
     )
-    eval_steps: float | None = Field(None, gt=0, description="steps between two evaluations; default: logging_steps")
-    eval_delay: float = Field(0, ge=0, description="epochs or steps before the first evaluation")
+    eval_steps: float | None = Field(
+        default=None, gt=0, description="steps between two evaluations; default: logging_steps"
+    )
+    eval_delay: float = Field(default=0, ge=0, description="epochs or steps before the first evaluation")
     # checkpoints
-    save_strategy: Literal["no", "steps", "epoch", "best"] = Field("steps", description="when checkpoints are written")
-    save_steps: float = Field(0.25, gt=0, description="steps between two checkpoints; below 1 a share of all steps")
-    save_total_limit: int | None = Field(1, ge=1, description="checkpoints that are kept; null keeps all")
-    save_only_model: bool = Field(False, description="checkpoints without the optimizer, from which no run can resume")
-    load_best_model_at_end: bool = Field(False, description="end with the weights of the best evaluation")
-    metric_for_best_model: str | None = Field(None, description="metric of data.eval that says which is best")
-    greater_is_better: bool | None = Field(None, description="whether a larger metric is better")
-    # the hub
-    push_to_hub: bool = Field(False, description="push the model to the hub")
-    hub_model_id: str | None = Field(None, description="repository to push to")
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
-        "every_save", description="when and what is pushed"
+    save_strategy: Literal["no", "steps", "epoch", "best"] = Field(
+        default="steps", description="when checkpoints are written"
     )
-    hub_private_repo: bool | None = Field(None, description="whether the repository is private")
-    hub_always_push: bool = Field(False, description="push even if the last push has not ended")
-    hub_revision: str | None = Field(None, description="branch to push to")
+    save_steps: float = Field(
+        default=0.25, gt=0, description="steps between two checkpoints; below 1 a share of all steps"
+    )
+    save_total_limit: int | None = Field(default=1, ge=1, description="checkpoints that are kept; null keeps all")
+    save_only_model: bool = Field(
+        default=False, description="checkpoints without the optimizer, from which no run can resume"
+    )
+    load_best_model_at_end: bool = Field(default=False, description="end with the weights of the best evaluation")
+    metric_for_best_model: str | None = Field(default=None, description="metric of data.eval that says which is best")
+    greater_is_better: bool | None = Field(default=None, description="whether a larger metric is better")
+    # the hub
+    push_to_hub: bool = Field(default=False, description="push the model to the hub")
+    hub_model_id: str | None = Field(default=None, description="repository to push to")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
+        default="every_save", description="when and what is pushed"
+    )
+    hub_private_repo: bool | None = Field(default=None, description="whether the repository is private")
+    hub_always_push: bool = Field(default=False, description="push even if the last push has not ended")
+    hub_revision: str | None = Field(default=None, description="branch to push to")
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of transformers.TrainingArguments."""
