@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from burnish import kernels
 from burnish.errors import UserError, did_you_mean
-from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.chat import Renderer, answer, results
+from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Answer, Example
+from burnish.types import Answer, Conversation, Example, Message
 
 TOKEN_BUDGET = 8192
 """Tokens, padding included, that are scored in one forward pass."""
@@ -52,7 +52,7 @@ class ModelReward:
         Raises:
             UserError: no such label, or there are several and none is named; no mean and std to normalize by.
         """
-        self.model = use_onednn(model).eval().requires_grad_(False)
+        self.model = kernels.enable(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Truncation(
@@ -73,9 +73,11 @@ class ModelReward:
         Raises:
             UserError: an answer that the template refuses, or that is too long even without its prompt.
         """
-        writer = Renderer(self.tokenizer)
-        drafts = (answer.draft(writer, a.prompt, a.text, self.length, source=a.source) for a in answers)
-        examples = [Example((sequence,)) for sequence in results(drafts)]
+        rows = [
+            Conversation((*a.prompt, Message(role="assistant", content=a.text)), len(a.prompt), a.source)
+            for a in answers
+        ]
+        examples = [Example((sequence,)) for sequence in Renderer(self.tokenizer).answers(rows, self.length)]
         found = [0.0] * len(answers)
         with torch.no_grad():
             passes = self.layout.passes(
