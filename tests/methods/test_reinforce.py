@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from pydantic import ValidationError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from burnish import Reinforce, Trainer, UserError
+from burnish.config.yaml import read
 from burnish.methods import METHODS
 from burnish.render.truncate import Truncation
 from burnish.types import Row, Scored, Sequence
@@ -228,10 +228,11 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_on_its_page_are_valid() -> None:
-    found = [yaml.safe_load(block)["method"] for block in blocks("yaml") if not block.startswith("name:")]
-    names = [method.pop("name") for method in found]
+    parts = [read(block, "docs").value for block in blocks("yaml")]
+    methods = [part["method"] for part in parts if "name" not in part]
+    names = [method.pop("name") for method in methods]
     assert names == ["reinforce", "rloo", "grpo", "reinforce"]
-    assert [METHODS[name].config(**method).advantage.name for name, method in zip(names, found, strict=True)] == [  # type: ignore[attr-defined]
+    assert [METHODS[name].config(**method).advantage.name for name, method in zip(names, methods, strict=True)] == [  # type: ignore[attr-defined]
         "mean", "rloo", "group_std", "batch_whitened"
     ]  # fmt: skip
 

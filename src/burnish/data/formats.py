@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import json
@@ -12,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from burnish.errors import UserError, did_you_mean
+from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import (
     Conversation,
     Labelled,
@@ -220,7 +219,7 @@ def shown(value: Any) -> str:
 
 def missing(record: Record, names: tuple[str, ...]) -> str:
     """The keys of a record, and the missing ones that may be misspelled: "has keys 'promt': did you mean 'prompt'?"."""
-    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
+    near = [name for name in names if closest(name, map(str, record))]
     hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
     return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from burnish.data.formats import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
-from burnish.errors import UserError, did_you_mean
+from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import Prompt, Row
 
 
@@ -132,6 +131,6 @@ def _nearest(record: Record, present: frozenset[str], shapes: tuple[Shape, ...])
         return lacking, lacking - len(shape.needs)
 
     for names in map(missing_keys, sorted(shapes, key=rank)):
-        if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
+        if all(closest(name, map(str, record)) for name in names):
             return ", ".join(names), missing(record, names)
     return "", missing(record, ())

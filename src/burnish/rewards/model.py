@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish import kernels
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
@@ -119,9 +118,8 @@ def find_label(config: Any, label: str | int | None) -> int:
     same = [index for index, name in names.items() if name == label]
     if same:
         return same[0]
-    near = difflib.get_close_matches(str(label), names.values(), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {said}"
-    raise UserError(f"label: the reward model has no label {label!r}: {hint}")
+    hint = did_you_mean(str(label), names.values()) or f"; expected one of {said}"
+    raise UserError(f"label: the reward model has no label {label!r}{hint}")
 
 
 def longest(config: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
