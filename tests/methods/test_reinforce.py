@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from pydantic import ValidationError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from burnish import Reinforce, Trainer, UserError
+from burnish.config.yaml import read
 from burnish.methods import METHODS
 from burnish.render.truncate import Truncation
 from burnish.types import Row, Scored, Sequence
@@ -228,10 +228,11 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_on_its_page_are_valid() -> None:
-    found = [yaml.safe_load(block)["method"] for block in blocks("yaml")]
+    found = [read(block, "docs").value["method"] for block in blocks("yaml")]
     names = [method.pop("name") for method in found]
     assert names == ["reinforce", "rloo", "grpo", "reinforce"]
-    assert [METHODS[name].config(**method).advantage.name for name, method in zip(names, found, strict=True)] == [  # type: ignore[attr-defined]
+    settings: list[Any] = [METHODS[name].config(**method) for name, method in zip(names, found, strict=True)]
+    assert [s.advantage.name for s in settings] == [
         "mean", "rloo", "group_std", "batch_whitened"
     ]  # fmt: skip
 
