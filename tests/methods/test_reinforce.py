@@ -232,7 +232,8 @@ def test_the_settings_on_its_page_are_valid() -> None:
     methods = [part["method"] for part in parts if "name" not in part]
     names = [method.pop("name") for method in methods]
     assert names == ["reinforce", "rloo", "grpo", "reinforce"]
-    assert [METHODS[name].config(**method).advantage.name for name, method in zip(names, methods, strict=True)] == [  # type: ignore[attr-defined]
+    settings: list[Any] = [METHODS[name].config(**method) for name, method in zip(names, methods, strict=True)]
+    assert [s.advantage.name for s in settings] == [
         "mean", "rloo", "group_std", "batch_whitened"
     ]  # fmt: skip
 
