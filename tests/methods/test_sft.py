@@ -50,7 +50,7 @@ def test_learned_tokens_are_the_content_and_one_end_a_turn(settings: dict, expec
     (example,) = SFT(**settings).examples([row], tiny_tokenizer, Truncation()).examples
     assert learned(example.sequences[0], tiny_tokenizer) == expected
     learned_tokens = len(expected.replace("<|im_end|>", "."))  # a character each
-    assert SFT(**settings).counts([example] * 3) == {"nll": 3.0 * learned_tokens}
+    assert example.counts["tokens"] == learned_tokens
 
 
 SYSTEM = ({"role": "system", "content": "Be brief."},)

@@ -12,13 +12,13 @@ from burnish.math.preference import kto_baseline as kto_baseline
 from burnish.math.preference import preference as preference
 from burnish.math.reductions import Weights, reduce, reduction_weights
 from burnish.math.tensors import learned, same_shape, upcast
-from burnish.types import Term
+from burnish.types import Metric
 
 # How far from 1 a probability must be for unlikelihood to push it down: log(1 - p) has no bound at p = 1.
 CERTAIN = 1e-6
 
 
-def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
+def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Metric:
     """Negative log-likelihood: -sum_t log p(token_t).
 
     Args:
@@ -27,7 +27,7 @@ def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
         weights: from reduction_weights; None is the mean over tokens.
 
     Returns:
-        Term.
+        Metric.
 
     Raises:
         ValueError: if the shapes differ.
@@ -42,7 +42,7 @@ def reinforce(
     weights: Weights | None = None,
     floor: float | None = None,
     unlikelihood: bool = False,
-) -> Term:
+) -> Metric:
     """Reward-weighted log-likelihood: -sum_b sum_t r_b l_t, over sequences unless the weights say otherwise.
 
     r = 1 is nll summed over tokens; r and -r on the same tokens cancel. Where r < 0 nothing bounds it from below, for l
@@ -60,7 +60,7 @@ def reinforce(
         unlikelihood: where r < 0, the loss is -|r| log(1 - p).
 
     Returns:
-        Term.
+        Metric.
 
     Raises:
         ValueError: if the shapes differ.
@@ -86,7 +86,7 @@ def bradley_terry(
     margin: Tensor | None = None,
     p_chosen: Tensor | None = None,
     weights: Tensor | None = None,
-) -> Term:
+) -> Metric:
     """Cross-entropy of sig(x), the modelled chance that chosen is better, with p; x = r_c - r_r - margin.
 
     -p log sig(x) - (1 - p) log sig(-x), which is -log sig(x) at p = 1.
@@ -101,7 +101,7 @@ def bradley_terry(
         weights: (P,), at least 0, such as 1 / (number of pairs) of a ranking; None is 1.
 
     Returns:
-        Term: weighted sum over pairs, and the sum of the weights.
+        Metric: weighted sum over pairs, and the sum of the weights.
 
     Raises:
         ValueError: if the shapes differ.
@@ -117,7 +117,7 @@ def bradley_terry(
     return _over_pairs(losses, weights)
 
 
-def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
+def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Metric:
     """(r_c + r_r)^2: Bradley-Terry does not fix where scores lie; this, with a small weight, keeps them around 0.
 
     Source: Eisenstein et al., "Helping or herding?", 2023. Arguments, result and errors as in bradley_terry.
@@ -127,16 +127,16 @@ def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -
 
 
 @torch.no_grad()
-def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
+def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Metric:
     """Share of pairs with r_c > r_r; equal scores count 1/2. Arguments and result as in bradley_terry."""
     same_shape(chosen=chosen, rejected=rejected)
     return _over_pairs((1 + (upcast(chosen) - upcast(rejected)).sign()) / 2, weights)
 
 
-def _over_pairs(losses: Tensor, weights: Tensor | None) -> Term:
+def _over_pairs(losses: Tensor, weights: Tensor | None) -> Metric:
     weights = torch.ones_like(losses) if weights is None else upcast(weights)
     same_shape(pairs=losses, weights=weights)
-    return Term((weights * losses).sum(), weights.sum())
+    return Metric((weights * losses).sum(), weights.sum())
 
 
 def clipped_policy(
@@ -148,7 +148,7 @@ def clipped_policy(
     clip_high: float,
     dual_clip: float | None = None,
     weights: Weights | None = None,
-) -> Term:
+) -> Metric:
     """PPO's policy loss: max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high)), ratio = exp(l - l_old).
 
     With dual_clip c, where A < 0 it is at most -A * c. The exponent is clamped to [-20, 20].
@@ -165,7 +165,7 @@ def clipped_policy(
         weights: from reduction_weights; None is the mean over tokens.
 
     Returns:
-        Term.
+        Metric.
 
     Raises:
         ValueError: if the shapes differ.
@@ -185,7 +185,7 @@ def clipped_value(
     mask: Tensor,
     clip: float | None,
     weights: Weights | None = None,
-) -> Term:
+) -> Metric:
     """PPO's value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2).
 
     Source: the implementation of Schulman et al., "Proximal policy optimization algorithms", 2017 (OpenAI baselines).
@@ -199,7 +199,7 @@ def clipped_value(
         weights: from reduction_weights; None is the mean over tokens.
 
     Returns:
-        Term.
+        Metric.
 
     Raises:
         ValueError: if the shapes differ.
@@ -230,7 +230,7 @@ def truncated_importance(logprobs: Tensor, sampled: Tensor, mask: Tensor, cap: f
     return importance(logprobs.detach(), sampled, mask).clamp(max=cap)
 
 
-def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
+def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Metric:
     """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2, and their number.
 
     Source: Chen et al., "AlphaMath almost zero", 2024.
@@ -263,13 +263,13 @@ def importance(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Term:
+def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Metric:
     """Sum of the importance ratios over learned tokens, and their number. Arguments as in importance."""
     return reduce(importance(logprobs, old_logprobs, mask), mask)
 
 
 @torch.no_grad()
-def approxkl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Term:
+def approxkl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Metric:
     """How far the policy has moved since it sampled: sum of (l - l_old)^2 / 2, in nats. Arguments as in importance.
 
     Source: Ziegler et al., "Fine-tuning language models from human preferences", 2019.
@@ -280,10 +280,10 @@ def approxkl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Term:
 @torch.no_grad()
 def clipfrac(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
-) -> Term:
+) -> Metric:
     """Tokens without a gradient in clipped_policy: A > 0 and ratio > 1 + clip_high, or A < 0 and ratio < 1 - clip_low.
 
-    Arguments as in clipped_policy; the mean of the Term is their share of the learned tokens.
+    Arguments as in clipped_policy; the mean of the Metric is their share of the learned tokens.
     """
     (advantages,) = learned(mask, advantages=advantages)
     ratios = importance(logprobs, old_logprobs, mask)
@@ -293,7 +293,7 @@ def clipfrac(
 
 
 @torch.no_grad()
-def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Term:
+def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Metric:
     """Tokens where the second part of clipped_value is the larger one, so that it decides. Arguments as there."""
     plain, clipped = _value_errors(values, old_values, returns, mask, clip)
     return reduce((clipped > plain).to(plain.dtype), mask)

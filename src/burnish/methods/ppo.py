@@ -24,7 +24,7 @@ from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.collect import value_metrics
 from burnish.rl.loader import Experience, RolloutLoader, Sampler
-from burnish.types import Encoded, Example, MicroBatch, Reward, Row, Terms
+from burnish.types import Encoded, MicroBatch, Reward, Row, Terms
 
 
 class PPO:
@@ -105,13 +105,6 @@ class PPO:
             begin=begin,
         )
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """Learned tokens, or sequences, as the reduction says."""
-        tokens = float(sum(e.sequences[0].loss_mask.sum() for e in examples))
-        sequences = float(sum(e.sequences[0].loss_mask.any() for e in examples))
-        policy = tokens if self.settings.reduction == "token_mean" else sequences
-        return {"policy": policy, "value": tokens, "entropy": tokens}
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """Policy and value terms; as metrics entropy, approxkl, clip fractions and the ratio."""
         s, mask, old = self.settings, batch.loss_mask, batch.arrays
@@ -126,9 +119,9 @@ class PPO:
         return {
             "policy": losses.clipped_policy(
                 logprobs, old["old_logprobs"], old["advantages"], mask, *clips, s.dual_clip, weights
-            ),
-            "value": losses.clipped_value(values, old["values"], old["returns"], mask, s.value_clip),
-            "entropy": reduce(entropy, mask),
+            ).over("tokens" if s.reduction == "token_mean" else "sequences"),
+            "value": losses.clipped_value(values, old["values"], old["returns"], mask, s.value_clip).over("tokens"),
+            "entropy": reduce(entropy, mask).over("tokens"),
             "approxkl": losses.approxkl(*moved),
             "clipfrac": losses.clipfrac(logprobs.detach(), old["old_logprobs"], old["advantages"], mask, *clips),
             "value_clipfrac": losses.value_clipfrac(values.detach(), old["values"], old["returns"], mask, s.value_clip),

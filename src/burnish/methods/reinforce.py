@@ -34,7 +34,7 @@ from burnish.render import chat
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import with_arrays
 from burnish.rl.loader import Experience, RolloutLoader, Sampler
-from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms, Unit
 
 # Of scored rows nothing is sampled, so that these would be ignored.
 OF_PROMPTS = {*RolloutConfig.model_fields, "clip_low", "clip_high"} - {"kl_coef", "kl_estimate", "evaluation"}
@@ -180,12 +180,6 @@ class Reinforce:
 
     # --- the update -----------------------------------------------------------------------------------------------
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """Learned tokens, or sequences, as the reduction says."""
-        learned = [int(s.loss_mask.sum()) for e in examples for s in e.sequences]
-        count = float(sum(learned) if self.settings.reduction == "token_mean" else sum(n > 0 for n in learned))
-        return {"policy": count, "kl_loss": count}
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The policy's term and the KL; as metrics the log-probability of what is pushed up and of what is pushed down.
 
@@ -199,21 +193,24 @@ class Reinforce:
         fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
         weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
         advantages, now = arrays["advantages"], logprobs.detach()
-        terms = {
+        unit: Unit = "tokens" if s.reduction == "token_mean" else "sequences"
+        terms: Terms = {
             "logprob_positive_advantage": reduce(now, mask & (advantages > 0)),
             "logprob_negative_advantage": reduce(now, mask & (advantages < 0)),
         }
         if s.clip_low is None or s.clip_high is None:
-            terms["policy"] = losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood)
+            terms["policy"] = losses.reinforce(logprobs, mask, advantages, weights, s.floor, s.unlikelihood).over(unit)
         else:
             clips = (s.clip_low, s.clip_high)
             old = arrays["old_logprobs"]
-            terms["policy"] = losses.clipped_policy(logprobs, old, advantages, mask, *clips, weights=weights)
+            terms["policy"] = losses.clipped_policy(logprobs, old, advantages, mask, *clips, weights=weights).over(unit)
             terms["clipfrac"] = losses.clipfrac(now, old, advantages, mask, *clips)
         if "kl_loss" in self.weights:
             whole = SamplingTransform(how.temperature)
             ours = logprobs if how == whole else token_logprobs(network.policy, hidden, batch, mask, whole, "off")[0]
-            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights)
+            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights).over(
+                unit
+            )
         if sampled:
             terms["entropy"] = reduce(entropy, mask)
             terms["approxkl"] = losses.approxkl(now, arrays["old_logprobs"], mask)
