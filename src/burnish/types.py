@@ -364,17 +364,6 @@ class MicroBatch:
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
-class Completion(NamedTuple):
-    """What a generator returns: ``Completion((42, 2), (-0.1, -0.3), "stop")``.
-
-    ``logprobs`` are those of the distribution that was sampled from; ``finish`` is stop, length or aborted.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-
-
 @dataclass(frozen=True)
 class Answer:
     """What a reward sees: a prompt, one completion of it as text and tokens, and the further columns of the row.

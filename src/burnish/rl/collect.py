@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.generate.local import LocalGenerator, Request, request_seed
+from burnish.generate.protocol import Generator, Request, complete, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.protocols import Context
@@ -44,7 +44,7 @@ def collect(
     sampling: Sampling,
     rewards: list[NamedReward],
     context: Context,
-    generator: LocalGenerator,
+    generator: Generator,
 ) -> list[Rollout]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
 
@@ -54,21 +54,18 @@ def collect(
     """
     wanted = [(i, g) for i in indices for g in range(sampling.samples)]
     mine = wanted[context.rank :: context.world_size]
-    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration)) for i, g in mine]
-    tokenizer = context.tokenizer
-    completions = generator(
-        context.network.policy,
-        requests,
-        sampling,
-        eos_ids=eos_ids(context.network.policy, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        tokenizer=tokenizer,
-    )
+    policy, tokenizer = context.network.policy, context.tokenizer
+    ends = frozenset(eos_ids(policy, tokenizer))
+    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration), sampling, ends) for i, g in mine]
+    trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+    generator.update_weights(iteration, trained)
+    completions = complete(generator, requests, iteration)
+    generator.drop_cache()
     answers = [
         Answer(
             prompt=rows[i].messages,
             text=tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
-            tokens=completion.tokens,
+            tokens=tuple(completion.tokens.tolist()),
             finish_reason=completion.finish_reason,
             columns=rows[i].columns,
             source=rows[i].source,
@@ -79,11 +76,11 @@ def collect(
     done = [
         Rollout(
             sequence=Sequence(
-                tokens=(*prompts[i], *completion.tokens),
+                tokens=(*prompts[i], *answer.tokens),
                 loss_mask=(False,) * len(prompts[i]) + (True,) * len(completion.tokens),
                 source=answer.source,
                 arrays={
-                    "sampler_logprobs": (0.0,) * len(prompts[i]) + tuple(completion.logprobs),
+                    "sampler_logprobs": (0.0,) * len(prompts[i]) + tuple(completion.logprobs.tolist()),
                     **({} if of_tokens is None else {"step_rewards": (0.0,) * len(prompts[i]) + of_tokens[k]}),
                 },
             ),

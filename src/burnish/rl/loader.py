@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.batching import collate, permutation
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Generator, GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.math.kl import AdaptiveKL, estimate
@@ -26,7 +27,9 @@ from burnish.math.losses import truncated_importance
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import (
     Rollout,
@@ -52,12 +55,19 @@ class Sampler:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
     ) -> None:
         self.rewards = reward if isinstance(reward, list) else [NamedReward("reward", 1.0, reward)]
         self.sampling = sampling or Sampling()
-        self.generator = generator or LocalGenerator()
+        self.factory: GeneratorFactory = generator or LocalGenerator
+        self.generator: Generator | None = None
         self.start_scores: dict[str, float] = {}
+
+    def bind(self, context: Context) -> Generator:
+        """The generator of the policy's completions, which is made once."""
+        if self.generator is None:
+            self.generator = self.factory(context.network.policy, context.tokenizer)
+        return self.generator
 
     def check_explores(self) -> None:
         """Raise a UserError where every completion of a prompt would be the same."""
@@ -69,23 +79,23 @@ class Sampler:
         """The distribution that is sampled from."""
         return SamplingTransform(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts, of which nothing is learned, with room for the completion."""
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            tokens = yield from chat.prompt.draft(writer, row)
-            return Example((Sequence(tokens, (False,) * len(tokens), row.source),))
+        def to_examples(rows: list[Prompt]) -> list[Example]:
+            prompts = zip(rows, renderer.prompts(rows), strict=True)
+            return [Example((Sequence(tokens, (False,) * len(tokens), row.source),)) for row, tokens in prompts]
 
-        if length.max_length is not None:
-            room = length.max_length - self.sampling.longest
+        if truncation.max_length is not None:
+            room = truncation.max_length - self.sampling.longest
             if room < 1:
                 raise UserError(
-                    f"data.max_length: {length.max_length} leaves no room for a prompt beside a completion "
+                    f"data.max_length: {truncation.max_length} leaves no room for a prompt beside a completion "
                     f"of {self.sampling.longest} tokens"
                 )
-            length = length.model_copy(update={"max_length": room})
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, "prompts"))
+            truncation = truncation.model_copy(update={"max_length": room})
+        return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"))
 
     def prompts(self, rows: list[Row], context: Context) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts that fit and their tokens, one to one."""
@@ -147,7 +157,7 @@ class Sampler:
         greedy = {"temperature": 0.0} if how == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
-        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
+        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
         examples = [Example((r.sequence,)) for r in rollouts]
         if reference is not None:
             measure = self.experience(context.network.policy, reference, sampled=how == "sampled")
@@ -245,7 +255,7 @@ class RolloutLoader:
         """Sample a batch, score it, and work out what the update needs of it."""
         began = time.perf_counter()
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        rollouts = collect(*what, self.context, self.sampler.generator)
+        rollouts = collect(*what, self.context, self.sampler.bind(self.context))
         seconds = time.perf_counter() - began
         examples, gap = self._measured([Example((r.sequence,)) for r in rollouts])
         found, metrics = self._estimate(rollouts, examples)
