@@ -14,9 +14,9 @@ from burnish.errors import UserError
 from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.chat import Renderer, answer, results
+from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Answer, Example
+from burnish.types import Answer, Conversation, Example, Message
 
 TOKEN_BUDGET = 8192
 """Tokens, padding included, that are scored in one forward pass."""
@@ -74,9 +74,11 @@ class ModelReward:
         Raises:
             UserError: an answer that the template refuses, or that is too long even without its prompt.
         """
-        writer = Renderer(self.tokenizer)
-        drafts = (answer.draft(writer, a.prompt, a.text, self.length, source=a.source) for a in answers)
-        examples = [Example((sequence,)) for sequence in results(drafts)]
+        rows = [
+            Conversation((*a.prompt, Message(role="assistant", content=a.text)), len(a.prompt), a.source)
+            for a in answers
+        ]
+        examples = [Example((sequence,)) for sequence in Renderer(self.tokenizer).answers(rows, self.length)]
         found = [0.0] * len(answers)
         with torch.no_grad():
             passes = self.layout.passes(

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from burnish.errors import UserError
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import Layout
-from burnish.render import chat
+from burnish.render.renderer import Renderer
 from burnish.render.solutions import step_ends
 from burnish.rewards.model import TOKEN_BUDGET
-from burnish.types import Answer, Example, Sequence
+from burnish.types import Answer, Example, Prompt, Sequence
 
 FAILED = -1.0  # what tree search gives a state that leads nowhere
 
@@ -84,8 +84,8 @@ class StepReward:
     @torch.no_grad()
     def values(self, answers: list[Answer]) -> list[list[float]]:
         """V of every prefix of each answer, one number for each of its tokens."""
-        writer = chat.Renderer(self.tokenizer)
-        prompts = chat.results(chat.prompt.draft(writer, answer.prompt, answer.source) for answer in answers)
+        rows = [Prompt(answer.prompt, {}, answer.source) for answer in answers]
+        prompts = Renderer(self.tokenizer).prompts(rows)
         examples = []
         for answer, prompt in zip(answers, prompts, strict=True):
             asked = (False,) * len(prompt) + (True,) * len(answer.tokens)
