@@ -27,6 +27,7 @@ from burnish.config.yaml import Keys, Problem, find, mistakes, shown
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
+from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import PLAIN_TEMPLATES
@@ -108,7 +109,8 @@ def _home(path: Keys, value: dict[str, Any]) -> str | None:
         return f"a stage: stages.NAME.{key}" if key in Stage.model_fields else None
     if len(path) != 3:
         return None
-    blocks: dict[str, Any] = {"data": Data, "generation": Sampling, "adapter": AdapterConfig}
+    blocks: dict[str, Any] = {"data": Data, "generation": Sampling, "generator": GeneratorSettings}
+    blocks["adapter"] = AdapterConfig
     name = find(value, (*path[:2], "method", "name"))
     if name in METHODS:
         blocks["method"] = METHODS[name].config
@@ -313,6 +315,8 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
         if stage.method and (text := _reward_problem(stage.method.name, stage.reward)):
             yield Problem(("stages", index, "reward"), text)
+        if text := _generator_problem(stage):
+            yield Problem(("stages", index, "generator"), text)
         if stage.method and stage.data and stage.data.stream:
             yield from (Problem(("stages", index, *path), text) for path, text in _stream_problems(stage))
         evaluates = stage.trainer.get("eval_strategy", "no") != "no"
@@ -335,6 +339,14 @@ def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
     return f"method {method!r} uses no reward; take this key away" if rewards and not samples else None
+
+
+def _generator_problem(stage: Stage) -> str | None:
+    """What is wrong with a generator where nothing is sampled."""
+    if stage.method is None or "generator" not in stage.model_fields_set:
+        return None
+    samples = Prompt in method_spec(stage.method.name).kinds
+    return None if samples else f"method {stage.method.name!r} samples nothing; take this key away"
 
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
