@@ -22,8 +22,8 @@ class GeneratorSettings(Config, use_attribute_docstrings=True):
     """What completes prompts: ``{name: continuous, slots: 128}``."""
 
     name: Literal["local", "continuous", "process"] = "local"
-    """``local`` is Burnish's own sampler, ``continuous`` transformers' continuous batching, for a GPU, and ``process`` is
-    ``local`` in a process of its own."""
+    """``local`` is Burnish's own sampler, ``continuous`` transformers' continuous batching, for a GPU, and ``process``
+    is ``local`` in a process of its own."""
     slots: int | None = Field(None, ge=1)
     """Completions that are decoded together. Absent: 64, and 256 with ``continuous``."""
     max_batch_tokens: int | None = Field(None, ge=1)
