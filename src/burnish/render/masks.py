@@ -112,8 +112,7 @@ def _tokens_inside(offsets: np.ndarray, first: int, last: int) -> tuple[int, int
     Byte-level tokenizers may leave white space out of a token's characters, so a token can have none.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
-    empty = starts == ends
-    inside = np.flatnonzero(np.where(empty, (first < ends) & (ends <= last), (starts < last) & (ends > first)))
+    inside = np.flatnonzero((ends > first) & (starts < last + (starts == ends)))
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
 
 
