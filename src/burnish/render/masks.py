@@ -8,6 +8,7 @@ prompt must be a prefix of the row's ids, or the mask would silently be wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def turns_by_marks(
             f"{row.source}: the chat template marks {len(generated)} turns as generated, the conversation has"
             f" {len(said)} by the assistant: fix its {{% generation %}} marks, or take them out"
         )
-    offsets = np.array(tokens.offsets).reshape(-1, 2)
+    offsets = np.fromiter(chain.from_iterable(tokens.offsets), np.int64, 2 * len(tokens.offsets)).reshape(-1, 2)
     spans = {i: _tokens_inside(offsets, first, last) for i, (first, last) in zip(said, generated, strict=True)}
     ends = set(special.eos)
     last_end = spans[said[-1]]
