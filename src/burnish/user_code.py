@@ -1,7 +1,7 @@
-"""Segments the user's code: a reward, a stage's function, or the import of a file that holds one.
+"""Runs the user's code: a reward, a stage's function, or the import of a file that holds one.
 
 The result of a run must not depend on the side effects of a reward. ``user_code`` restores what would change the run,
-and turns an exception into a ``UserCodeError`` that says whose code raised it.
+and turns an exception into a ``UserCodeError`` that names the code that raised it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from burnish.errors import UserCodeError, UserError
 def user_code(
     what: str, during: str = "", *, seed: int | None = None, keep_environment: bool = False
 ) -> Iterator[None]:
-    """Call the user's code in the body, and restore afterwards what it changed in the process.
+    """A context for the user's code, which restores afterwards what the code changed in the process.
 
     Restored: the working directory, environment variables and warnings filters; torch's grad mode, default dtype,
     default device, number of threads, deterministic mode, float32 matmul precision, and cuDNN's deterministic and
@@ -56,16 +56,16 @@ def user_code(
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        name, said = type(error).__name__, _said(error)
+        name, text = type(error).__name__, _text(error)
         message = " ".join(part for part in (what, "raised", name, during) if part)
-        raise UserCodeError(f"{message}: {said}" if said else message, _own_traceback(error)) from error
+        raise UserCodeError(f"{message}: {text}" if text else message, _own_traceback(error)) from error
 
 
 # --- what is restored ---------------------------------------------------------------------------------------------
 
 
 def _matmul_precision() -> str | None:
-    """None if it cannot be read because it was set both by this function's setter and by ``fp32_precision``."""
+    """The precision, or None: it cannot be read if it was set both by its setter and by ``fp32_precision``."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -112,7 +112,7 @@ def _restored(keep_environment: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(folder)  # always: the current folder may be gone, so that it cannot be compared
+        os.chdir(folder)  # without a comparison: the current folder may be gone
         for before, read, write in settings:
             if read() != before:
                 write(before)
@@ -121,9 +121,9 @@ def _restored(keep_environment: bool) -> Iterator[None]:
         torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
-        else:  # CUDA was not in use yet: restore the seed, which torch.manual_seed sets for CPU and CUDA alike
+        else:  # CUDA was not in use: restore the seed, because torch.manual_seed sets it for CPU and CUDA alike
             torch.cuda.manual_seed_all(torch_seed)
-        # after the settings: torch imports modules there that set environment variables and filters
+        # After the settings, because torch imports modules there that set environment variables and filters.
         if not keep_environment:
             _set_environment(environment)
         if warnings.filters is not filters or list(filters) != listed:
@@ -150,20 +150,20 @@ def _seed(seed: int) -> None:
 # --- messages -----------------------------------------------------------------------------------------------------
 
 
-def _said(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     return str(traceback.TracebackException.from_exception(error, limit=0))
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback with the frames of the user's files only, or with all below the call if there are none."""
-    found = traceback.TracebackException.from_exception(error)
-    del found.stack[:2]  # the context manager and its body
-    todo = [found]
+    """The traceback with only the frames of the user's files, or with all frames below the call if there are none."""
+    whole = traceback.TracebackException.from_exception(error)
+    del whole.stack[:2]  # the context manager and its body
+    todo = [whole]
     while todo:
         one = todo.pop()
         one.stack[:] = [frame for frame in one.stack if not _is_library(frame.filename)] or one.stack
         todo += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
-    return "".join(found.format())
+    return "".join(whole.format())
 
 
 LIBRARIES = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))

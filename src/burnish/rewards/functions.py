@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
 from burnish.types import Answer, Reward
@@ -258,7 +257,6 @@ def _importing(place: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, candidates, 1)
-    if near:
-        return f": did you mean {near[0]}?"
-    return f": it has {', '.join(candidates)}" if candidates and "/" not in candidates[0] else ""
+    if near := did_you_mean(name, candidates):
+        return near
+    return f"; it has {', '.join(candidates)}" if candidates and "/" not in candidates[0] else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.errors import UserError
-from burnish.kernels.linear import use_onednn
+from burnish import kernels
+from burnish.errors import UserError, did_you_mean
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
@@ -53,7 +52,7 @@ class ModelReward:
         Raises:
             UserError: no such label, or there are several and none is named; no mean and std to normalize by.
         """
-        self.model = use_onednn(model).eval().requires_grad_(False)
+        self.model = kernels.enable(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Truncation(
@@ -119,9 +118,8 @@ def find_label(config: Any, label: str | int | None) -> int:
     same = [index for index, name in names.items() if name == label]
     if same:
         return same[0]
-    near = difflib.get_close_matches(str(label), names.values(), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {said}"
-    raise UserError(f"label: the reward model has no label {label!r}: {hint}")
+    hint = did_you_mean(str(label), names.values()) or f"; expected one of {said}"
+    raise UserError(f"label: the reward model has no label {label!r}{hint}")
 
 
 def longest(config: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
