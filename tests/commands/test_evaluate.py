@@ -18,7 +18,7 @@ from burnish.commands.generate import Loaded
 from burnish.config.evaluation import Evaluation
 from burnish.math.tensors import token_logprobs
 from burnish.rl.collect import Rollout
-from burnish.types import Answer, Sequence
+from burnish.types import Sequence, Trajectory
 
 REWARDS = """
 def length(answers):
@@ -175,7 +175,7 @@ def test_the_kl_is_that_at_the_temperature(tiny_llama: Any, tiny_tokenizer: Any)
     one, two = (Loaded(str(seed), tiny_llama(seed), tiny_tokenizer) for seed in (0, 1))
     ids = (5, 9, 30, 41, 2)
     sequence = Sequence(ids, (False, False, True, True, True), "row")
-    rollout = Rollout(sequence, Answer((), "", ids[2:], "stop", {}, "row"), 0.0, {})
+    rollout = Rollout(sequence, Trajectory.from_text("", tokens=ids[2:], source="row"), 0.0, {})
     settings = {"data": {"eval": "none"}, "generation": {"temperature": 0.5}}
     name, found = _log_ratios(one, two, [rollout], Evaluation.model_validate(settings))
     sides = []

@@ -11,13 +11,13 @@ from transformers import TrainerCallback
 from burnish import PPO
 from burnish.generate.local import Sampling
 from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.types import Answer, Example, Prompt
+from burnish.types import Example, Prompt, Trajectory
 
 ENDS = [2, *range(15, 25)]  # the end token and ten letters, so that some completions stop and others are cut
 SHORT = Sampling(max_new_tokens=6)
 
 
-def by_tokens(answers: list[Answer]) -> list[float]:
+def by_tokens(answers: list[Trajectory]) -> list[float]:
     """A score that follows from the tokens alone: -1, -0.75, ... 1."""
     return [sum(a.tokens) % 9 / 4 - 1 for a in answers]
 

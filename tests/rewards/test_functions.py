@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 
 from burnish.errors import UserCodeError, UserError
 from burnish.rewards.functions import NamedReward, load, score
-from burnish.types import Answer, Messages
+from burnish.types import Messages, Trajectory
 
 
 def answers(*texts):
     return [
-        Answer(({"role": "user", "content": "Hi"},), text, (5,) * len(text), "stop", {"n": i}, f"prompts.jsonl:{i + 1}")
+        Trajectory.from_text(
+            text,
+            ({"role": "user", "content": "Hi"},),
+            tokens=(5,) * len(text),
+            columns={"n": i},
+            source=f"prompts.jsonl:{i + 1}",
+        )
         for i, text in enumerate(texts)
     ]
 
@@ -334,9 +340,15 @@ def asked(*texts):
     """Answers with columns and prompts that can be edited, which answers of one prompt share, as in a run."""
     prompt, columns = prompt_of("Hi"), {"n": 1, "tests": ["a"]}
     made = [
-        Answer(prompt, text, (5,) * len(text), "stop", columns, f"prompts.jsonl:{i}") for i, text in enumerate(texts)
+        Trajectory.from_text(text, prompt, tokens=(5,) * len(text), columns=columns, source=f"prompts.jsonl:{i}")
+        for i, text in enumerate(texts)
     ]
-    return [*made, Answer(prompt_of("Bye"), "z", (5,), "stop", {"n": 2, "tests": []}, "prompts.jsonl:99")]
+    return [
+        *made,
+        Trajectory.from_text(
+            "z", prompt_of("Bye"), tokens=(5,), columns={"n": 2, "tests": []}, source="prompts.jsonl:99"
+        ),
+    ]
 
 
 @given(st.lists(st.sampled_from(acts()), min_size=1, max_size=3, unique=True), st.lists(st.text("ab", max_size=5)))
@@ -348,7 +360,7 @@ def test_whatever_rewards_do_scores_stay_with_their_answers_and_the_run_as_it_wa
 
     found, kept, states = [], [], []
     for functions in (rewards, [good] * len(rewards)):
-        seen: list[list[Answer]] = []
+        seen: list[list[Trajectory]] = []
         given = asked(*texts)
         named = [NamedReward(f"reward{i}", 1.0 + i, function) for i, function in enumerate(functions)]
         states.append(state())
@@ -373,7 +385,7 @@ def test_random_numbers_of_a_reward_depend_on_the_seed_and_its_name():
 
 
 def test_a_column_that_cannot_be_copied_is_told():
-    answer = Answer((), "a", (5,), "stop", {"client": sys}, "prompts.jsonl:3")
+    answer = Trajectory.from_text("a", tokens=(5,), columns={"client": sys}, source="prompts.jsonl:3")
     with pytest.raises(UserError, match=r"prompts.jsonl:3: its columns cannot be copied for a reward: cannot pickle"):
         score([answer], [NamedReward("good", 1.0, length)])
 

@@ -22,17 +22,17 @@ from burnish.render.solutions import step_ends, step_tokens
 from burnish.report.metrics import read_metrics
 from burnish.rewards.functions import NamedReward, score
 from burnish.rewards.steps import StepReward
-from burnish.types import Answer, Messages, Prompt
+from burnish.types import Messages, Prompt, Trajectory
 
 QUESTION: Messages = ({"role": "user", "content": "3+4-2=?"},)
 
 
 @pytest.fixture
 def answer(tiny_tokenizer):
-    def make(text: str, finish: str = "stop") -> Answer:
+    def make(text: str, finish: str = "stop") -> Trajectory:
         tokens = tuple(tiny_tokenizer.encode(text, add_special_tokens=False))
         tokens += (tiny_tokenizer.eos_token_id,) * (finish == "stop")
-        return Answer(QUESTION, text.strip(), tokens, finish, {}, "p.jsonl:1")
+        return Trajectory.from_text(text.strip(), QUESTION, tokens=tokens, finish_reason=finish, source="p.jsonl:1")
 
     return make
 
@@ -109,7 +109,7 @@ def test_an_answer_that_was_cut_off_fails_even_at_the_end_of_a_step(reward, answ
 
 def test_another_tokenizer_is_told(reward, answer):
     foreign = answer("3+4=7\n")
-    other = Answer(QUESTION, "what the policy wrote", foreign.tokens, "stop", {}, "p.jsonl:7")
+    other = Trajectory.from_text("what the policy wrote", QUESTION, tokens=foreign.tokens, source="p.jsonl:7")
     with pytest.raises(UserError, match=r"p\.jsonl:7: the value model's tokenizer reads '3\+4=7"):
         reward()([other])
 
@@ -196,9 +196,9 @@ def test_settings_that_change_scores_alone_do_not_go_with_rewards_of_tokens(sett
 
 def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_llama, tiny_tokenizer, reward):
     steps = reward()
-    seen: list[Answer] = []
+    seen: list[Trajectory] = []
 
-    def watched(answers: list[Answer]) -> list[list[float]]:
+    def watched(answers: list[Trajectory]) -> list[list[float]]:
         seen.extend(answers)
         return steps(answers)
 

@@ -38,8 +38,9 @@ from burnish.protocols import Context
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
-from burnish.rl.collect import Rollout, collect, samples
-from burnish.types import Conversation, Example, Preference, Prompt, Ranking, Row, Text
+from burnish.rl.collect import collect
+from burnish.rl.metrics import sample_rows
+from burnish.types import Conversation, Example, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
 """Shapes of rows that are answered."""
@@ -257,39 +258,39 @@ def _measure_answers(
     writer = chat.Renderer(loaded.tokenizer)
     tokens = chat.results(chat.prompt.draft(writer, row) for row in prompts)
     sampling = evaluation.generation
-    rollouts = collect(
+    trajectories = collect(
         prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, _context(loaded, evaluation), LocalGenerator()
     )
-    by_row: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        by_row.setdefault(rollout.answer.source, []).append(rollout)
+    by_row: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_row.setdefault(trajectory.source, []).append(trajectory)
 
-    def measure(value: Callable[[list[Rollout]], float]) -> Measure:
+    def measure(value: Callable[[list[Trajectory]], float]) -> Measure:
         return Measure({source: value(mine) for source, mine in by_row.items()})
 
     measures = {"score": measure(lambda mine: fmean(r.score for r in mine))} if len(rewards) > 1 else {}
     for reward in rewards:
-        measures |= _of_reward(reward.name, rollouts, sampling.samples, any(r.weight for r in rewards), measure)
+        measures |= _of_reward(reward.name, trajectories, sampling.samples, any(r.weight for r in rewards), measure)
     if reference is not None:
-        name, ratios = _log_ratios(loaded, reference, rollouts, evaluation)
+        name, ratios = _log_ratios(loaded, reference, trajectories, evaluation)
         measures[name] = measure(lambda mine: fmean(ratios[id(r)] for r in mine))
-    measures["tokens"] = measure(lambda mine: fmean(len(r.answer.tokens) for r in mine))
-    measures["stopped"] = measure(lambda mine: fmean(float(r.answer.finish_reason == "stop") for r in mine))
+    measures["tokens"] = measure(lambda mine: fmean(len(r.tokens) for r in mine))
+    measures["stopped"] = measure(lambda mine: fmean(float(r.stopped) for r in mine))
     totals = {source: [r.score for r in mine] for source, mine in by_row.items()}
-    return Measured(measures, samples(rollouts, "eval"), totals if any(r.weight for r in rewards) else {})
+    return Measured(measures, sample_rows(trajectories, "eval"), totals if any(r.weight for r in rewards) else {})
 
 
 def _of_reward(
     name: str,
-    rollouts: list[Rollout],
+    trajectories: list[Trajectory],
     n: int,
     chosen: bool,
-    measure: Callable[[Callable[[list[Rollout]], float]], Measure],
+    measure: Callable[[Callable[[list[Trajectory]], float]], Measure],
 ) -> dict[str, Measure]:
     """The mean of a reward; its pass@k where it is 0 or 1; and of the best of k by the score, where there is one."""
     found = {name: measure(lambda mine: fmean(r.rewards[name] for r in mine))}
     ks = [2**power for power in range(n.bit_length())]
-    if {r.rewards[name] for r in rollouts} <= {0.0, 1.0}:
+    if {r.rewards[name] for r in trajectories} <= {0.0, 1.0}:
         for k in ks:
             found[f"{name} pass@{k}"] = measure(
                 lambda mine, k=k: pass_at_k(n, round(sum(r.rewards[name] for r in mine)), k)
@@ -302,7 +303,7 @@ def _of_reward(
 
 
 def _log_ratios(
-    loaded: Loaded, reference: Loaded, rollouts: list[Rollout], evaluation: Evaluation
+    loaded: Loaded, reference: Loaded, trajectories: list[Trajectory], evaluation: Evaluation
 ) -> tuple[str, dict[int, float]]:
     """Sum of log p - log p_reference over each completion; its mean is the KL where it was sampled from p whole."""
     if loaded.tokenizer.get_vocab() != reference.tokenizer.get_vocab():
@@ -310,8 +311,11 @@ def _log_ratios(
     sampling = evaluation.generation
     whole = sampling.temperature > 0 and sampling.top_k is None and sampling.top_p is None
     how = SamplingTransform(sampling.temperature or 1.0)
-    sides = [logprobs(one.model, [r.sequence for r in rollouts], how) for one in (loaded, reference)]
-    ratios = {id(r): math.fsum(a) - math.fsum(b) for r, a, b in zip(rollouts, *sides, strict=True)}
+    ratios = dict.fromkeys(map(id, trajectories), 0.0)
+    owners = [(id(t), sequence) for t in trajectories for sequence in t.sequences]
+    sides = [logprobs(one.model, [sequence for _, sequence in owners], how) for one in (loaded, reference)]
+    for (owner, _), a, b in zip(owners, *sides, strict=True):
+        ratios[owner] += math.fsum(a) - math.fsum(b)
     return "kl" if whole else "log ratio", ratios
 
 

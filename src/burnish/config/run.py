@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as hf_logging
 
-from burnish import files
+from burnish import files, user_functions
 from burnish.config import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class, sources
 from burnish.config.evaluation import Evaluation
 from burnish.config.inputs import Checksums, check_still_current, of_code, of_model, of_rows, verify
@@ -37,7 +37,6 @@ from burnish.render.encode import sort_changes
 from burnish.report import page as report
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
-from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
@@ -281,7 +280,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     """What scores completions, loaded, under its name and weight; ``folder`` is the run's, where stages are."""
     if source.function is not None:
         name = source.name or source.function.rpartition(":")[2]
-        return NamedReward(name, source.weight, functions.load(recipe.locate(source.function)), source.function)
+        return NamedReward(name, source.weight, user_functions.load(recipe.locate(source.function)), source.function)
     assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
@@ -303,7 +302,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
 def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     """Run a stage's function into its folder, which is complete or absent."""
     assert stage.run is not None
-    function = functions.load(recipe.locate(stage.run))
+    function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
         function(staging, seed=recipe.seed, **stage.arguments)

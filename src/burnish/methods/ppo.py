@@ -20,8 +20,8 @@ from burnish.protocols import Context
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.rl.collect import value_metrics
 from burnish.rl.loader import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.rl.metrics import value_metrics
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader, collate
+from burnish.data.batching import RowLoader
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math import advantages as adv
@@ -29,8 +29,8 @@ from burnish.models.reference import compared
 from burnish.protocols import Context, StepLoader
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import with_arrays
 from burnish.rl.loader import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.rl.trajectory import learned_arrays, with_learned_arrays
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms
 
 
@@ -180,12 +180,12 @@ class Reinforce:
 
     def _compute_advantages(self, step: list[Example]) -> list[Example]:
         """The rows of a step are the group that they are compared in."""
-        batch = collate(step, 0)
+        mask, arrays = learned_arrays(step)
         scores = torch.tensor([example.sequences[0].arrays["advantages"][0] for example in step], dtype=torch.float64)
-        rewards = adv.token_rewards(scores, torch.zeros(batch.loss_mask.shape), batch.loss_mask, 0.0)
+        rewards = adv.token_rewards(scores, torch.zeros(mask.shape), mask, 0.0)
         groups = torch.zeros(len(step), dtype=torch.long)
-        found = adv.compute_advantages(rewards, batch.loss_mask, groups, self.settings.baseline)
-        return with_arrays(step, **(dict(batch.arrays) | {"advantages": found}))
+        advantages = adv.compute_advantages(rewards, mask, groups, self.settings.baseline)
+        return with_learned_arrays(step, **(arrays | {"advantages": advantages}))
 
     def _watch(self, context: Context) -> None:
         """Warn once when rows with negative rewards have become far less likely than chance."""

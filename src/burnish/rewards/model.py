@@ -15,7 +15,7 @@ from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.chat import Renderer, Truncation, answer, results
-from burnish.types import Answer, Example
+from burnish.types import Example, Trajectory
 
 TOKEN_BUDGET = 8192
 """Tokens, padding included, that are scored in one forward pass."""
@@ -24,7 +24,7 @@ TOKEN_BUDGET = 8192
 class ModelReward:
     """Scores answers by a reward model or a classifier: the raw logit of one label, never a sigmoid or softmax.
 
-    ``ModelReward(model, tokenizer)([Answer(({"role": "user", "content": "Hi"},), "Hello!", ...)])`` is ``[1.7]``. The
+    ``ModelReward(model, tokenizer)([Trajectory(({"role": "user", "content": "Hi"},), "Hello!", ...)])`` is ``[1.7]``. The
     answer's text is written under this tokenizer's own template, as its training rows were. What does not fit is cut
     from the prompt's oldest side.
     """
@@ -67,7 +67,7 @@ class ModelReward:
         pad_id: Any = self.tokenizer.pad_token_id
         return Layout([self.model], pad_id=pad_id or 0)
 
-    def __call__(self, answers: list[Answer], /) -> list[float]:
+    def __call__(self, answers: list[Trajectory], /) -> list[float]:
         """One logit for each answer, in their order.
 
         Raises:

@@ -14,7 +14,7 @@ from burnish.models.layout import Layout
 from burnish.render import chat
 from burnish.render.solutions import step_ends
 from burnish.rewards.model import TOKEN_BUDGET
-from burnish.types import Answer, Example, Sequence
+from burnish.types import Example, Sequence, Trajectory
 
 FAILED = -1.0  # what tree search gives a state that leads nowhere
 
@@ -52,7 +52,7 @@ class StepReward:
         """How answers lie in a batch; a prompt runs once for all its answers."""
         return Layout(self.network.models)
 
-    def __call__(self, answers: list[Answer], /) -> list[list[float]]:
+    def __call__(self, answers: list[Trajectory], /) -> list[list[float]]:
         """One number for each token of each answer.
 
         Raises:
@@ -76,13 +76,13 @@ class StepReward:
             rewards.append(mine)
         return rewards
 
-    def _unfinished(self, answer: Answer, worth: dict[int, float]) -> bool:
+    def _unfinished(self, answer: Trajectory, worth: dict[int, float]) -> bool:
         """Whether text follows the last step, or there is no step at all."""
         rest = self.tokenizer.decode(list(answer.tokens[max(worth, default=-1) + 1 :]), skip_special_tokens=True)
         return not worth or bool(str(rest).strip())
 
     @torch.no_grad()
-    def values(self, answers: list[Answer]) -> list[list[float]]:
+    def values(self, answers: list[Trajectory]) -> list[list[float]]:
         """V of every prefix of each answer, one number for each of its tokens."""
         writer = chat.Renderer(self.tokenizer)
         prompts = chat.results(chat.prompt.draft(writer, answer.prompt, answer.source) for answer in answers)

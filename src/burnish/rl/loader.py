@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import collate, permutation
+from burnish.data.batching import permutation
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator, Sampling
 from burnish.math.advantages import Moments
@@ -28,18 +28,12 @@ from burnish.models.forward import SamplingTransform, hidden_states, token_logpr
 from burnish.protocols import Context
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import (
-    Rollout,
-    collect,
-    evaluation,
-    final_scores,
-    mean_sampler_mismatch,
-    samples,
-    summary,
-    with_arrays,
-    within,
-)
-from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence
+from burnish.rl.collect import collect
+from burnish.rl.metrics import evaluation, sample_rows, summary
+from burnish.rl.mismatch import mean_sampler_mismatch, within
+from burnish.rl.scores import final_scores
+from burnish.rl.trajectory import learned_arrays, with_learned_arrays
+from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, Trajectory
 
 
 class RolloutConfig(Config):
@@ -182,27 +176,27 @@ class Sampler:
         greedy = {"temperature": 0.0} if how == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
-        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
-        examples = [Example((r.sequence,)) for r in rollouts]
+        trajectories = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
+        examples = [Example(t.sequences) for t in trajectories]
         if reference is not None:
             measure = self.experience(context.network.policy, reference, sampled=how == "sampled")
             examples = context.annotate(measure, examples)
-        metrics = evaluation(rollouts, examples, self.start_scores)
-        for r in rollouts:
-            self.start_scores.setdefault(r.answer.source, r.score)
-        context.samples(samples(rollouts, "eval"))
+        metrics = evaluation(trajectories, examples, self.start_scores)
+        for t in trajectories:
+            self.start_scores.setdefault(t.source, t.score)
+        context.samples(sample_rows(trajectories, "eval"))
         return metrics
 
 
 class Experience(NamedTuple):
-    """A batch of N rollouts before its update, in float64: ``Experience(rollouts, mask, {"old_logprobs": ...}, ...)``.
+    """A batch of N trajectories before its update, in float64: ``Experience(mask, {"old_logprobs": ...}, ...)``.
 
-    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, T);
-    ``scores``, as the settings scale and clip them, and ``groups``, equal for completions of one prompt, are (N,).
-    ``steps`` (N, T) is the scaled part of the scores that lies on tokens; None where no reward speaks of tokens.
+    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, L), laid out
+    as by ``learned_arrays``: a row holds the sampled tokens of a trajectory and nothing else. ``scores``, as the settings
+    scale and clip them, and ``groups``, equal for trajectories of one prompt, are (N,). ``steps`` (N, L) is the scaled
+    part of the scores that lies on tokens; None where no reward scores tokens.
     """
 
-    rollouts: list[Rollout]
     mask: Tensor
     arrays: dict[str, Tensor]
     scores: Tensor
@@ -280,19 +274,19 @@ class RolloutLoader:
         """Sample a batch, score it, and work out what the update needs of it."""
         began = time.perf_counter()
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        rollouts = collect(*what, self.context, self.sampler.generator)
+        trajectories = collect(*what, self.context, self.sampler.generator)
         seconds = time.perf_counter() - began
-        examples, gap = self._measured([Example((r.sequence,)) for r in rollouts])
-        found, metrics = self._estimate(rollouts, examples)
-        self.pending = with_arrays(examples, **found)
-        tokens = sum(len(r.answer.tokens) for r in rollouts)
+        examples, gap = self._measured([Example(t.sequences) for t in trajectories])
+        found, metrics = self._estimate(trajectories, examples)
+        self.pending = with_learned_arrays(examples, **found)
+        tokens = sum(len(t.tokens) for t in trajectories)
         self.context.log(
-            summary(rollouts)
+            summary(trajectories)
             | metrics
             | {"sampler_mismatch": gap, "generated_per_second": tokens / seconds, "generation_seconds": seconds}
         )
         if self.iteration % self.settings.show_every == 0:
-            self.context.samples(samples(rollouts[:4], "train"))
+            self.context.samples(sample_rows(trajectories[:4], "train"))
 
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
         """Rollouts with what the update needs of them, and the gap between sampler and trainer.
@@ -310,18 +304,20 @@ class RolloutLoader:
         examples = annotate(self.experience(self.sampled), examples)
         return examples, gap if self.sampled else mean_sampler_mismatch(examples, limit)
 
-    def _estimate(self, rollouts: list[Rollout], examples: list[Example]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The arrays that the loss reads, (N, T) each, and metrics; the KL coefficient moves on."""
-        s, batch = self.settings, collate(examples, 0)
-        mask, arrays = batch.loss_mask, {name: x.double() for name, x in batch.arrays.items()}
+    def _estimate(
+        self, trajectories: list[Trajectory], examples: list[Example]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The arrays that the loss reads, (N, L) each, and metrics; the KL coefficient moves on."""
+        s = self.settings
+        mask, arrays = learned_arrays(examples)
         arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
         ours, theirs = (arrays.get(name, arrays["old_logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
         if s.score_normalize:
-            self.moments = self.moments.update(torch.tensor([r.score for r in rollouts]))
+            self.moments = self.moments.update(torch.tensor([t.score for t in trajectories]))
         moments = self.moments if s.score_normalize else None
         rule = (s.missing_eos, s.missing_eos_penalty or 0.0)
-        scores = final_scores(rollouts, s.score_scale, s.score_clip, *rule, moments)
-        groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
+        scores = final_scores(trajectories, s.score_scale, s.score_clip, *rule, moments)
+        groups = torch.arange(len(trajectories)) // self.sampler.sampling.samples
         kl = estimate(ours, theirs, s.kl_estimate, mask)
         steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
         if steps is not None and (s.score_normalize or s.score_clip is not None):
@@ -329,7 +325,7 @@ class RolloutLoader:
                 "score_normalize and score_clip change the score of a completion and not the rewards of its tokens, "
                 "which then no longer add up to it: take them away"
             )
-        found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef, steps))
+        found, metrics = self.advantages(Experience(mask, arrays, scores, groups, kl, self.kl.coef, steps))
         if s.importance_cap is not None:
             weights = truncated_importance(arrays["old_logprobs"], arrays["sampler_logprobs"], mask, s.importance_cap)
             found["advantages"] = found["advantages"] * weights
@@ -338,9 +334,8 @@ class RolloutLoader:
             penalized = scores.mean().item() - self.kl.coef * mean_kl
             metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalized}
         if s.kl_target is not None:
-            self.kl = self.kl.update(metrics["kl"], len(rollouts))
-        # a prompt that carries no numbers runs once for all its completions
-        return {name: x.where(mask, 0.0) for name, x in found.items()}, metrics
+            self.kl = self.kl.update(metrics["kl"], len(trajectories))
+        return found, metrics
 
     def _mini_batch(self, update: int) -> list[Example]:
         """The examples of one optimizer step; every pass has a fresh permutation of the batch."""
