@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ import pydantic
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+T = TypeVar("T", bound=np.generic)
 
 
 class Config(pydantic.BaseModel):
@@ -154,32 +156,70 @@ Row = Text | Conversation | Preference | Ranking | Prompt | Labelled | Scored | 
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Sequence:
-    """Token ids and, of the same length, which of them are learned.
+    """Token ids with a mask of those that are learned, as read-only numpy arrays of one length T.
 
-    ``Sequence((1, 9, 8, 2), (False, False, True, True), "chat.jsonl:17", {"advantages": (0.0, 0.0, 0.5, -0.5)})``
+    ``Sequence([1, 9, 8, 2], [False, False, True, True], "chat.jsonl:17", {"advantages": [0.0, 0.0, 0.5, -0.5]})``
 
-    ``arrays`` holds further per-token numbers of a method, aligned with ``tokens``. The first token has no
-    predecessor, so it is never learned.
+    ``tokens`` are int64, ``loss_mask`` is bool, and every entry of ``arrays``, further per-token numbers of a method,
+    is float64. The constructor also takes lists and tuples. The first token has no predecessor, so it is never
+    learned. Two sequences are equal if all of their contents are.
+
+    Raises:
+        ValueError: arrays of different lengths, or a first token that is learned.
     """
 
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    tokens: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
     source: str
-    arrays: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    arrays: Mapping[str, npt.NDArray[np.float64]]
 
-    def __post_init__(self) -> None:
-        size = len(self.tokens)
-        for name, values in (("loss_mask", self.loss_mask), *self.arrays.items()):
-            if len(values) != size:
-                raise ValueError(f"{self.source}: {name} must align with tokens: got {len(values)}, expected {size}")
-        if self.loss_mask and self.loss_mask[0]:
-            raise ValueError(f"{self.source}: the first token of a sequence has no predecessor and cannot be learned")
+    def __init__(
+        self,
+        tokens: npt.ArrayLike,
+        loss_mask: npt.ArrayLike,
+        source: str,
+        arrays: Mapping[str, npt.ArrayLike] | None = None,
+    ) -> None:
+        ids, mask = _read_only(tokens, np.int64), _read_only(loss_mask, np.bool_)
+        numbers = {name: _read_only(values, np.float64) for name, values in (arrays or {}).items()}
+        for name, values in (("loss_mask", mask), *numbers.items()):
+            if len(values) != len(ids):
+                raise ValueError(f"{source}: {name} must align with tokens: got {len(values)}, expected {len(ids)}")
+        if mask.size and mask[0]:
+            raise ValueError(f"{source}: the first token of a sequence has no predecessor and cannot be learned")
+        for name, value in (("tokens", ids), ("loss_mask", mask), ("source", source), ("arrays", numbers)):
+            object.__setattr__(self, name, value)
 
-    def with_arrays(self, **arrays: tuple[float, ...]) -> Sequence:
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return (
+            self.source == other.source
+            and self.arrays.keys() == other.arrays.keys()
+            and np.array_equal(self.tokens, other.tokens)
+            and np.array_equal(self.loss_mask, other.loss_mask)
+            and all(np.array_equal(values, other.arrays[name]) for name, values in self.arrays.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def with_arrays(self, **arrays: npt.ArrayLike) -> Sequence:
         """The same sequence with further per-token arrays."""
-        return replace(self, arrays={**self.arrays, **arrays})
+        return Sequence(self.tokens, self.loss_mask, self.source, {**self.arrays, **arrays})
+
+
+def _read_only(values: npt.ArrayLike, dtype: type[T]) -> npt.NDArray[T]:
+    """A one-dimensional array that cannot be changed, without a copy if the values are an array of this dtype."""
+    array = np.asarray(values, dtype)
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 class Pair(NamedTuple):
@@ -206,6 +246,25 @@ class Example:
     def source(self) -> str:
         """Where the row came from: file and line."""
         return self.sequences[0].source
+
+    def to_plain(self) -> dict[str, Any]:
+        """The example as dicts and lists, for a checkpoint."""
+        sequences = [
+            {
+                "tokens": s.tokens.tolist(),
+                "loss_mask": s.loss_mask.tolist(),
+                "source": s.source,
+                "arrays": {name: values.tolist() for name, values in s.arrays.items()},
+            }
+            for s in self.sequences
+        ]
+        return {"sequences": sequences, "pairs": [tuple(pair) for pair in self.pairs]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Example:
+        """The example that ``to_plain`` was called on."""
+        sequences = tuple(Sequence(**sequence) for sequence in plain["sequences"])
+        return cls(sequences, tuple(Pair(*pair) for pair in plain["pairs"]))
 
 
 class Changed(NamedTuple):
@@ -297,12 +356,12 @@ class Trajectory:
     source="prompts.jsonl:17", score=1.2, rewards={"exact": 1.0, "brevity": 2.0})``
 
     A sequence is one growing list of token ids. Its ``loss_mask`` is True on sampled tokens only, not on those of the
-    prompt and of an environment; its array ``sampler_logprobs`` holds the sampler's log-probabilities (0 where nothing
-    was sampled), and ``step_rewards``, if a reward scores tokens, the part of the score on each token. There are several
-    sequences where a chat template rewrites what came before a turn. They still are one trajectory, with one score.
+    prompt and of an environment. Its array ``sampler_logprobs`` holds the sampler's log-probabilities, 0 where nothing
+    was sampled, and if a reward scores tokens, ``step_rewards`` holds the part of the score that lies on each. Where a
+    chat template rewrites earlier turns, a new sequence begins; all of them are one trajectory, with one score.
 
-    ``finish_reason`` is stop, length, context, turns, done or error. ``score`` is the weighted sum of ``rewards``, and 0
-    before there are any.
+    ``finish_reason`` is stop, length, context, turns, done or error. ``score`` is the weighted sum of ``rewards``; it
+    is 0 before there are any.
     """
 
     prompt: Messages
@@ -342,7 +401,7 @@ class Trajectory:
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
         """The sampled ids of all turns."""
-        return np.concatenate([np.asarray(s.tokens, np.int64)[np.asarray(s.loss_mask, bool)] for s in self.sequences])
+        return np.concatenate([sequence.tokens[sequence.loss_mask] for sequence in self.sequences])
 
     @property
     def stopped(self) -> bool:

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.errors import UserCodeError, UserError
-from burnish.rewards.functions import NamedReward, load, score
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.scoring import score
 from burnish.types import Messages, Trajectory
+from burnish.user_functions import load
 
 
 def answers(*texts):
@@ -63,9 +65,9 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
 @pytest.mark.parametrize(
     "returned, message",
     [
-        ([1.0], "reward mine returned 1 scores for 2 answers, of which the first is prompts.jsonl:1"),
-        ([1.0, math.nan], r"reward mine gave nan for prompts.jsonl:2, answer 'b': expected a finite number"),
-        ([math.inf, 1.0], r"reward mine gave inf for prompts.jsonl:1, answer 'a'"),
+        ([1.0], "reward mine returned 1 scores for 2 trajectories, of which the first is prompts.jsonl:1"),
+        ([1.0, math.nan], r"reward mine gave nan for prompts.jsonl:2, completion 'b': expected a finite number"),
+        ([math.inf, 1.0], r"reward mine gave inf for prompts.jsonl:1, completion 'a'"),
         ([1.0, None], r"reward mine gave None for prompts.jsonl:2"),
         (["x", 1.0], r"reward mine gave 'x' for prompts.jsonl:1"),
         (None, "reward mine returned NoneType: expected a list of 2 numbers"),
@@ -80,7 +82,7 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
         (torch.zeros(2, 1), r"reward mine returned Tensor of shape \(2, 1\): expected shape \(2,\), one number"),
         (np.zeros((1, 2)), r"reward mine returned ndarray of shape \(1, 2\): expected shape \(2,\)"),
         (torch.tensor(1.0), r"reward mine returned Tensor of shape \(\): expected shape \(2,\)"),
-        (torch.zeros(3), "reward mine returned 3 scores for 2 answers"),
+        (torch.zeros(3), "reward mine returned 3 scores for 2 trajectories"),
         (["1.5", 1.0], r"reward mine gave '1.5' for prompts.jsonl:1.*expected a finite number"),
         ([1.0, 1j], r"reward mine gave 1j for prompts.jsonl:2"),
         (torch.tensor([1.0, math.nan]), r"reward mine gave nan for prompts.jsonl:2"),
@@ -162,15 +164,15 @@ def test_functions_of_one_file_share_its_state(tmp_path):
     [
         ("brevity", "not a function: expected file.py:name or package.module:name"),
         ("{folder}/mine.py:", "not a function: expected file.py:name"),
-        ("{folder}/mime.py:brevity", r"mime.py: no such file: did you mean .*mine.py\?"),
+        ("{folder}/mime.py:brevity", r"mime.py: no such file; did you mean .*mine.py'\?"),
         ("{folder}/absent/x.py:brevity", r"x.py: no such file$"),
-        ("{folder}/mine.py:brevty", r"has no brevty: did you mean brevity\?"),
-        ("{folder}/mine.py:zzz", r"has no zzz: it has brevity$"),
+        ("{folder}/mine.py:brevty", r"has no brevty; did you mean 'brevity'\?"),
+        ("{folder}/mine.py:zzz", r"has no zzz; it has brevity$"),
         ("{folder}/mine.py:LIMIT", "LIMIT is a int, not a function"),
         ("{folder}/broken.py:f", r"broken.py:2: not Python"),
         ("burnish.no_such_module:f", "no module burnish.no_such_module is installed"),
         ("no_such_package.rewards:f", "no module no_such_package is installed"),
-        ("math:fsun", r"math has no fsun: did you mean fsum\?"),
+        ("math:fsun", r"math has no fsun; did you mean 'fsum'\?"),
     ],
 )
 def test_mistakes_in_a_name_are_told(tmp_path, reference, message):
@@ -260,7 +262,8 @@ def acts():
 
     def edit_answers(answers):
         for answer in answers:
-            object.__setattr__(answer, "text", "the best answer")
+            object.__setattr__(answer, "turns", ())
+            answer.sequences[0].arrays.clear()
 
     def chdir(answers):
         os.chdir("/")
@@ -420,7 +423,7 @@ def test_an_exception_names_the_reward_and_the_batch_and_shows_the_users_frames(
         return str(caught.value), caught.value.traceback
 
     message, shown = error("ratio")
-    batch = "on a batch of 3 answers (prompts.jsonl:1 ... prompts.jsonl:3)"
+    batch = "on a batch of 3 trajectories (prompts.jsonl:1 ... prompts.jsonl:3)"
     assert message == f"reward ratio (mine.py:ratio) raised ZeroDivisionError {batch}: division by zero"
     assert "return 1 / 0" in shown and "During handling of the above" in shown and "JSONDecodeError" in shown
     message, shown = error("leave", ["a"])

@@ -117,8 +117,8 @@ def test_what_does_not_fit_is_cut_from_the_prompt():
     "label, message",
     [
         (None, "has 2 labels: name one of 'NEGATIVE', 'POSITIVE'"),
-        ("POSITVE", r"no label 'POSITVE': did you mean 'POSITIVE'\?"),
-        (2, "no label 2: expected one of 'NEGATIVE', 'POSITIVE'"),
+        ("POSITVE", r"no label 'POSITVE'; did you mean 'POSITIVE'\?"),
+        (2, "no label 2; expected one of 'NEGATIVE', 'POSITIVE'"),
     ],
 )
 def test_a_label_that_is_not_there_is_refused(label, message):

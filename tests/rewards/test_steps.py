@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from burnish import PPO, StepValue, recipe
+from burnish import PPO, StepValue, config
 from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.generate.local import Sampling
@@ -20,7 +20,8 @@ from burnish.math import advantages
 from burnish.render import chat
 from burnish.render.solutions import step_ends, step_tokens
 from burnish.report.metrics import read_metrics
-from burnish.rewards.functions import NamedReward, score
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.scoring import score
 from burnish.rewards.steps import StepReward
 from burnish.types import Messages, Prompt, Trajectory
 
@@ -162,7 +163,7 @@ def test_scores_keep_what_lies_on_tokens(answer):
     totals, by_name, tokens = score(answers, rewards)
     assert totals == [2 * 3 + 0.5 + 10, 2 * 2 + 0.5 + 10]
     assert by_name == {"steps": [3, 2], "more": [0.5, 0.5], "whole": [10, 10], "watched": [21, 14]}
-    assert tokens == [(2.0, 2.0, 2.5), (2.0, 2.5)]
+    assert tokens is not None and [one.tolist() for one in tokens] == [[2.0, 2.0, 2.5], [2.0, 2.5]]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_scores_keep_what_lies_on_tokens(answer):
     [
         ([[1.0], [1.0]], "gave 1 numbers for the 3 tokens of p.jsonl:1"),
         ([[1.0, math.nan, 0.0], [1.0, 1.0]], "gave nan for p.jsonl:1"),
-        ([[1.0, 0.0, 0.0], 1.0], "numbers of tokens for some answers only"),
+        ([[1.0, 0.0, 0.0], 1.0], "numbers of tokens for some trajectories only"),
     ],
 )
 def test_numbers_of_tokens_are_checked(returned, message, answer):
@@ -208,9 +209,9 @@ def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_lla
     loader = trainer.get_train_dataloader()
     examples = next(iter(loader))
     prompt = len(chat.prompt(tiny_tokenizer, QUESTION))
-    by_tokens = {answer.tokens: numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
+    by_tokens = {tuple(answer.tokens): numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
     for (sequence,) in (example.sequences for example in examples):
-        rewards = by_tokens[sequence.tokens[prompt:]]
+        rewards = by_tokens[tuple(sequence.tokens[prompt:])]
         # without discount and with lambda 1, a return is what is still to come
         to_come = [sum(rewards[t:]) for t in range(len(rewards))]
         assert sequence.arrays["returns"][prompt:] == pytest.approx(to_come, abs=1e-5)
@@ -222,7 +223,7 @@ def test_the_recipe_of_the_page_trains_by_values_of_steps(tmp_path: Path) -> Non
     (tmp_path / "page.yaml").write_text(text, "utf-8")
     cut = ["stages.prepare.with={rows: 64, prompts: 16, held_out: 16}", "stages.values.trainer.num_train_epochs=1"]
     cut += ["stages.ppo.trainer.per_device_train_batch_size=8", f"out={tmp_path / 'run'}"]
-    pipeline.run(recipe.load(str(tmp_path / "page.yaml"), cut))
+    pipeline.run(config.load(str(tmp_path / "page.yaml"), cut))
     lines = read_metrics(tmp_path / "run" / "ppo")
     found = [line["reward_values"] for line in lines if "reward_values" in line]
     assert len(found) == 2 and all(-1 <= number <= 1 for number in found)

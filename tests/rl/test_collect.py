@@ -20,7 +20,7 @@ from burnish.render.chat import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import collect, eos_ids
-from burnish.types import Example, Prompt, Sequence, Trajectory
+from burnish.types import Prompt, Trajectory
 
 SHORT = Sampling(max_new_tokens=5)
 

@@ -12,7 +12,7 @@ from burnish.rl.trajectory import begin, with_scores, with_turn
 from burnish.types import Completion, Prompt, Trajectory
 
 SCORED_TOGETHER = 16
-"""Trajectories of one call of a reward, rounded up to whole prompts: few enough to begin early, many enough to batch."""
+"""Trajectories of one call of a reward, rounded up to whole prompts: few enough to start early, enough for a batch."""
 
 
 def collect(

@@ -122,7 +122,7 @@ class Sampler:
         kept = {example.source for example in examples}
         fitting = [row for row in rows if isinstance(row, Prompt) and row.source in kept]
         assert len(fitting) == len(examples), "every prompt has a source of its own"
-        return fitting, [example.sequences[0].tokens for example in examples]
+        return fitting, [tuple(example.sequences[0].tokens.tolist()) for example in examples]
 
     def logprobs(
         self, policy: nn.Module, batch: MicroBatch, how: SamplingTransform, hidden: Tensor | None = None
@@ -191,10 +191,10 @@ class Sampler:
 class Experience(NamedTuple):
     """A batch of N trajectories before its update, in float64: ``Experience(mask, {"old_logprobs": ...}, ...)``.
 
-    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, L), laid out
-    as by ``learned_arrays``: a row holds the sampled tokens of a trajectory and nothing else. ``scores``, as the settings
-    scale and clip them, and ``groups``, equal for trajectories of one prompt, are (N,). ``steps`` (N, L) is the scaled
-    part of the scores that lies on tokens; None where no reward scores tokens.
+    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, L), laid
+    out as by ``learned_arrays``: a row holds the sampled tokens of a trajectory and nothing else. ``scores``, as the
+    settings scale and clip them, and ``groups``, equal for trajectories of one prompt, are (N,). ``steps`` (N, L) is
+    the scaled part of the scores that lies on tokens; None where no reward scores tokens.
     """
 
     mask: Tensor
@@ -381,7 +381,7 @@ class RolloutLoader:
             "kl_coef": self.kl.coef,
             "moments": asdict(self.moments),
             "start_scores": dict(self.sampler.start_scores),
-            "pending": [asdict(example.sequences[0]) for example in self.pending],
+            "pending": [example.to_plain() for example in self.pending],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -392,7 +392,7 @@ class RolloutLoader:
         self.moments = Moments(**state["moments"])
         self.sampler.start_scores.clear()
         self.sampler.start_scores.update(state["start_scores"])
-        self.pending = [Example((Sequence(**sequence),)) for sequence in state["pending"]]
+        self.pending = [Example.from_plain(plain) for plain in state["pending"]]
 
 
 CHECKED = 8  # one rollout in so many shows whether the sampler's log-probabilities are the trainer's

@@ -50,7 +50,7 @@ def interval(name: str, values: list[float]) -> dict[str, float]:
 
 
 def evaluation(trajectories: list[Trajectory], examples: list[Example], start: Mapping[str, float]) -> dict[str, float]:
-    """Means over trajectories with intervals: score, each reward, KL (k1) of whole trajectories, win rate over ``start``.
+    """Means with intervals: score, each reward, KL (k1) of whole trajectories, win rate over the start.
 
     Args:
         trajectories: scored.

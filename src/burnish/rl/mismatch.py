@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of the sampler with those of the trainer: what is learned has to be what was sampled."""
+"""Compares the log-probabilities of sampler and trainer: what is learned has to be what was sampled."""
 
 from __future__ import annotations
 

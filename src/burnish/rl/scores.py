@@ -19,7 +19,7 @@ def final_scores(
     penalty: float = 1.0,
     moments: Moments | None = None,
 ) -> Tensor:
-    """Scores (N,) of trajectories, normalized, scaled, and clipped to +- clip, with a rule for those that did not stop."""
+    """Scores (N,), normalized, scaled, and clipped to +- clip, with a rule for trajectories that did not stop."""
     scores = torch.tensor([t.score for t in trajectories], dtype=torch.float64)
     scores = (scores if moments is None else moments.normalize(scores)) * scale
     if clip is not None:
