@@ -54,7 +54,7 @@ def first_log(trainer: Any) -> dict[str, float]:
 @torch.no_grad()
 def plain_logprob(model: Any, sequence: Sequence) -> float:
     """By transformers alone, one sequence without padding: the sum over its learned tokens."""
-    logits = model(torch.tensor([sequence.tokens])).logits[0].double().log_softmax(-1)
+    logits = model(torch.tensor([sequence.tokens.tolist()])).logits[0].double().log_softmax(-1)
     learned = [t for t, trained in enumerate(sequence.loss_mask) if trained]
     return sum(logits[t - 1, sequence.tokens[t]].item() for t in learned)
 
@@ -66,7 +66,7 @@ def test_the_answers_of_both_sides_are_learned_with_their_end(tiny_tokenizer: An
     (example,) = examples([preference(7, "yes", "no")], tiny_tokenizer)
     texts = []
     for sequence in example.sequences:
-        start = sequence.loss_mask.index(True)
+        start = sequence.loss_mask.tolist().index(True)
         assert tiny_tokenizer.decode(sequence.tokens[:start]).endswith("assistant\n")
         texts.append(tiny_tokenizer.decode([t for t, x in zip(sequence.tokens, sequence.loss_mask, strict=True) if x]))
     assert texts == ["yes<|im_end|>", "no<|im_end|>"] and example.pairs == (Pair(0, 1),)
@@ -288,13 +288,13 @@ def test_an_answer_meets_the_next_prompt_that_is_another() -> None:
         return Example(tuple(Sequence((prompt, a, 9), (False, True, True), f"{prompt}{a}") for a in answers))
 
     found = mismatched([example(1, 5), example(1, 6), example(2, 7, 8), example(1, 4)])
-    tokens = [[s.tokens[:2] for s in e.sequences] for e in found]
+    tokens = [[tuple(s.tokens[:2]) for s in e.sequences] for e in found]
     assert tokens == [[(1, 5), (1, 7)], [(1, 6), (1, 7)], [(2, 7), (2, 8), (2, 4), (2, 4)], [(1, 4), (1, 7)]]
     same = mismatched([example(1, 5), example(1, 6), example(1, 7)])  # where there is no other, the next answer
     assert [e.sequences[1].tokens[1] for e in same] == [6, 7, 5]
     long = Example((Sequence((1, 2, 3, 4, 5), (False, False, False, True, True), "long"),))
     cut = mismatched([long, example(7, 8)])
-    assert [e.sequences[1].tokens for e in cut] == [(1, 2, 3, 8, 9), (7, 4, 5)]
+    assert [tuple(e.sequences[1].tokens) for e in cut] == [(1, 2, 3, 8, 9), (7, 4, 5)]
     with pytest.raises(UserError, match="kto needs at least two rows"):
         mismatched([long])
 

@@ -18,7 +18,7 @@ from burnish.types import Example, Sequence, Trajectory
 @torch.no_grad()
 def plain_logprobs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities (T - 1,) of tokens 1 to T - 1 by transformers alone."""
-    tokens = torch.tensor([sequence.tokens])
+    tokens = torch.tensor([sequence.tokens.tolist()])
     logits = model(input_ids=tokens).logits[0].double() / temperature
     return logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
 
@@ -78,7 +78,7 @@ def test_summed_rewards_are_the_score_less_the_sequence_log_ratio(temperature: f
     ratios = []
     for example in found.batches[1]:
         (sequence,) = example.sequences
-        at = sequence.loss_mask.index(True)
+        at = sequence.loss_mask.tolist().index(True)
         now = math.fsum(found.learned([example], "old_logprobs"))
         ratios.append(now - plain_logprobs(reference, sequence, temperature)[at - 1 :].sum().item())
         # undiscounted, the first return is the sum of all rewards
@@ -123,8 +123,8 @@ def test_every_pass_is_a_fresh_permutation_of_the_batch(run: Any) -> None:
     assert all(sorted(order) == list(range(16)) for order in orders)
     assert len({tuple(order) for order in orders}) == 6
     again = run(epochs=3, mini_batches=4, sampling=sampling, arguments={"lr": 1e-4})
-    assert [[e.sequences[0].tokens for e in s] for s in again.steps] == [
-        [e.sequences[0].tokens for e in s] for s in found.steps
+    assert [[tuple(e.sequences[0].tokens) for e in s] for s in again.steps] == [
+        [tuple(e.sequences[0].tokens) for e in s] for s in found.steps
     ]
     assert again.policy == found.policy
 
@@ -138,10 +138,10 @@ def test_what_follows_the_stop_token_has_no_effect(run: Any) -> None:
     def after(*tokens: int) -> dict[str, tuple[float, float]]:
         more = len(tokens)
         longer = Sequence(
-            sequence.tokens + tokens,
-            sequence.loss_mask + (False,) * more,
+            (*sequence.tokens, *tokens),
+            (*sequence.loss_mask, *[False] * more),
             "longer",
-            {name: values + (7.0,) * more for name, values in sequence.arrays.items()},
+            {name: [*values, *[7.0] * more] for name, values in sequence.arrays.items()},
         )
         with torch.no_grad():
             terms = found.trainer.method.loss(found.trainer.network, found.trainer.layout.collate([Example((longer,))]))

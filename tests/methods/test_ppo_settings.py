@@ -98,9 +98,9 @@ def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
     assert torch.equal(critic.model.layers[0].mlp.up_proj.weight, classifier.model.layers[0].mlp.up_proj.weight)
     assert torch.equal(critic.score.weight, classifier.score.weight if labels == 1 else torch.zeros(1, 32))
     (sequence,) = found.batches[0][0].sequences
-    at = sequence.loss_mask.index(True)
+    at = sequence.loss_mask.tolist().index(True)
     with torch.no_grad():
-        hidden = classifier.model(torch.tensor([sequence.tokens])).last_hidden_state
+        hidden = classifier.model(torch.tensor([sequence.tokens.tolist()])).last_hidden_state
     value = classifier.score(hidden)[0, at - 1, 0].item() - 0.25 if labels == 1 else 0.0
     assert sequence.arrays["values"][at] == pytest.approx(value, abs=1e-5)  # before the token is chosen
     copied = run(reward=[scorer], critic_start="policy", critic_frozen=True, rows=4).trainer.network

@@ -105,7 +105,7 @@ def test_every_turn_of_the_assistant_is_learned(learn_eos: bool, expected: str, 
     assert (
         tiny_tokenizer.decode([t for t, on in zip(sequence.tokens, sequence.loss_mask, strict=True) if on]) == expected
     )
-    assert sequence.arrays["advantages"] == (0.5,) * len(sequence.tokens)
+    assert sequence.arrays["advantages"].tolist() == [0.5] * len(sequence)
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ def first_loss(make_trainer: Any, model: Any, rows: list[Any], **settings: Any) 
 @torch.no_grad()
 def likelihoods(model: Any, sequence: Sequence) -> torch.Tensor:
     """Log-probabilities of the learned tokens by transformers alone."""
-    tokens = torch.tensor([sequence.tokens])
+    tokens = torch.tensor([sequence.tokens.tolist()])
     found = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    return found[torch.tensor(sequence.loss_mask[1:])]
+    return found[torch.tensor(sequence.loss_mask[1:].tolist())]
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def score(example: Example) -> float:
 @torch.no_grad()
 def plain_logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
     """Log-probabilities of the learned tokens by transformers alone."""
-    tokens = torch.tensor([sequence.tokens])
+    tokens = torch.tensor([sequence.tokens.tolist()])
     found = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    return found[torch.tensor(sequence.loss_mask[1:])]
+    return found[torch.tensor(sequence.loss_mask[1:].tolist())]
 
 
 # --- the four -----------------------------------------------------------------------------------------------------
@@ -125,9 +125,12 @@ def test_ten_lines_of_plain_torch_give_the_same_gradient(make_trainer: Any, tiny
     for i, example in enumerate(batches[0]):
         others = [score(e) for j, e in enumerate(batches[0]) if j != i and j // 4 == i // 4]
         (sequence,) = example.sequences
-        tokens = torch.tensor([sequence.tokens])
+        tokens = torch.tensor([sequence.tokens.tolist()])
         logprobs = start(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        loss = loss - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.loss_mask[1:])).sum() / 8
+        loss = (
+            loss
+            - (score(example) - sum(others) / 3) * (logprobs * torch.tensor(sequence.loss_mask[1:].tolist())).sum() / 8
+        )
     loss.backward()
     line = trainer.state.log_history[0]
     assert line["loss"] == pytest.approx(loss.item(), abs=1e-3)
@@ -237,14 +240,15 @@ def test_the_kl_is_that_of_whole_distributions_whatever_top_k_leaves_out(run: An
     sums, squares, policy = [], [], []
     for example in batches[1]:
         (sequence,) = example.sequences
-        on, tokens = torch.tensor(sequence.loss_mask[1:]), torch.tensor(sequence.tokens[1:])[:, None]
+        on, tokens = torch.tensor(sequence.loss_mask[1:].tolist()), torch.tensor(sequence.tokens[1:].tolist())[:, None]
         with torch.no_grad():
             logits, before = (
-                m(torch.tensor([sequence.tokens])).logits[0, :-1] / 0.5 for m in (witness.policies[1], reference)
+                m(torch.tensor([sequence.tokens.tolist()])).logits[0, :-1] / 0.5
+                for m in (witness.policies[1], reference)
             )
         kept = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
         inside, now, then = (x.log_softmax(-1).gather(1, tokens)[on, 0] for x in (kept, logits, before))
-        assert torch.tensor(sequence.arrays["old_logprobs"][1:])[on].tolist() == pytest.approx(
+        assert torch.tensor(sequence.arrays["old_logprobs"][1:].tolist())[on].tolist() == pytest.approx(
             inside.tolist(), abs=1e-4
         )
         sums.append((now - then).sum().item())

@@ -54,7 +54,7 @@ def classifier(tiny_llama: Any) -> Any:
 @torch.no_grad()
 def plain_score(model: Any, sequence: Sequence) -> float:
     """By transformers alone, one sequence without padding: the head on the last token's hidden state."""
-    hidden = model.model(torch.tensor([sequence.tokens])).last_hidden_state
+    hidden = model.model(torch.tensor([sequence.tokens.tolist()])).last_hidden_state
     return model.score(hidden[0, -1]).item()
 
 

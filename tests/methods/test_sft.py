@@ -99,7 +99,7 @@ def test_the_last_turn_is_among_all_of_them(tiny_tokenizer: Any) -> None:
         SFT(learn=learn).examples([row], tiny_tokenizer, Truncation()).examples[0].sequences[0]
         for learn in ("last", "all")
     )
-    assert last.tokens == every.tokens
+    assert tuple(last.tokens) == tuple(every.tokens)
     assert {i for i, t in enumerate(last.loss_mask) if t} < {i for i, t in enumerate(every.loss_mask) if t}
 
 
@@ -113,7 +113,7 @@ def test_everything_is_every_token_but_the_first_and_space_after_ends(tiny_token
     (example,) = SFT(learn="everything").examples([chat("a", "one", "b", "c")], tiny_tokenizer, Truncation()).examples
     tokens = example.sequences[0].tokens
     blank = [i for i in range(1, len(tokens)) if tokens[i - 1] == END and tokens[i] == NEWLINE]
-    assert example.sequences[0].loss_mask == tuple(i > 0 and i not in blank for i in range(len(tokens)))
+    assert tuple(example.sequences[0].loss_mask) == tuple(i > 0 and i not in blank for i in range(len(tokens)))
     assert len(blank) == 4
 
 
@@ -133,9 +133,9 @@ def mean_nll(model: Any, sequences: list[Sequence]) -> float:
     """By transformers alone, one sequence at a time."""
     losses = []
     for s in sequences:
-        tokens = torch.tensor([s.tokens])
+        tokens = torch.tensor([s.tokens.tolist()])
         logprobs = model(input_ids=tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        losses += logprobs[torch.tensor(s.loss_mask[1:])].tolist()
+        losses += logprobs[torch.tensor(s.loss_mask[1:].tolist())].tolist()
     return -math.fsum(losses) / len(losses)
 
 

@@ -56,7 +56,7 @@ def test_both_parts_are_those_of_transformers_logits_and_a_linear_layer(tiny_lla
     loss, error, tokens, ends = 0.0, 0.0, 0, 0
     for example in examples:
         (sequence,) = example.sequences
-        ids = torch.tensor([sequence.tokens])
+        ids = torch.tensor([sequence.tokens.tolist()])
         out: Any = net.policy(ids, output_hidden_states=True)
         logprobs = out.logits[0].log_softmax(-1)
         for t, learned in enumerate(sequence.loss_mask):

@@ -83,7 +83,7 @@ def sequences(*lengths: int) -> list[Example]:
 
 
 def ids(example: Example) -> torch.Tensor:
-    return torch.tensor([example.sequences[0].tokens])
+    return torch.tensor([example.sequences[0].tokens.tolist()])
 
 
 def spans(batch) -> list[tuple[int, int]]:
@@ -186,7 +186,7 @@ def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
     whole = run()
     monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 64 * 4)
     seen: list[int] = []
-    monkeypatch.setattr(forward, "precise", lambda z: (seen.append(len(z)), upcast(z))[1])
+    monkeypatch.setattr(forward, "upcast", lambda z: (seen.append(len(z)), upcast(z))[1])
     parts = run()
     assert max(seen) == 4
     for a, b in zip(whole, parts, strict=True):

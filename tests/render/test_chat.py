@@ -110,8 +110,8 @@ def test_ids_by_hand(byte_tokenizer: Any) -> None:
         *(0, *(ids[c] for c in "assistant"), ids["Ċ"]),
     )
     sequence = conversation(tokenizer, row(user("Hi"), says("o")))
-    assert sequence.tokens == (*prompt(tokenizer, (user("Hi"),)), ids["o"], 1, ids["Ċ"])
-    assert sequence.loss_mask == (False,) * 21 + (True, True, False)
+    assert tuple(sequence.tokens) == (*prompt(tokenizer, (user("Hi"),)), ids["o"], 1, ids["Ċ"])
+    assert tuple(sequence.loss_mask) == (False,) * 21 + (True, True, False)
 
 
 def test_an_end_token_other_than_eos_is_learned(byte_tokenizer: Any) -> None:
@@ -146,7 +146,8 @@ def test_learned_tokens_are_the_content_and_one_end_a_turn(
     masks = [conversation(tokenizer, row(*messages), learn).loss_mask for learn in ("last", "all", "everything")]
     assert all(b for a, b in zip(masks[0], masks[1], strict=True) if a)
     assert all(b for a, b in zip(masks[1], masks[2], strict=True) if a)
-    assert prompt(tokenizer, messages[:-1]) == conversation(tokenizer, row(*messages)).tokens[: masks[0].index(True)]
+    tokens = conversation(tokenizer, row(*messages)).tokens.tolist()
+    assert list(prompt(tokenizer, messages[:-1])) == tokens[: masks[0].tolist().index(True)]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides(byte_tokenizer: Any) -> None:
@@ -189,15 +190,15 @@ def test_typed_special_tokens_stay_text(byte_tokenizer: Any, template: str) -> N
     tokenizer = byte_tokenizer(template)
     typed = "a<|im_end|><|im_end|>\n<|im_start|>system\nb"
     sequence = conversation(tokenizer, row(user(typed), says("x<|im_end|>y")))
-    assert [sequence.tokens.count(special) for special in (0, 1)] == [2, 2]
+    assert [sequence.tokens.tolist().count(special) for special in (0, 1)] == [2, 2]
     assert tokenizer.decode(sequence.tokens) == (
         f"<|im_start|>user\n{typed}<|im_end|>\n<|im_start|>assistant\nx<|im_end|>y<|im_end|>\n"
     )
     assert sum(sequence.loss_mask) == len("x<|im_end|>y") + 1
     opened = prompt(tokenizer, (user(typed),))
-    assert sequence.tokens[: len(opened)] == opened
+    assert tuple(sequence.tokens[: len(opened)]) == opened
     plain = text(tokenizer, Text("a<|im_end|>b", "a:1"))
-    assert len(plain.tokens) == len("a<|im_end|>b") + 1 and plain.tokens.count(1) == 1
+    assert len(plain.tokens) == len("a<|im_end|>b") + 1 and plain.tokens.tolist().count(1) == 1
 
 
 def test_private_characters_of_the_user_are_kept(byte_tokenizer: Any) -> None:
@@ -255,21 +256,21 @@ def test_an_encoder_has_its_own_frame() -> None:
     tokenizer = encoder_tokenizer()
     set_template(tokenizer, "question_answer")
     words = "[CLS] Question : Is it good ? Answer : yes [SEP]"
-    expected = tuple(tokenizer.convert_tokens_to_ids(words.split()))
-    assert answer(tokenizer, (user("Is it good?"),), "yes").tokens == expected
+    expected = tokenizer.convert_tokens_to_ids(words.split())
+    assert answer(tokenizer, (user("Is it good?"),), "yes").tokens.tolist() == expected
     assert learned(tokenizer, conversation(tokenizer, row(user("Is it good?"), says("yes")))) == ["yes [SEP]"]
     set_template(tokenizer, "text")
-    expected = tuple(tokenizer.convert_tokens_to_ids(["[CLS]", "Is", "it", "good", "?", "no", "[SEP]"]))
-    assert answer(tokenizer, (user("Is it good?"),), " no").tokens == expected
-    expected = tuple(tokenizer.convert_tokens_to_ids(["[CLS]", "it", "good", "[SEP]"]))
-    assert text(tokenizer, Text("it good", "a:1")).tokens == expected
+    expected = tokenizer.convert_tokens_to_ids(["[CLS]", "Is", "it", "good", "?", "no", "[SEP]"])
+    assert answer(tokenizer, (user("Is it good?"),), " no").tokens.tolist() == expected
+    expected = tokenizer.convert_tokens_to_ids(["[CLS]", "it", "good", "[SEP]"])
+    assert text(tokenizer, Text("it good", "a:1")).tokens.tolist() == expected
 
 
 def test_text_ends_once(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     sequence = text(tokenizer, Text("ab", "a:1"))
     assert tokenizer.decode(sequence.tokens) == "ab<|im_end|>"
-    assert sequence.loss_mask == (False, True, True)
+    assert tuple(sequence.loss_mask) == (False, True, True)
 
 
 # --- comparisons --------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def test_training_and_scoring_see_the_same_ids(byte_tokenizer: Any) -> None:
     assert [tuple(pair) for pair in example.pairs] == [(0, 1, 1.0, 0.5, 0.75)]
     assert example.source == "pairs.jsonl:3"
     as_learned = conversation(tokenizer, row(*PAIR.prompt, *PAIR.chosen))
-    assert example.sequences[0].tokens == as_learned.tokens
+    assert tuple(example.sequences[0].tokens) == tuple(as_learned.tokens)
 
 
 def test_a_ranking_makes_all_its_pairs(byte_tokenizer: Any) -> None:
@@ -319,7 +320,7 @@ def test_smollm2() -> None:
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     turns = [("system", system), *((m["role"], m["content"]) for m in messages)]
     assert tokenizer.decode(sequence.tokens) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in turns)
-    assert [sequence.tokens.count(id) for id in (1, 2)] == [5, 5]
+    assert [sequence.tokens.tolist().count(id) for id in (1, 2)] == [5, 5]
     assert learned(tokenizer, sequence) == ["\nOf course: 12 <|im_start|> 🙂<|im_end|>", "Fine.\n<|im_end|>"]
     clean = row(user("Hi"), says("Hello there"))
     by_transformers = tokenizer.apply_chat_template(list(clean.messages), return_dict=False)
@@ -333,7 +334,7 @@ def test_minilm() -> None:
     question = "Is it [SEP] good?"
     sequence = answer(tokenizer, (user(question),), " Yes, it is." + " very" * 300)
     assert sequence.tokens[0] == 101 and sequence.tokens[-1] == 102
-    assert [sequence.tokens.count(id) for id in (101, 102)] == [1, 1]
+    assert [sequence.tokens.tolist().count(id) for id in (101, 102)] == [1, 1]
     assert tokenizer.decode(sequence.tokens[1:9]) == "is it [ sep ] good? yes"
     assert len(sequence.tokens) == 2 + 8 + 4 + 300
 

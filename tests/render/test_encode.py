@@ -64,7 +64,7 @@ def test_long_texts(byte_tokenizer: Any) -> None:
         result = cut(rows, byte_text(tokenizer), 4, too_long)
         sequences = [example.sequences[0] for example in result.examples]
         assert [tokenizer.decode(s.tokens) for s in sequences] == texts
-        assert all(s.loss_mask == (False,) + (True,) * (len(s.tokens) - 1) for s in sequences)
+        assert all(tuple(s.loss_mask) == (False,) + (True,) * (len(s) - 1) for s in sequences)
         assert [change.source for change in result.changed] == ["a:1"]
         assert result.changed[0].reason.startswith(f"{too_long}: 8 tokens, max_length 4")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from burnish import StepValue
@@ -12,7 +13,7 @@ from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.methods import step_value
 from burnish.render import chat, solutions
-from burnish.types import Example, Messages, Steps
+from burnish.types import Example, Messages, Sequence, Steps
 
 QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
 RIGHT = Steps(QUESTION, ("3+8=11", "11-2=9"), (0.5, 1.0), "steps.jsonl:1")
@@ -53,14 +54,14 @@ def test_of_an_incorrect_solution_only_values_are_learned(tiny_tokenizer):
 
 def test_everything_adds_the_question_and_leaves_the_ids_alone(tiny_tokenizer):
     steps, everything = (solutions.solution(tiny_tokenizer, RIGHT, learn=how) for how in ("steps", "everything"))
-    assert everything.tokens == steps.tokens
-    assert everything.arrays == steps.arrays
+    assert tuple(everything.tokens) == tuple(steps.tokens)
+    np.testing.assert_equal(everything.arrays, steps.arrays)
     assert list(everything.loss_mask) == [False] + [True] * (len(steps.tokens) - 1)
 
 
 def test_the_end_token_is_there_where_it_is_learned(tiny_tokenizer):
     with_end, without = (solutions.solution(tiny_tokenizer, RIGHT, learn_eos=how) for how in (True, False))
-    assert with_end.tokens == (*without.tokens, tiny_tokenizer.eos_token_id)
+    assert tuple(with_end.tokens) == (*without.tokens, tiny_tokenizer.eos_token_id)
     assert without.arrays["outcomes"][-1] == 1
 
 
@@ -70,7 +71,7 @@ def test_steps_are_stripped_end_with_one_delimiter_and_are_tokenized_one_by_one(
     row = Steps(QUESTION, ("a b", "c d"), (0.0, 1.0), "s:1")
     sequence = solutions.solution(tiny_tokenizer, row, learn_eos=False, delimiter=" ; ")
     steps = tuple(ids("a b ; ") + ids("c d ; "))
-    assert sequence.tokens[-len(steps) :] == steps
+    assert tuple(sequence.tokens[-len(steps) :]) == steps
     assert [t for t, outcome in enumerate(sequence.arrays["outcomes"][-len(steps) :]) if outcome] == [5, 11]
 
 
@@ -117,9 +118,8 @@ def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
     ):
         examples, changed = encode(tiny_tokenizer, [RIGHT], max_length=limit, too_long="truncate_right")
         (sequence,) = examples[0].sequences
-        assert sequence.tokens == whole.tokens[:kept]
-        assert sequence.loss_mask == whole.loss_mask[:kept]
-        assert sequence.arrays == {name: numbers[:kept] for name, numbers in whole.arrays.items()}
+        expected = {name: numbers[:kept] for name, numbers in whole.arrays.items()}
+        assert sequence == Sequence(whole.tokens[:kept], whole.loss_mask[:kept], whole.source, expected)
         assert changed[0].source == "steps.jsonl:1"
         assert changed[0].reason == f"truncate_right: {prompt + 15} tokens, max_length {limit}: {said}"
     assert "1 rows were cut or dropped, the first: steps.jsonl:1" in caplog.text

@@ -63,8 +63,10 @@ def sequence(seed: int, *arrays: str) -> Sequence:
 
 def answers(seed: int) -> Example:
     """Two answers to one prompt of several tokens."""
-    a, b, prompt = sequence(300 + seed), sequence(400 + seed), sequence(500 + seed).tokens
-    both = (Sequence(prompt + s.tokens, (False,) * (len(prompt) + 1) + s.loss_mask[1:], s.source) for s in (a, b))
+    a, b, prompt = sequence(300 + seed), sequence(400 + seed), sequence(500 + seed).tokens.tolist()
+    both = (
+        Sequence(prompt + s.tokens.tolist(), [False] * len(prompt) + s.loss_mask.tolist(), s.source) for s in (a, b)
+    )
     return Example(tuple(both), (Pair(0, 1, margin=0.2, p_better=0.8),))
 
 
@@ -72,9 +74,10 @@ def completions(*arrays: str) -> list[Example]:
     """Nine completions of three prompts in turn, with arrays of numbers, which prompts have none of."""
     found = []
     for i in range(9):
-        start, s = sequence(700 + i % 3).tokens, sequence(800 + i, *arrays)
-        numbers = {name: (0.0,) * (len(start) + 1) + values[1:] for name, values in s.arrays.items()}
-        found.append(Example((Sequence(start + s.tokens, (False,) * len(start) + s.loss_mask, s.source, numbers),)))
+        start, s = sequence(700 + i % 3).tokens.tolist(), sequence(800 + i, *arrays)
+        numbers = {name: [0.0] * (len(start) + 1) + values[1:].tolist() for name, values in s.arrays.items()}
+        mask = [False] * len(start) + s.loss_mask.tolist()
+        found.append(Example((Sequence(start + s.tokens.tolist(), mask, s.source, numbers),)))
     return found
 
 

@@ -219,7 +219,7 @@ def logprobs(
             examples,
             budget,
         ):
-            learned = values[batch.loss_mask].split([sum(sequences[i].loss_mask) for i in group])
+            learned = values[batch.loss_mask].split([int(sequences[i].loss_mask.sum()) for i in group])
             for i, mine in zip(group, learned, strict=True):
                 found[i] = mine.tolist()
     return found

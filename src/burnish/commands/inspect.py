@@ -7,6 +7,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -141,7 +142,7 @@ def _counts(splits: dict[str, tuple[rows.Rows, Encoded]]) -> Table:
 def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
     sequences = [s for example in encoded.examples for s in example.sequences]
     lengths = [len(s.tokens) for s in sequences]
-    learned = sum(sum(s.loss_mask) for s in sequences)
+    learned = int(sum(s.loss_mask.sum() for s in sequences))
     total = sum(lengths)
     pairs = sum(len(example.pairs) for example in encoded.examples)
     shared = sum((len(e.sequences) - 1) * shared_length(e) for e in encoded.examples)
@@ -192,7 +193,7 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
     if row is not None and row >= len(examples):
         raise UserError(f"--row {row}: there are {len(examples)} rows, counted from 0")
     colours = console.is_terminal and console.color_system is not None
-    if not colours and any(any(s.loss_mask) for e in examples for s in e.sequences):
+    if not colours and any(s.loss_mask.any() for e in examples for s in e.sequences):
         console.print("learned tokens stand in [[double brackets]]", markup=False)
     for index in range(len(examples))[:SHOWN_ROWS] if row is None else [row]:
         example = examples[index]
@@ -207,7 +208,7 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
 
 def _notes(sequence: Sequence) -> list[str]:
     """How much of a sequence is learned, how many values it carries, and the reward that holds for all of it."""
-    learned, valued = sum(sequence.loss_mask), len(_values(sequence))
+    learned, valued = int(sequence.loss_mask.sum()), len(_values(sequence))
     notes = [f"{learned} learned"] if learned else []
     notes += [f"{valued} values"] if valued else []
     return notes + ([f"reward {_reward(sequence):+g}"] if "advantages" in sequence.arrays else [])
@@ -217,12 +218,12 @@ def _values(sequence: Sequence) -> dict[int, float]:
     """Value targets by the index of the token that carries them: 0 may be one, so the outcome tells where they are."""
     if "targets" not in sequence.arrays:
         return {}
-    places = zip(sequence.arrays["targets"], sequence.arrays["outcomes"], strict=True)
-    return {t: target for t, (target, outcome) in enumerate(places) if outcome}
+    ends = np.flatnonzero(sequence.arrays["outcomes"])
+    return dict(zip(ends.tolist(), sequence.arrays["targets"][ends].tolist(), strict=True))
 
 
 def _reward(sequence: Sequence) -> float:
-    return sequence.arrays["advantages"][0] if "advantages" in sequence.arrays else 1.0
+    return float(sequence.arrays["advantages"][0]) if "advantages" in sequence.arrays else 1.0
 
 
 def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> Text:
@@ -260,12 +261,12 @@ def _spans(
     steps = accumulate((t in values for t in range(len(sequence.tokens) - 1)), initial=0)
     marks = [
         (trained, token in special, step)
-        for token, trained, step in zip(sequence.tokens, sequence.loss_mask, steps, strict=True)
+        for token, trained, step in zip(sequence.tokens.tolist(), sequence.loss_mask.tolist(), steps, strict=True)
     ]
     done, before = 0, ""
     for (trained, is_special, _), group in groupby(marks):
         done += len(list(group))
-        whole = str(tokenizer.decode(list(sequence.tokens[:done]), clean_up_tokenization_spaces=False))
+        whole = str(tokenizer.decode(sequence.tokens[:done].tolist(), clean_up_tokenization_spaces=False))
         yield trained, is_special, whole[len(before) :], values.get(done - 1)
         before = whole
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count, takewhile
+from itertools import accumulate, count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,40 +28,48 @@ def shared_length(example: Example) -> int:
     if len(example.sequences) < 2:
         return 0
     limit = min(_first_used(sequence) for sequence in example.sequences)
-    columns = zip(*(sequence.tokens[:limit] for sequence in example.sequences), strict=False)
-    return max(0, sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) - 1)
+    first, *others = (sequence.tokens[:limit] for sequence in example.sequences)
+    differs = np.zeros(limit, np.bool_)
+    for tokens in others:
+        differs |= tokens != first
+    return max(0, _first(differs) - 1)
 
 
-def prompt(example: Example) -> tuple[int, ...]:
+def prompt(example: Example) -> bytes:
     """The tokens of a lone sequence that can run once for others that begin with them too; none of another example."""
     sequence, *others = example.sequences
     used = 0 if others else _first_used(sequence)
-    return sequence.tokens[:used] if used > 1 else ()  # its last token is not shared
+    return sequence.tokens[:used].tobytes() if used > 1 else b""  # its last token is not shared
 
 
 def prompt_groups(examples: list[Example], budget: int | None) -> list[list[int]]:
     """Indices of ``examples``, those with the same prompt together as far as they fit the budget behind it."""
-    found: list[list[int]] = []
-    begun: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    groups: list[list[int]] = []
+    begun: dict[bytes, tuple[list[int], int]] = {}
     for i, example in enumerate(examples):
         start = prompt(example)
-        length = sum(len(sequence.tokens) for sequence in example.sequences)
-        bundle, width = begun.get(start, ([], 0))
-        more = length - len(start) + 1 if bundle else length
-        if not start or not bundle or (budget is not None and width + more > budget):
-            bundle, width, more = [], 0, length
-            found.append(bundle)
-        bundle.append(i)
+        length = sum(len(sequence) for sequence in example.sequences)
+        group, width = begun.get(start, ([], 0))
+        more = length - len(start) // example.sequences[0].tokens.itemsize + 1 if group else length
+        if not start or not group or (budget is not None and width + more > budget):
+            group, width, more = [], 0, length
+            groups.append(group)
+        group.append(i)
         if start:
-            begun[start] = bundle, width + more
-    return found
+            begun[start] = group, width + more
+    return groups
 
 
 def _first_used(sequence: Sequence) -> int:
-    return min(
-        next((t for t, used in enumerate(values) if used), len(values))
-        for values in (sequence.loss_mask, *sequence.arrays.values())
-    )
+    """How many tokens stand before the first one that is learned or carries a number."""
+    return min(_first(values) for values in (sequence.loss_mask, *sequence.arrays.values()))
+
+
+def _first(values: np.ndarray) -> int:
+    """The index of the first entry that is not 0, or the length if there is none."""
+    nonzero = values != 0
+    index = int(nonzero.argmax()) if nonzero.size else 0
+    return index if index or (nonzero.size and nonzero[0]) else len(values)
 
 
 def _units(example: Example, shared: bool) -> list[tuple[int, tuple[Sequence, ...]]]:
@@ -71,7 +80,7 @@ def _units(example: Example, shared: bool) -> list[tuple[int, tuple[Sequence, ..
 
 def _width(unit: tuple[int, tuple[Sequence, ...]]) -> int:
     common, sequences = unit
-    return common + sum(len(sequence.tokens) - common for sequence in sequences)
+    return common + sum(len(sequence) - common for sequence in sequences)
 
 
 def micro_batches(
@@ -134,41 +143,42 @@ def collate(
     """
     units = [unit for example in examples for unit in _units(example, shared)]
     places, rows, width = _place([_width(unit) for unit in units], side, packed, pad_to)
-    tokens = torch.full((rows, width), pad_id, dtype=torch.long)
-    segments, positions, parents = (torch.zeros((rows, width), dtype=torch.long) for _ in range(3))
-    loss_mask = torch.zeros((rows, width), dtype=torch.bool)
+    tokens = np.full((rows, width), pad_id, np.int64)
+    segments, positions, parents = (np.zeros((rows, width), np.int64) for _ in range(3))
+    loss_mask = np.zeros((rows, width), np.bool_)
     names = sorted({name for example in examples for sequence in example.sequences for name in sequence.arrays})
-    arrays = {name: torch.zeros((rows, width), dtype=torch.float32) for name in names}
-    starts, number = [], [count(1) for _ in range(rows)]
+    arrays = {name: np.zeros((rows, width), np.float32) for name in names}
+    counted = np.arange(width)
+    starts, sizes, number = [], [], [count(1) for _ in range(rows)]
     for (common, sequences), (row, column) in zip(units, places, strict=True):
         parent = 0
         if common:
             here = slice(column, column + common)
             parent = next(number[row])
-            tokens[row, here] = torch.tensor(sequences[0].tokens[:common])
-            segments[row, here], positions[row, here] = parent, torch.arange(common)
+            tokens[row, here] = sequences[0].tokens[:common]
+            segments[row, here], positions[row, here] = parent, counted[:common]
             column += common
         for sequence in sequences:
-            length = len(sequence.tokens)
+            length = len(sequence)
             here = slice(column, column + length - common)
-            tokens[row, here] = torch.tensor(sequence.tokens[common:])
-            segments[row, here], positions[row, here] = next(number[row]), torch.arange(common, length)
+            tokens[row, here] = sequence.tokens[common:]
+            segments[row, here], positions[row, here] = next(number[row]), counted[common:length]
             parents[row, here] = parent
-            loss_mask[row, here] = torch.tensor(sequence.loss_mask[common:])
+            loss_mask[row, here] = sequence.loss_mask[common:]
             for name in names:
-                arrays[name][row, here] = torch.tensor(sequence.arrays[name][common:], dtype=torch.float32)
+                arrays[name][row, here] = sequence.arrays[name][common:]
             starts.append(row * width + column)
+            sizes.append(length - common)
             column += length - common
-    sizes = torch.tensor([len(sequence.tokens) - common for common, sequences in units for sequence in sequences])
     return MicroBatch(
-        tokens=tokens,
-        segments=segments,
-        parents=parents,
-        positions=positions,
-        loss_mask=loss_mask,
+        tokens=torch.from_numpy(tokens),
+        segments=torch.from_numpy(segments),
+        parents=torch.from_numpy(parents),
+        positions=torch.from_numpy(positions),
+        loss_mask=torch.from_numpy(loss_mask),
         starts=torch.tensor(starts),
-        ends=torch.tensor(starts) + sizes - 1,
-        arrays=arrays,
+        ends=torch.tensor(starts) + torch.tensor(sizes) - 1,
+        arrays={name: torch.from_numpy(values) for name, values in arrays.items()},
         **_pairs(examples),
         packed=packed or any(len(sequences) > 1 for _, sequences in units),
         runs=_runs(units, places[0][1], width) if packed else None,
@@ -184,7 +194,7 @@ def _runs(units: list[tuple[int, tuple[Sequence, ...]]], before: int, width: int
         if common:
             lengths.append(common)
             parents.append(None)
-        lengths += [len(sequence.tokens) - common for sequence in sequences]
+        lengths += [len(sequence) - common for sequence in sequences]
         parents += [parent] * len(sequences)
     if after := width - sum(lengths):
         lengths.append(after)

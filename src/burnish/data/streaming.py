@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from burnish.data.batching import permutation
@@ -14,7 +13,7 @@ from burnish.data.readers import Skipped, Unchanged
 from burnish.errors import UserError
 from burnish.protocols import Context, Method
 from burnish.render.encode import sort_changes, without_cache
-from burnish.types import Encoded, Example, Pair, Row, Sequence
+from burnish.types import Encoded, Example, Row
 
 logger = logging.getLogger(__name__)
 NAMED = 1000  # rows that are left out or cut and kept by name; all are counted
@@ -173,7 +172,7 @@ class StreamLoader:
         """The place of the rows in hand, what waited before them, the steps since, and what was told."""
         return {
             "place": self.place,
-            "waiting": [_plain(example) for example in self.waiting],
+            "waiting": [example.to_plain() for example in self.waiting],
             "told": self.told,
             "told_before": self.told_before,
             **{name: getattr(self, name) for name in COUNTS},
@@ -182,22 +181,12 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self.place, self.told, self.told_before = state["place"], state["told"], state["told_before"]
-        self.waiting = [_example(plain) for plain in state["waiting"]]
+        self.waiting = [Example.from_plain(plain) for plain in state["waiting"]]
         for name in COUNTS:
             setattr(self, name, state[name])
 
 
 COUNTS = ("done", "chunk", "step", "rows_per_step")
-
-
-def _plain(example: Example) -> dict[str, Any]:
-    pairs = [tuple(pair) for pair in example.pairs]
-    return {"sequences": [asdict(sequence) for sequence in example.sequences], "pairs": pairs}
-
-
-def _example(plain: dict[str, Any]) -> Example:
-    pairs = tuple(Pair(*pair) for pair in plain["pairs"])
-    return Example(tuple(Sequence(**sequence) for sequence in plain["sequences"]), pairs)
 
 
 def check(method: Method, steps: int) -> None:

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ class DPO:
             _check_row(row, loss)
             judged = _judged(writer, row) if loss == "kto" else chat.comparison.draft(writer, row, learned=True)
             example = yield from judged
-            if len({_prompt(sequence) for sequence in example.sequences}) > 1:
+            if len({_prompt(sequence).tobytes() for sequence in example.sequences}) > 1:
                 raise UserError(
                     f"{row.source}: the answers change the ids of the prompt before them: use a template that ends the "
                     "prompt with a token of its own, or let the answers begin with the space that the prompt ends with"
@@ -176,18 +177,18 @@ class DPO:
 
     def _ratio(self, sequence: Sequence) -> float:
         """Log-probability of a scored answer less that under the reference."""
-        scored = zip(sequence.loss_mask, sequence.arrays["old_logprobs"], sequence.arrays[REFERENCE], strict=True)
-        total = math.fsum(logprob - reference for learned, logprob, reference in scored if learned)
-        return total / sum(sequence.loss_mask) if self.settings.averaged else total
+        change = (sequence.arrays["old_logprobs"] - sequence.arrays[REFERENCE])[sequence.loss_mask]
+        total = math.fsum(change.tolist())
+        return total / len(change) if self.settings.averaged else total
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Answers for KTO, else the summed weights of the pairs and of their chosen answers' tokens."""
         if self.settings.loss == "kto":
-            return {"kto": float(sum(any(s.loss_mask) for e in examples for s in e.sequences))}
+            return {"kto": float(sum(s.loss_mask.any() for e in examples for s in e.sequences))}
         pairs = [(pair.weight, e.sequences[pair.better]) for e in examples for pair in e.pairs]
         return {
             "preference": sum(weight for weight, _ in pairs),
-            "nll": float(sum(weight * sum(better.loss_mask) for weight, better in pairs)),
+            "nll": float(sum(weight * better.loss_mask.sum() for weight, better in pairs)),
         }
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
@@ -318,11 +319,12 @@ def _judged(writer: chat.Renderer, row: Preference | Labelled) -> chat.Draft[Exa
 
 def _constant(sequence: Sequence, **numbers: float) -> Sequence:
     """The sequence with one number at every token."""
-    return sequence.with_arrays(**{name: (x,) * len(sequence.tokens) for name, x in numbers.items()})
+    return sequence.with_arrays(**{name: np.full(len(sequence), x) for name, x in numbers.items()})
 
 
-def _prompt(sequence: Sequence) -> tuple[int, ...]:
-    return sequence.tokens[: sequence.loss_mask.index(True)]
+def _prompt(sequence: Sequence) -> np.ndarray:
+    """The tokens before the first one that is learned."""
+    return sequence.tokens[: int(sequence.loss_mask.argmax())]
 
 
 def mismatched(examples: list[Example]) -> list[Example]:
@@ -333,12 +335,13 @@ def mismatched(examples: list[Example]) -> list[Example]:
     if len(examples) < 2:
         raise UserError("kto needs at least two rows: it compares a prompt's answers with those to another prompt")
     prompts = [_prompt(example.sequences[0]) for example in examples]
-    longest = max(len(s.tokens) for e in examples for s in e.sequences)
+    keys = [tokens.tobytes() for tokens in prompts]
+    longest = max(len(s) for e in examples for s in e.sequences)
     n = len(examples)
     other = [(i + 1) % n for i in range(n)]
     for i in reversed(range(2 * n)):  # around twice, for the last row's next one lies at the beginning
         following = (i + 1) % n
-        if prompts[following] == prompts[i % n] and prompts[other[following]] != prompts[i % n]:
+        if keys[following] == keys[i % n] and keys[other[following]] != keys[i % n]:
             other[i % n] = other[following]
 
     def behind(i: int) -> Example:
@@ -347,9 +350,9 @@ def mismatched(examples: list[Example]) -> list[Example]:
             answers = examples[other[i]].sequences
             answer = answers[k % len(answers)]
             start = len(_prompt(answer))
-            tokens = (prompts[i] + answer.tokens[start:])[:longest]
-            trained = ((False,) * len(prompts[i]) + answer.loss_mask[start:])[:longest]
-            strangers.append(_constant(Sequence(tokens, trained, sequence.source), desirable=0.0))
+            tokens = np.concatenate([prompts[i], answer.tokens[start:]])[:longest]
+            loss_mask = np.concatenate([np.zeros(len(prompts[i]), np.bool_), answer.loss_mask[start:]])[:longest]
+            strangers.append(_constant(Sequence(tokens, loss_mask, sequence.source), desirable=0.0))
         return replace(examples[i], sequences=(*examples[i].sequences, *strangers))
 
     return [behind(i) for i in range(n)]

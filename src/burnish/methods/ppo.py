@@ -140,8 +140,8 @@ class PPO:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        tokens = float(sum(sum(e.sequences[0].loss_mask) for e in examples))
-        sequences = float(sum(any(e.sequences[0].loss_mask) for e in examples))
+        tokens = float(sum(e.sequences[0].loss_mask.sum() for e in examples))
+        sequences = float(sum(e.sequences[0].loss_mask.any() for e in examples))
         policy = tokens if self.settings.reduction == "token_mean" else sequences
         return {"policy": policy, "value": tokens, "entropy": tokens}
 

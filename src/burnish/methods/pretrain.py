@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -93,7 +94,7 @@ class Pretrain:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens."""
-        return {"nll": float(sum(sum(s.loss_mask) for e in examples for s in e.sequences))}
+        return {"nll": float(sum(s.loss_mask.sum() for e in examples for s in e.sequences))}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
@@ -111,17 +112,18 @@ def chop(documents: list[Sequence], length: int) -> tuple[list[Sequence], list[C
 
     Every token but the first of a piece is learned. A piece is named by the document that it begins in.
     """
-    tokens = [token for document in documents for token in document.tokens]
-    sources = [document.source for document in documents for _ in document.tokens]
+    tokens = np.concatenate([document.tokens for document in documents]) if documents else np.zeros(0, np.int64)
+    ends = np.cumsum([len(document) for document in documents])
     pieces = []
     for start in range(0, len(tokens), length):
-        ids = tuple(tokens[start : start + length])
+        ids = tokens[start : start + length]
         if len(ids) > 1:
-            pieces.append(Sequence(ids, (False,) + (True,) * (len(ids) - 1), sources[start]))
+            first = documents[np.searchsorted(ends, start, side="right")]
+            pieces.append(Sequence(ids, np.arange(len(ids)) > 0, first.source))
     told = []
     if documents:
-        left = len(tokens) - sum(len(piece.tokens) for piece in pieces)
+        left = len(tokens) - sum(len(piece) for piece in pieces)
         reason = f"chop: {len(documents):,} documents from here on are joined and cut into {len(pieces):,} pieces of "
         reason += f"{length} tokens at most; attention crosses documents, the first token of a piece is not learned"
-        told.append(Changed(sources[0], reason + (", and the last token of all is left out" if left else "")))
+        told.append(Changed(documents[0].source, reason + (", and the last token of all is left out" if left else "")))
     return pieces, told

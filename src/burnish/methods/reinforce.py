@@ -10,6 +10,7 @@ import math
 import warnings
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -114,7 +115,7 @@ class Reinforce:
         def encode(row: Any) -> chat.Draft[Example]:
             conversation = Conversation(row.messages, None, row.source)
             sequence = yield from chat.conversation.draft(writer, conversation, "all", self.settings.learn_eos)
-            return Example((sequence.with_arrays(advantages=(row.reward,) * len(sequence.tokens)),))
+            return Example((sequence.with_arrays(advantages=np.full(len(sequence), row.reward)),))
 
         return chat.encode(rows, encode, length)
 
@@ -218,7 +219,7 @@ class Reinforce:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, or sequences, as the reduction says."""
-        learned = [sum(s.loss_mask) for e in examples for s in e.sequences]
+        learned = [int(s.loss_mask.sum()) for e in examples for s in e.sequences]
         count = float(sum(learned) if self.settings.reduction == "token_mean" else sum(n > 0 for n in learned))
         return {"policy": count, "kl_loss": count}
 

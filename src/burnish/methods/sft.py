@@ -65,7 +65,7 @@ class SFT:
 
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens."""
-        return {"nll": float(sum(sum(s.loss_mask) for e in examples for s in e.sequences))}
+        return {"nll": float(sum(s.loss_mask.sum() for e in examples for s in e.sequences))}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""

@@ -82,8 +82,8 @@ class StepValue:
     def counts(self, examples: list[Example]) -> dict[str, float]:
         """Learned tokens, and ends of steps."""
         sequences = [s for e in examples for s in e.sequences]
-        ends = sum(outcome != 0 for s in sequences for outcome in s.arrays["outcomes"])
-        return {"nll": float(sum(sum(s.loss_mask) for s in sequences)), "value": float(ends)}
+        ends = sum((s.arrays["outcomes"] != 0).sum() for s in sequences)
+        return {"nll": float(sum(s.loss_mask.sum() for s in sequences)), "value": float(ends)}
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
@@ -100,7 +100,7 @@ class StepValue:
         """Both parts, errors by outcome and depth, and sign accuracy at the last step with its 95 % interval."""
         examples = self.examples(rows, context.tokenizer, context.length).examples
         metrics = context.evaluate(examples)
-        whole = sum(any(depth == 1 for depth in e.sequences[0].arrays["depths"]) for e in examples)
+        whole = sum(bool((e.sequences[0].arrays["depths"] == 1).any()) for e in examples)
         if whole:
             low, high = wilson(metrics["sign_accuracy"], whole)
             metrics |= {"sign_accuracy_low": low, "sign_accuracy_high": high}

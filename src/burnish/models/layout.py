@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from burnish.data.batching import collate, micro_batches, prompt, prompt_groups
 from burnish.errors import UserError
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
-from burnish.types import Example, MicroBatch
+from burnish.types import Example, MicroBatch, Sequence
 
 BUDGET_ON_CPU = 512
 """Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
@@ -117,10 +118,10 @@ class Layout:
     def collate(self, examples: list[Example]) -> MicroBatch:
         """One micro-batch of examples, on the device; neighbours behind the same prompt run it once."""
         neighbours = [
-            list(run) for start, runs in groupby(examples, prompt) for run in ([runs] if start else zip(runs))
+            list(group) for start, same in groupby(examples, prompt) for group in ([same] if start else zip(same))
         ]
         if len(neighbours) < len(examples) and self._can_share:
-            examples = [_join(run) for run in neighbours]
+            examples = [_join(group) for group in neighbours]
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
         return batch.to(self.device or unwrap(self.models[0]).device)
@@ -141,5 +142,5 @@ def _join(examples: list[Example]) -> Example:
 def _silent(example: Example) -> Example:
     """An example of the same kind that adds nothing to any term."""
     first = example.sequences[0]
-    zeros = {name: (0.0,) * len(first.tokens) for name in first.arrays}
-    return Example((replace(first, loss_mask=(False,) * len(first.tokens), arrays=zeros),))
+    zeros = {name: np.zeros(len(first)) for name in first.arrays}
+    return Example((Sequence(first.tokens, np.zeros(len(first), np.bool_), first.source, zeros),))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 from safetensors import SafetensorError, safe_open
@@ -62,7 +63,7 @@ class ReferenceLogprobs:
         if self.reference.frozen is not None:
             self.reference.frozen.to("cpu")  # it is not used at any step, so it need not take the GPU's memory
         if context.rank == 0:
-            _keep(path, [x for e in examples for s in e.sequences for x in s.arrays[ARRAY]])
+            _keep(path, np.concatenate([s.arrays[ARRAY] for e in examples for s in e.sequences]))
         return examples
 
     def _key(self, context: Context, examples: list[Example]) -> str:
@@ -71,7 +72,8 @@ class ReferenceLogprobs:
         how = (torch.__version__, torch.device(context.device).type, AcceleratorState().mixed_precision)
         digest = hashlib.blake2b(self.digest + repr(how).encode(), digest_size=20)
         for sequence in (s for example in examples for s in example.sequences):
-            digest.update(repr((sequence.tokens, sequence.loss_mask)).encode())
+            digest.update(len(sequence).to_bytes(8, "little"))
+            digest.update(sequence.tokens.tobytes() + sequence.loss_mask.tobytes())
         return digest.hexdigest()
 
 
@@ -103,20 +105,20 @@ def _stored(path: Path) -> Tensor | None:
 
 
 def _with_array(examples: list[Example], values: Tensor) -> list[Example]:
-    lengths = [len(s.tokens) for e in examples for s in e.sequences]
-    bounds = pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    flat = values.tolist()
-    arrays = ({ARRAY: tuple(flat[start:end])} for start, end in bounds)
+    lengths = [len(s) for e in examples for s in e.sequences]
+    bounds = pairwise(np.cumsum([0, *lengths]).tolist())
+    flat = values.numpy()
+    arrays = ({ARRAY: flat[start:end]} for start, end in bounds)
     return [replace(e, sequences=tuple(s.with_arrays(**next(arrays)) for s in e.sequences)) for e in examples]
 
 
-def _keep(path: Path, values: list[float]) -> None:
+def _keep(path: Path, values: np.ndarray) -> None:
     """Write the array, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            stored = torch.tensor(values, dtype=torch.float64)
-            save_file({ARRAY: stored}, Path(folder) / path.name, {CHECKSUM: files.digest([stored.numpy().data])})
+            stored = torch.from_numpy(values)
+            save_file({ARRAY: stored}, Path(folder) / path.name, {CHECKSUM: files.digest([values.data])})
             os.replace(Path(folder) / path.name, path)
     except OSError as error:
         warnings.warn(f"log-probabilities of the reference are not kept for the next run: {error}", stacklevel=2)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import Field
 
 from burnish import files
@@ -191,7 +191,7 @@ def _fitted(
         shorter, cut = _whole_steps(sequence, limit, what)
         return [Example((shorter,))], f"truncate_right: {what}: {cut}"
     pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, how)]
-    learned = [piece for piece in pieces if any(piece.loss_mask)]
+    learned = [piece for piece in pieces if piece.loss_mask.any()]
     if not learned:
         raise UserError(f"{row.source}: {what}: {how} leaves nothing to learn: raise max_length, or drop")
     left_out = len(pieces) - len(learned)
@@ -200,7 +200,7 @@ def _fitted(
 
 
 def _longest(example: Example) -> int:
-    return max(len(sequence.tokens) for sequence in example.sequences)
+    return max(len(sequence) for sequence in example.sequences)
 
 
 def _spans(size: int, limit: int, how: str) -> list[tuple[int, int]]:
@@ -215,7 +215,7 @@ def _part(sequence: Sequence, start: int, end: int) -> Sequence:
     """Tokens ``start`` to ``end``; the first has lost its predecessor and is not learned."""
     return Sequence(
         sequence.tokens[start:end],
-        (False, *sequence.loss_mask[start + 1 : end]),
+        sequence.loss_mask[start:end] & (np.arange(end - start) > 0),
         sequence.source,
         {name: values[start:end] for name, values in sequence.arrays.items()},
     )
@@ -223,7 +223,7 @@ def _part(sequence: Sequence, start: int, end: int) -> Sequence:
 
 def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, str]:
     """The sequence up to the end of its last whole step, and how many steps were left out."""
-    ends = [t for t, outcome in enumerate(sequence.arrays["outcomes"]) if outcome]
+    ends = np.flatnonzero(sequence.arrays["outcomes"]).tolist()
     kept = [t for t in ends if t < limit]
     if not kept:
         raise UserError(f"{sequence.source}: {what}: not one step fits: raise max_length, or drop")
@@ -318,20 +318,19 @@ def cache_folder() -> Path:
 
 def _keep(encoded: Encoded, path: Path) -> None:
     """Write the examples as arrays, whole or not at all."""
-    import numpy as np
     from safetensors.numpy import save
 
     sequences = [s for example in encoded.examples for s in example.sequences]
     tensors = {
-        "tokens": np.fromiter(chain.from_iterable(s.tokens for s in sequences), np.int64),
-        "loss_mask": np.frombuffer(b"".join(bytes(s.loss_mask) for s in sequences), np.bool_),
-        "lengths": np.array([len(s.tokens) for s in sequences], dtype=np.int64),
+        "tokens": np.concatenate([s.tokens for s in sequences] or [np.zeros(0, np.int64)]),
+        "loss_mask": np.concatenate([s.loss_mask for s in sequences] or [np.zeros(0, np.bool_)]),
+        "lengths": np.array([len(s) for s in sequences], dtype=np.int64),
         "sequences": np.array([len(example.sequences) for example in encoded.examples], dtype=np.int64),
         "pairs": np.array([pair for e in encoded.examples for pair in e.pairs], dtype=np.float64).reshape(-1, 5),
         "pair_counts": np.array([len(example.pairs) for example in encoded.examples], dtype=np.int64),
     }
     for name in sequences[0].arrays if sequences else ():
-        tensors[ARRAY + name] = np.array([number for s in sequences for number in s.arrays[name]], dtype=np.float64)
+        tensors[ARRAY + name] = np.concatenate([s.arrays[name] for s in sequences])
     notes = {"sources": json.dumps([s.source for s in sequences]), "changed": json.dumps(encoded.changed)}
     notes |= {CHECKSUM: _checksum(tensors, notes)}
     try:
@@ -363,19 +362,16 @@ def _read(path: Path) -> Encoded | None:
     except (OSError, ValueError, SafetensorError) as error:
         warnings.warn(f"{path} is damaged and will be rebuilt: {error}", stacklevel=3)
         return None
-    arrays = {name: tensor.tolist() for name, tensor in tensors.items()}
-    sources = iter(json.loads(notes["sources"]))
-    tokens, loss_mask, lengths = arrays["tokens"], arrays["loss_mask"], iter(arrays["lengths"])
-    numbers = {name.removeprefix(ARRAY): found for name, found in arrays.items() if name.startswith(ARRAY)}
-    pairs = iter(arrays["pairs"])
+    sources, lengths = iter(json.loads(notes["sources"])), iter(tensors["lengths"].tolist())
+    numbers = {name.removeprefix(ARRAY): values for name, values in tensors.items() if name.startswith(ARRAY)}
+    pairs = iter(tensors["pairs"].tolist())
     examples, done = [], 0
-    for sequences, pair_count in zip(arrays["sequences"], arrays["pair_counts"], strict=True):
+    for count, pair_count in zip(tensors["sequences"].tolist(), tensors["pair_counts"].tolist(), strict=True):
         made = []
-        for _ in range(sequences):
-            end = done + next(lengths)
-            aligned = {name: tuple(found[done:end]) for name, found in numbers.items()}
-            made.append(Sequence(tuple(tokens[done:end]), tuple(loss_mask[done:end]), next(sources), aligned))
-            done = end
+        for _ in range(count):
+            here = slice(done, done := done + next(lengths))
+            aligned = {name: values[here] for name, values in numbers.items()}
+            made.append(Sequence(tensors["tokens"][here], tensors["loss_mask"][here], next(sources), aligned))
         compared = (next(pairs) for _ in range(pair_count))
         examples.append(Example(tuple(made), tuple(Pair(int(a), int(b), *rest) for a, b, *rest in compared)))
     return Encoded(examples, [Changed(*change) for change in json.loads(notes["changed"])])

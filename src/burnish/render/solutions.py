@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from burnish.errors import UserError
 from burnish.render import chat
 from burnish.render.drafts import Draft, OneRow
@@ -121,4 +123,5 @@ def _end(writer: Renderer, row: Steps) -> Draft[int]:
     """The token that the template ends an assistant's turn with: the last one that is learned of such a turn."""
     turn = Conversation((*row.question, {"role": "assistant", "content": row.steps[-1]}), None, row.source)
     sequence = yield from chat.conversation.draft(writer, turn, "last", learn_eos=True)
-    return max(zip(sequence.loss_mask, range(len(sequence.tokens)), sequence.tokens, strict=True))[2]
+    learned = np.flatnonzero(sequence.loss_mask)
+    return int(sequence.tokens[learned[-1] if learned.size else -1])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -33,10 +34,10 @@ class Passes:
         self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example], budget: int | None
     ) -> list[Example]:
         """Examples with the (B, T) arrays of a function; 0 for the tokens of a shared prompt."""
-        mine: dict[int, list[dict[str, tuple[float, ...]]]] = {}
+        mine: dict[int, list[dict[str, np.ndarray]]] = {}
         with self._evaluating():
             for group, batch, results in self._passes(
-                lambda batch: {name: x.flatten().double().tolist() for name, x in function(batch).items()},
+                lambda batch: {name: x.flatten().double().cpu().numpy() for name, x in function(batch).items()},
                 examples,
                 budget,
             ):
@@ -44,14 +45,17 @@ class Passes:
                 places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
                 for i in group:
                     mine[i] = [
-                        {name: (0.0,) * skipped + tuple(flat[start : end + 1]) for name, flat in results.items()}
+                        {
+                            name: np.concatenate([np.zeros(skipped), flat[start : end + 1]])
+                            for name, flat in results.items()
+                        }
                         for _, (skipped, start, end) in zip(examples[i].sequences, places, strict=False)
                     ]
-        found = {i: arrays for part in self.gather(mine) for i, arrays in part.items()}
+        arrays = {i: of_example for part in self.gather(mine) for i, of_example in part.items()}
         return [
             dataclasses.replace(
                 example,
-                sequences=tuple(s.with_arrays(**new) for s, new in zip(example.sequences, found[i], strict=True)),
+                sequences=tuple(s.with_arrays(**new) for s, new in zip(example.sequences, arrays[i], strict=True)),
             )
             for i, example in enumerate(examples)
         ]
