@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from ablations import ABLATIONS, Without
 from side import Clock, Job, score
@@ -13,12 +15,13 @@ from workload import LONGEST
 
 from burnish import DPO, PPO, SFT, Trainer
 from burnish.data.batching import permutation
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Completion, Request
+from burnish.generate.sampling import Sampling
 from burnish.methods.reinforce import Reinforce
 from burnish.methods.reward import RewardModel
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.types import Completion
 
 PPO_EPOCHS = 4
 
@@ -85,28 +88,42 @@ def method(job: Job, clock: Clock, tokenizer: Any, settings: dict[str, Any]) -> 
 
 
 def counted(job: Job, clock: Clock) -> Any:
-    """The default generator, or one that gives the job's completions; it counts tokens."""
-    local = LocalGenerator()
+    """Makes the default generator, or one that gives the job's completions; it counts tokens."""
 
-    def complete(model: Any, requests: list[Any], *args: Any, **others: Any) -> list[Completion]:
-        done = as_given(job, model, requests) if job.given else local(model, requests, *args, **others)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for request, one in zip(requests, done, strict=True):
-            groups.setdefault(tuple(request.tokens), []).append(len(one.tokens))
-        clock.sequences.append([(len(prompt), answers) for prompt, answers in groups.items()])
-        clock.completed.append(sum(len(completion.tokens) for completion in done))
-        return done
+    class Counted(LocalGenerator):
+        def submit(self, requests: Sequence[Request], version: int) -> list[int]:
+            self.given = as_given(job, self.model, requests) if job.given else []
+            self.handles = super().submit(requests, version)
+            self.prompts = {handle: r.tokens for handle, r in zip(self.handles, requests, strict=True)}
+            self.done: dict[int, Completion] = {}
+            return self.handles
 
-    return complete
+        def poll(self, timeout: float | None) -> list[tuple[int, Completion]]:
+            if job.given:
+                done = list(zip(self.handles, self.given, strict=True))
+                self.cancel()
+            else:
+                done = super().poll(timeout)
+            self.done.update(done)
+            if len(self.done) == len(self.handles):
+                groups: dict[tuple[int, ...], list[int]] = {}
+                for handle in self.handles:
+                    groups.setdefault(self.prompts[handle], []).append(len(self.done[handle].tokens))
+                clock.sequences.append([(len(prompt), answers) for prompt, answers in groups.items()])
+                clock.completed.append(sum(len(completion.tokens) for completion in self.done.values()))
+            return done
+
+    return Counted
 
 
 @torch.no_grad()
-def as_given(job: Job, model: Any, requests: list[Any]) -> list[Completion]:
+def as_given(job: Job, model: Any, requests: Sequence[Request]) -> list[Completion]:
     """The job's completions with the model's log-probabilities."""
     completions = [ids for samples in job.given or [] for ids in samples]
     done = []
     for request, ids in zip(requests, completions, strict=True):
         logits = model(torch.tensor([[*request.tokens, *ids]])).logits[0, len(request.tokens) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-        done.append(Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] == 2 else "length"))
+        finish_reason = "stop" if ids[-1] == 2 else "length"
+        done.append(Completion(np.array(ids), np.array(logprobs), None, None, finish_reason, version=0))
     return done

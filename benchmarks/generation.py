@@ -15,13 +15,16 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import run
 import torch
 import transformers
 
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, complete, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs
 
 END_SHARE = 64  # one token in so many ends a completion
@@ -66,11 +69,11 @@ def reset_peak() -> None:
         forget.write_text("5")
 
 
-def measure(complete: Callable[[int], list[int]], seed: int) -> dict[str, float]:
+def measure(side: Callable[[int], list[int]], seed: int) -> dict[str, float]:
     """Tokens of one run, its CPU and wall seconds, and its peak of memory."""
     reset_peak()
     wall, cpu = time.perf_counter(), time.process_time()
-    tokens = sum(complete(seed))
+    tokens = sum(side(seed))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     return {"tokens": tokens, "cpu": cpu, "wall": wall, "tokens_per_cpu_second": tokens / cpu, "peak_mib": peak_mib()}
 
@@ -98,13 +101,14 @@ def main() -> None:
     settings |= {"max_new_tokens": arguments.new_tokens, "eos_token_id": ends, "pad_token_id": 0}
 
     def burnish(seed: int) -> list[int]:
-        requests = [Request(row, request_seed(seed, i, 0, 0)) for i, row in enumerate(ids)]
-        done = LocalGenerator(batch_size=arguments.prompts)(model, requests, sampling, eos_ids=ends, pad_id=0)
+        settings: tuple[Any, ...] = (sampling, frozenset(ends))
+        requests = [Request(row, request_seed(seed, i, 0, 0), *settings) for i, row in enumerate(ids)]
+        done = complete(LocalGenerator(model, SimpleNamespace(pad_token_id=0), slots=arguments.prompts), requests)
         nonlocal gap
         if gap is None:
             gap = 0.0
             for row, completion in zip(ids, done, strict=True):
-                tokens = torch.tensor([row + completion.tokens])
+                tokens = torch.tensor([(*row, *completion.tokens.tolist())])
                 expected = token_logprobs(model(tokens).logits, tokens)[0, len(row) :]
                 gap = max(gap, (expected - torch.tensor(completion.logprobs)).abs().max().item())
         return [len(completion.tokens) for completion in done]
@@ -117,14 +121,14 @@ def main() -> None:
 
     gap: float | None = None
     sides = {"burnish": burnish, "transformers": peer}
-    for complete in sides.values():
-        complete(0)
+    for side in sides.values():
+        side(0)
     print(f"largest gap to the log-probabilities of a forward pass: {gap:.1g}")
     assert gap is not None and gap < 1e-4, f"log-probabilities differ from a forward pass by {gap}"
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for repeat in range(arguments.repeats):
-        for name, complete in list(sides.items())[:: 1 if repeat % 2 else -1]:
-            runs[name].append(measure(complete, repeat + 1))
+        for name, side in list(sides.items())[:: 1 if repeat % 2 else -1]:
+            runs[name].append(measure(side, repeat + 1))
             print(f"{name:12}", "  ".join(f"{key} {value:.4g}" for key, value in runs[name][-1].items()), flush=True)
     ratios = {}
     for key in ("cpu", "wall", "peak_mib"):

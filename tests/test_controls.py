@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from burnish import DPO, PPO, SFT, RewardModel
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.math.kl import AdaptiveKL
 from burnish.types import Conversation, Messages, Preference, Prompt, Trajectory
 

@@ -204,7 +204,7 @@ def generate(
     if output is not None:
         _say(f"{inference.write(loaded, rows, how, output, seed, scores)} completions in {output}")
         return
-    for _, lines in inference.complete(loaded, rows, how, seed, scores):
+    for _, lines in inference.completions(loaded, rows, how, seed, scores):
         for line in lines:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
             _say(f"> {prompt}" if len(rows) > 1 else "", line["completion"])

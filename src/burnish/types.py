@@ -328,17 +328,6 @@ class MicroBatch:
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
-class Completion(NamedTuple):
-    """What a generator returns: ``Completion((42, 2), (-0.1, -0.3), "stop")``.
-
-    ``logprobs`` are those of the distribution that was sampled from; ``finish`` is stop, length or aborted.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-
-
 class Turn(NamedTuple):
     """One message that the policy wrote, and why its generation ended: ``Turn("42", "stop")``."""
 
@@ -410,6 +399,7 @@ class Trajectory:
 
 
 Scoring = list[float] | list[list[float]]
+"""A number for each trajectory, or for each of its sampled tokens."""
 
 
 class Reward(Protocol):

@@ -21,10 +21,12 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from burnish import cli
-from burnish.commands.chat import Reader, Talk, pieces, sampled
+from burnish.commands.chat import Talk, pieces
 from burnish.commands.generate import Loaded
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, complete, request_seed
+from burnish.generate.sampling import Sampling
 
 
 @pytest.fixture
@@ -62,42 +64,37 @@ def test_a_cut_character_is_told_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}, {"stop": ["a", "e", "0"]}])
-def test_tokens_that_stream_are_those_of_the_generator(tiny_llama: Any, tiny_tokenizer: Any, how: Any) -> None:
-    model, sampling = tiny_llama(dtype=torch.float64), Sampling(max_new_tokens=20, **how)
-    ends: dict[str, Any] = {"eos_ids": (2,), "pad_id": 0, "tokenizer": tiny_tokenizer}
-    for seed in range(5):
-        (whole,) = LocalGenerator()(model, [Request((1, 9, 8), seed)], sampling, **ends)
-        assert tuple(sampled(Reader(model), (1, 9, 8), sampling, seed, 20, tiny_tokenizer)) == whole.tokens
-
-
-def test_what_was_read_is_not_read_again_and_changes_nothing(tiny_llama: Any) -> None:
-    model, widths = tiny_llama(dtype=torch.float64), []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    reader = Reader(model)
-    for tokens in [(1, 9, 8), (1, 9, 8, 7, 6), (1, 9, 5)]:
-        with torch.no_grad():
-            expected = model(input_ids=torch.tensor([tokens])).logits[:, -1]
-        torch.testing.assert_close(reader.logits(tokens), expected)
-    assert widths[1::2] == [3, 2, 3]
+def test_tokens_that_stream_are_those_of_the_generator(make_talk: Any, how: Any) -> None:
+    talk = make_talk(max_new_tokens=20, **how)
+    model, tokenizer = talk.loaded.model, talk.loaded.tokenizer
+    for number in range(5):
+        prompt, said = talk.prompt([{"role": "user", "content": f"question {number}"}]), list[int]()
+        talk.answers = number
+        request = Request(prompt, request_seed(3, number, 0, 0), talk.sampling, frozenset({2}))
+        (whole,) = complete(LocalGenerator(model, tokenizer), [request])
+        assert list(talk._sampled(prompt, said)) == said == whole.tokens.tolist()
+        assert talk.ended_by == whole.finish_reason
 
 
 def test_a_turn_goes_on_from_the_one_before(make_talk: Any) -> None:
     talk = make_talk(system="sys")
     first = "".join(talk.answer("hello"))
-    read = talk.reader.read
+    widths: list[int] = []
+    talk.loaded.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     "".join(talk.answer("again"))
     assert [m["role"] for m in talk.turns] == ["user", "assistant", "user", "assistant"]
     assert talk.turns[1]["content"] == first.partition(" [")[0].strip()
-    assert talk.reader.read[: len(read)] == read, "the same ids, so that the cache is used"
+    new = len(talk.prompt(talk.turns[:3])) - len(talk.prompt(talk.turns[:1]))
+    assert 1 < widths[0] < new, "only what came after the first answer is read"
 
 
 def test_a_full_context_drops_the_oldest_turns_whole(make_talk: Any) -> None:
     talk = make_talk(system="sys", context=128)
     for n in range(4):
         shown = "".join(talk.answer(f"question {n}"))
-    text = talk.loaded.tokenizer.decode(talk.reader.read)
+    text = talk.loaded.tokenizer.decode(talk.generator._session.held[0])
     assert "system\nsys<|im_end|>" in text and "question 0" not in text
     assert "the context of 128 tokens is full; forgotten: 'question " in shown
     assert talk.turns[0]["role"] == "user" and talk.turns[-2]["content"] == "question 3"
@@ -110,14 +107,14 @@ def test_a_full_context_drops_the_oldest_turns_whole(make_talk: Any) -> None:
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = make_talk(max_new_tokens=20)
-    forward, calls = talk.reader.logits, []
+    poll, calls = talk.generator.poll, []
 
-    def interrupted(tokens: Any) -> Any:
-        calls.append(tokens)
+    def interrupted(timeout: Any) -> Any:
+        calls.append(timeout)
         talk.stopped = len(calls) == 4
-        return forward(tokens)
+        return poll(timeout)
 
-    monkeypatch.setattr(talk.reader, "logits", interrupted)
+    monkeypatch.setattr(talk.generator, "poll", interrupted)
     shown = "".join(talk.answer("hello"))
     assert shown.endswith(" [stopped]\n")
     assert len(calls) == 4 and talk.turns[-1]["role"] == "assistant"

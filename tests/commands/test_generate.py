@@ -124,7 +124,7 @@ def test_a_system_message_stands_before_the_prompt(here: Path, tiny_folder: Path
 def test_lengths_are_drawn_from_a_range(here: Path, tiny_folder: Path) -> None:
     how = inference.decoding({"length_range": [2, 4], "samples": 40})
     loaded = inference.load(str(tiny_folder))
-    ((_, rows),) = inference.complete(loaded, inference.prompts(["1+1"]), how)
+    ((_, rows),) = inference.completions(loaded, inference.prompts(["1+1"]), how)
     assert {len(row["completion"]) <= 3 for row in rows} == {True}
     assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from burnish.errors import UserError
 from burnish.generate.beams import Beams, search
-from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, complete
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs
 
 EOS = 2
@@ -37,9 +40,17 @@ def llama(vocabulary: int = 30, seed: int = 0, **changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**settings)).eval()
 
 
+class Done(NamedTuple):
+    """A completion as plain values, which can be compared."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
 def run(model: Any, prompt: tuple[int, ...], seed: int = 0, tokenizer: Any = None, **how: Any) -> Any:
-    settings = Beams(**how)
-    return search(model, Request(prompt, seed), settings, eos_ids=(EOS,), pad_id=0, tokenizer=tokenizer)
+    done = search(model, prompt, Beams(**how), seed, eos_ids=(EOS,), pad_id=0, tokenizer=tokenizer)
+    return [Done(tuple(c.tokens.tolist()), tuple(c.logprobs.tolist()), c.finish_reason) for c in done]
 
 
 @torch.no_grad()
@@ -110,15 +121,11 @@ def test_a_sliding_window_is_seen() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_one_beam_is_greedy(seed: int) -> None:
     model, prompt = llama(30, seed), (5, 9, 8)
-    (greedy,) = LocalGenerator()(
-        model,
-        [Request(prompt, 0)],
-        Sampling(temperature=0.0, max_new_tokens=12, min_new_tokens=2),
-        eos_ids=(EOS,),
-        pad_id=0,
-    )
+    sampling = Sampling(temperature=0.0, max_new_tokens=12, min_new_tokens=2)
+    generator = LocalGenerator(model, SimpleNamespace(pad_token_id=0))
+    (greedy,) = complete(generator, [Request(prompt, 0, sampling, frozenset({EOS}))])
     (found,) = run(model, prompt, beams=1, max_new_tokens=12, min_new_tokens=2)
-    assert found.tokens == greedy.tokens and found.finish_reason == greedy.finish_reason
+    assert found.tokens == tuple(greedy.tokens.tolist()) and found.finish_reason == greedy.finish_reason
     assert math.fsum(found.logprobs) == pytest.approx(logprob(model, prompt, found.tokens), abs=1e-4)
 
 

@@ -1,7 +1,9 @@
 """The local generator against transformers' generate, full forward passes and exact probabilities."""
 
 import math
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import peft
 import pytest
@@ -24,7 +26,10 @@ from transformers import (
 )
 
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator, Request, Sampling, draw, request_seed
+from burnish.generate.draw import draw
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Completion, Request, complete, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs, warp
 
 V = 50
@@ -60,9 +65,27 @@ def requests(*lengths, seed=0):
     return [Request(tokens, 100 + i) for i, tokens in enumerate(prompts(*lengths, seed=seed))]
 
 
+class Done(NamedTuple):
+    """A completion as plain values, which can be compared."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+def plain(completion: Completion) -> Done:
+    assert completion.tokens.dtype == "int64" and completion.logprobs.dtype == "float64"
+    return Done(tuple(completion.tokens.tolist()), tuple(completion.logprobs.tolist()), completion.finish_reason)
+
+
+def pads(pad_id):
+    return SimpleNamespace(pad_token_id=pad_id)
+
+
 def run(model: Any, requests, batch_size=64, eos_ids=(), pad_id=None, tokenizer=None, **sampling: Any):
-    local = LocalGenerator(batch_size=batch_size)
-    return local(model, requests, Sampling(**sampling), eos_ids=eos_ids, pad_id=pad_id, tokenizer=tokenizer)
+    generator = LocalGenerator(model, tokenizer or (None if pad_id is None else pads(pad_id)), slots=batch_size)
+    settings = {"sampling": Sampling(**sampling), "stop_ids": frozenset(eos_ids)}
+    return [plain(done) for done in complete(generator, [replace(request, **settings) for request in requests])]
 
 
 def reference(model, tokens, new, eos_ids):
@@ -292,6 +315,8 @@ def test_an_end_token_with_id_0_ends():
 
 class Letters:
     """A tokenizer that writes token i as the letter i."""
+
+    pad_token_id = None
 
     def batch_decode(self, rows, **options):
         return ["".join(chr(97 + token % 26) for token in row) for row in rows]

@@ -8,8 +8,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from burnish.generate import local as generate
-from burnish.generate.local import LocalGenerator, Request, Sampling
+from burnish.generate import session
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, complete
+from burnish.generate.sampling import Sampling
 from burnish.kernels.decoding import ROWS, attend, by_rows
 
 ROWS_OF_CACHE = ROWS + 3  # a second group, which is not full
@@ -64,16 +66,17 @@ def test_generations_are_those_of_fused_attention(monkeypatch):
         initializer_range=0.3,
     )
     model = LlamaForCausalLM(config).eval()
-    wanted = [Request(tuple(range(2, 3 + length)), length) for length in range(1, 41)]
+    sampling, ends, pads = Sampling(max_new_tokens=30), frozenset({3, 5, 8}), SimpleNamespace(pad_token_id=0)
+    wanted = [Request(tuple(range(2, 3 + length)), length, sampling, ends) for length in range(1, 41)]
 
     def run():
-        return LocalGenerator(batch_size=24)(model, wanted, Sampling(max_new_tokens=30), eos_ids=(3, 5, 8), pad_id=0)
+        return complete(LocalGenerator(model, pads, slots=24), wanted)
 
     found = run()
     assert model.config._attn_implementation == "sdpa", "the model has its own attention back"
-    monkeypatch.setattr(generate, "by_rows", lambda config, wanted: nullcontext())
+    monkeypatch.setattr(session, "by_rows", lambda config, wanted: nullcontext())
     expected = run()
-    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
     for a, b in zip(found, expected, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 

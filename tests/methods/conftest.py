@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from burnish import PPO
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.types import Example, Prompt, Trajectory
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.rewards.functions import NamedReward
 from burnish.types import Example, Sequence, Trajectory
 

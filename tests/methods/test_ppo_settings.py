@@ -19,12 +19,13 @@ from transformers import (
 )
 
 from burnish import PPO, UserError
-from burnish.generate.local import Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Completion
+from burnish.generate.sampling import Sampling
 from burnish.models.forward import SamplingTransform
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.loader import Sampler
-from burnish.types import Completion
 
 TOP_K = Sampling(max_new_tokens=6, top_k=20)
 
@@ -184,15 +185,13 @@ def test_settings_that_contradict_each_other_are_told(settings: dict, message: s
 
 
 def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
-    from burnish.generate.local import LocalGenerator
-
     class Liar(LocalGenerator):
-        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
-            return [c._replace(logprobs=tuple(x - 0.06 for x in c.logprobs)) for c in super().__call__(*args, **named)]
+        def poll(self, timeout: float | None) -> list[tuple[int, Completion]]:
+            return [(handle, replace(c, logprobs=c.logprobs - 0.06)) for handle, c in super().poll(timeout)]
 
     with pytest.raises(RuntimeError, match=r"differ by 0\.06 a token on average \(limit 0\.05\)"):
-        run(generator=Liar())
-    found = run(generator=Liar(), max_sampler_mismatch=0.07, rows=4)
+        run(generator=Liar)
+    found = run(generator=Liar, max_sampler_mismatch=0.07, rows=4)
     assert found.experience("sampler_mismatch") == [pytest.approx(0.06, abs=1e-5)]
     assert found.log[0]["ratio"] == pytest.approx(1, abs=1e-5)  # of the trainer's own log-probabilities
 
@@ -223,19 +222,21 @@ def test_a_critic_with_a_window_of_its_own_decides_how_rows_lie(run: Any, tiny_t
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step(run: Any, epochs: int) -> None:
-    from burnish.generate.local import LocalGenerator
-
     class Liar(LocalGenerator):
-        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
-            first, second, *others = super().__call__(*args, **named)
-            return [first, second._replace(logprobs=tuple(x - 0.3 for x in second.logprobs)), *others]
+        def submit(self, requests: Any, version: int) -> list[int]:
+            _, self.second, *_ = handles = super().submit(requests, version)
+            return handles
+
+        def poll(self, timeout: float | None) -> list[tuple[int, Completion]]:
+            done = super().poll(timeout)
+            return [(n, replace(c, logprobs=c.logprobs - 0.3 * (n == self.second))) for n, c in done]
 
     how = {"epochs": epochs, "mini_batches": 1, "rows": 4}  # one batch: the last iteration is looked at too
     taken: list[Any] = []
     with pytest.raises(RuntimeError, match=r"differ by 0\.\d+ a token in the first step .* \(limit 0\.05\)"):
-        run(generator=Liar(), arguments={"own": {"callbacks": [Taken(taken)]}}, **how)
+        run(generator=Liar, arguments={"own": {"callbacks": [Taken(taken)]}}, **how)
     assert not taken
-    found = run(generator=Liar(), max_sampler_mismatch=0.5, **how)
+    found = run(generator=Liar, max_sampler_mismatch=0.5, **how)
     assert len(found.steps) == epochs
     # rounding of half precision between two passes of the trainer is no gap to the sampler
     loader = found.trainer.loader

@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Completion
+from burnish.generate.sampling import Sampling
 from burnish.models.layout import Layout
-from burnish.types import Completion, Example, Prompt, Scored, Sequence, Trajectory
+from burnish.types import Example, Prompt, Scored, Sequence, Trajectory
 
 FOUR = Sampling(max_new_tokens=6, samples=4)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -222,20 +226,21 @@ def test_several_updates_are_clipped(run: Any) -> None:
 class Witness(LocalGenerator):
     """Keeps a copy of every policy that it samples from."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.policies: list[Any] = []
 
-    def __call__(self, model: Any, *rest: Any, **named: Any) -> list[Completion]:
-        self.policies.append(copy.deepcopy(model))
-        return super().__call__(model, *rest, **named)
+    def submit(self, requests: Any, version: int) -> list[int]:
+        self.policies.append(copy.deepcopy(self.model))
+        return super().submit(requests, version)
 
 
 def test_the_kl_is_that_of_whole_distributions_whatever_top_k_leaves_out(run: Any, tiny_llama: Any) -> None:
-    reference, witness = tiny_llama(), Witness()
+    reference = tiny_llama()
     sampling = Sampling(max_new_tokens=6, samples=4, top_k=3, temperature=0.5)
     settings = SETTINGS["grpo"] | {"kl_estimate": "k2", "reduction": "fixed_length"}
-    trainer, batches, _ = run(sampling=sampling, generator=witness, **settings)
+    trainer, batches, _ = run(sampling=sampling, generator=Witness, **settings)
+    witness = trainer.method.sampler.generator
     line = trainer.state.log_history[1]
     sums, squares, policy = [], [], []
     for example in batches[1]:
@@ -353,14 +358,12 @@ def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
     class Liar(LocalGenerator):
         """Says that each token was less likely than it was, by a factor that grows along the completion."""
 
-        def __call__(self, *args: Any, **named: Any) -> list[Completion]:
-            return [
-                c._replace(logprobs=tuple(x - 0.1 * i for i, x in enumerate(c.logprobs)))
-                for c in super().__call__(*args, **named)
-            ]
+        def poll(self, timeout: float | None) -> list[tuple[int, Completion]]:
+            done = super().poll(timeout)
+            return [(n, replace(c, logprobs=c.logprobs - 0.1 * np.arange(len(c.logprobs)))) for n, c in done]
 
     _, (honest, *_), _ = run(rows=2, max_sampler_mismatch=1.0)
-    _, (found, *_), _ = run(rows=2, generator=Liar(), max_sampler_mismatch=1.0, importance_cap=1.25)
+    _, (found, *_), _ = run(rows=2, generator=Liar, max_sampler_mismatch=1.0, importance_cap=1.25)
     for a, b in zip(honest, found, strict=True):
         expected = [x * min(math.exp(0.1 * i), 1.25) for i, x in enumerate(advantage(a))]
         assert advantage(b) == pytest.approx(expected, rel=1e-4)

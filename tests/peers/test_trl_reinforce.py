@@ -11,7 +11,7 @@ import torch
 
 from burnish import Reinforce
 from burnish.data.batching import RowLoader
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.math.advantages import group
 from burnish.types import Example, Sequence, Text
 

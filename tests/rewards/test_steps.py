@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from burnish import PPO, StepValue, config
 from burnish.config import run as pipeline
 from burnish.errors import UserError
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.math import advantages
 from burnish.render import chat
 from burnish.render.solutions import step_ends, step_tokens

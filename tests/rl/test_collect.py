@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from burnish import PPO, UserError
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.render import chat
 from burnish.render.chat import Truncation
 from burnish.report.metrics import Recorder, read_lines
@@ -65,8 +65,8 @@ def test_every_prompt_gets_its_samples_in_order(trainer_of: Any, tiny_tokenizer:
     def sampled(indices: list[int], samples: int, iteration: int) -> list[Trajectory]:
         sampling = Sampling(max_new_tokens=5, samples=samples)
         rewards = [NamedReward("tokens", 1.0, tokens_reward)]
-        method = trainer.method
-        return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.context, method.sampler.generator)
+        generator = trainer.method.sampler.bind(trainer.context)
+        return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.context, generator)
 
     four = sampled([4, 0, 2], 4, 7)
     assert [t.source for t in four] == [f"prompts:{i}" for i in (4, 0, 2) for _ in range(4)]
@@ -163,7 +163,7 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
 
     def rollouts(reward: Any, iteration: int = 7) -> list[Trajectory]:
         rewards = [NamedReward("tokens", 2.0, reward), NamedReward("noise", 1.0, noise)]
-        generator = trainer.method.sampler.generator
+        generator = trainer.method.sampler.bind(trainer.context)
         sampling = Sampling(max_new_tokens=5, samples=2)
         return collect(rows, tokens, [3, 0, 1], iteration, sampling, rewards, trainer.context, generator)
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.generate.protocol import Completion
 from burnish.math.advantages import gae, group, token_rewards
 from burnish.rl.trajectory import (
     begin,
@@ -18,13 +19,14 @@ from burnish.rl.trajectory import (
     with_scores,
     with_turn,
 )
-from burnish.types import Completion, Example, Prompt, Sequence, Trajectory, Turn
+from burnish.types import Example, Prompt, Sequence, Trajectory, Turn
 
 ROW = Prompt(({"role": "user", "content": "12 + 30 ="},), {"answer": "42"}, "prompts.jsonl:17")
 
 
 def completion(tokens: list[int], finish_reason: str = "stop") -> Completion:
-    return Completion(tuple(tokens), tuple(-token / 10 for token in tokens), finish_reason)
+    ids = np.array(tokens, np.int64)
+    return Completion(ids, -ids / 10, None, None, finish_reason, version=0)
 
 
 def test_a_completion_is_a_trajectory_of_one_turn() -> None:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments, get_linear_schedule
 from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer, files
 from burnish.data.readers import load
 from burnish.errors import UserError
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.models import layout
 from burnish.models.adapters import AdapterConfig, add_adapter
 from burnish.report.metrics import Recorder, is_timing, read_metrics

@@ -11,15 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import typer
-from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from burnish.commands.generate import Loaded
 from burnish.errors import UserError
-from burnish.generate.local import Sampling, completes_stop, draw, request_seed
-from burnish.models.forward import backbone, evaluating, head, unwrap
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, request_seed
+from burnish.generate.sampling import Sampling
+from burnish.models.forward import unwrap
 from burnish.render import chat
 from burnish.rl.collect import eos_ids
 from burnish.types import Message
@@ -33,48 +32,6 @@ HELP = {
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Reader:
-    """A model with the keys and values of the tokens that it has read: ``Reader(model).logits((1, 9, 8))``."""
-
-    model: Any
-    read: tuple[int, ...] = ()
-    cache: DynamicCache | None = None
-
-    def logits(self, tokens: tuple[int, ...]) -> Tensor:
-        """Logits (1, V) of what follows; tokens that go on from those read before are read from there."""
-        done = len(self.read)
-        if self.cache is None or not done < len(tokens) or tokens[:done] != self.read:
-            self.cache, done = DynamicCache(config=unwrap(self.model).config.get_text_config(decoder=True)), 0
-        self.read = ()  # a forward pass that fails leaves a half-filled cache
-        with evaluating(self.model):
-            inputs = torch.tensor([tokens[done:]], device=unwrap(self.model).device)
-            hidden = backbone(self.model)(input_ids=inputs, past_key_values=self.cache, use_cache=True)
-            logits = head(self.model)(hidden.last_hidden_state[:, -1])
-        self.read = tokens
-        return logits
-
-
-def sampled(
-    reader: Reader, prompt: tuple[int, ...], sampling: Sampling, seed: int, limit: int, tokenizer: Any
-) -> Iterator[int]:
-    """Tokens of one completion, each as soon as it is drawn: the same as ``LocalGenerator`` draws with this seed."""
-    ends = eos_ids(reader.model, tokenizer)
-    pad = tokenizer.pad_token_id
-    uniforms = torch.rand(sampling.longest, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    tokens: list[int] = []
-    for uniform in uniforms[:limit]:
-        logits = reader.logits((*prompt, *tokens))
-        never = torch.arange(logits.shape[-1], device=logits.device)[None] == (
-            -1 if pad is None or pad in ends else pad
-        )
-        token = int(draw(logits, uniform[None].to(logits.device), sampling, never)[0])
-        tokens.append(token)
-        yield token
-        if token in ends or (sampling.stop and completes_stop(tokenizer, [tokens], sampling.stop)[0]):
-            return
 
 
 def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
@@ -110,9 +67,10 @@ class Talk:
     turns: list[Message] = field(default_factory=list)
     answers: int = 0
     stopped: bool = False
+    ended_by: str | None = None
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.loaded.model)
+        self.generator = LocalGenerator(self.loaded.model, self.loaded.tokenizer, slots=1)
         config = unwrap(self.loaded.model).config.get_text_config(decoder=True)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 
@@ -152,30 +110,34 @@ class Talk:
         if dropped:
             yield _note(f"the context of {self.context} tokens is full; forgotten: {', '.join(map(_short, dropped))}")
             yield "\n"
-        room = self.sampling.longest if self.context is None else self.context - len(prompt)
-        limit = min(room, self.sampling.longest)
-        tokenizer, said = self.loaded.tokenizer, []
-        seed = request_seed(self.seed, self.answers, 0, 0)
-
-        def kept() -> Iterator[int]:
-            for token in sampled(self.reader, prompt, self.sampling, seed, limit, tokenizer):
-                said.append(token)
-                yield token
-                if self.stopped:
-                    return
-
+        tokenizer, said = self.loaded.tokenizer, list[int]()
         begun, note = False, ""
-        for piece in pieces(tokenizer, kept()):
+        for piece in pieces(tokenizer, self._sampled(prompt, said)):
             shown = piece if begun else piece.lstrip()
             begun = begun or bool(shown)
             yield _harmless(shown)
-        if self.stopped:
+        if self.ended_by is None:
             note = "stopped"
-        elif len(said) == limit and said[-1] not in eos_ids(self.loaded.model, tokenizer):
-            note = f"cut after {limit} tokens" + (": the context is full" if limit == room else "")
+        elif self.ended_by != "stop":
+            note = f"cut after {len(said)} tokens" + (": the context is full" if self.ended_by == "context" else "")
         self.answers += 1
         self.turns.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True).strip()})
         yield f" {_note(note)}\n" if note else "\n"
+
+    def _sampled(self, prompt: tuple[int, ...], said: list[int]) -> Iterator[int]:
+        """Tokens of an answer as they are drawn, which are added to ``said``; sets what ended it, None if stopped."""
+        ends = frozenset(eos_ids(self.loaded.model, self.loaded.tokenizer))
+        request = Request(prompt, request_seed(self.seed, self.answers, 0, 0), self.sampling, ends)
+        (handle,) = self.generator.submit([request], self.generator.version)
+        self.ended_by = None
+        while not self.stopped and self.ended_by is None:
+            done = self.generator.poll(0)
+            if done:
+                self.ended_by = done[0][1].finish_reason
+            tokens = done[0][1].tokens.tolist() if done else self.generator.tokens_so_far(handle)
+            said.append(tokens[-1])
+            yield tokens[-1]
+        self.generator.cancel()
 
 
 def _note(text: str) -> str:

@@ -26,19 +26,18 @@ from burnish.config.run import model_reference, named_reward
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, request_seed
 from burnish.math.statistics import best_of_k, bootstrap, pass_at_k
 from burnish.methods.pretrain import Pretrain
 from burnish.methods.reward import RewardModel
 from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
-from burnish.models.heads import Network
 from burnish.models.layout import Layout
-from burnish.protocols import Context
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
-from burnish.rl.collect import collect
+from burnish.rl.collect import eos_ids, sample_and_score
 from burnish.rl.metrics import sample_rows
 from burnish.types import Conversation, Example, Preference, Prompt, Ranking, Row, Text, Trajectory
 
@@ -258,8 +257,17 @@ def _measure_answers(
     writer = chat.Renderer(loaded.tokenizer)
     tokens = chat.results(chat.prompt.draft(writer, row) for row in prompts)
     sampling = evaluation.generation
-    trajectories = collect(
-        prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, _context(loaded, evaluation), LocalGenerator()
+    ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
+    for i, ids in enumerate(tokens):
+        seeds = [request_seed(evaluation.seed, i, g, 0) for g in range(sampling.samples)]
+        requests += [Request(ids, seed, sampling, ends) for seed in seeds]
+    trajectories = sample_and_score(
+        [row for row in prompts for _ in range(sampling.samples)],
+        requests,
+        rewards,
+        LocalGenerator(loaded.model, loaded.tokenizer),
+        loaded.tokenizer,
+        seed=(evaluation.seed, 0, 0),
     )
     by_row: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -317,30 +325,6 @@ def _log_ratios(
     for (owner, _), a, b in zip(owners, *sides, strict=True):
         ratios[owner] += math.fsum(a) - math.fsum(b)
     return "kl" if whole else "log ratio", ratios
-
-
-def _context(loaded: Loaded, evaluation: Evaluation) -> Context:
-    """What ``collect`` uses of a run; there is none here, and one process."""
-
-    def none(*_: Any) -> Any:
-        raise AssertionError("nothing is trained here")
-
-    return Context(
-        network=Network(loaded.model),
-        tokenizer=loaded.tokenizer,
-        length=evaluation.data,
-        seed=evaluation.seed,
-        rows_per_step=1,
-        rank=0,
-        world_size=1,
-        device=unwrap(loaded.model).device,
-        evaluate=none,
-        annotate=none,
-        gather=lambda value: [value],
-        last=none,
-        log=none,
-        samples=none,
-    )
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------

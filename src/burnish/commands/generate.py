@@ -19,13 +19,15 @@ from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.files import write_text
 from burnish.generate.beams import Beams, search
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Completion, Request, complete, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
 from burnish.render import chat
 from burnish.rl.collect import eos_ids
-from burnish.types import Completion, Config, Example, Prompt, Sequence
+from burnish.types import Config, Example, Prompt, Sequence
 
 AT_ONCE = 64
 """Completions that are generated before they are written."""
@@ -127,7 +129,7 @@ def _below(row: Prompt, system: str | None) -> Prompt:
 # --- completions --------------------------------------------------------------------------------------------------
 
 
-def complete(
+def completions(
     loaded: Loaded, found: list[Prompt], how: Sampling | Beams, seed: int = 0, scores: bool = False, start: int = 0
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Rows with the completions of the prompts from ``start`` on, some at a time; with how many prompts those were.
@@ -142,20 +144,23 @@ def complete(
     tokens = chat.results(chat.prompt.draft(writer, row) for row in found)
     _check_room(loaded.model, found, tokens)
     seen: dict[tuple[int, ...], int] = {}
-    requests: list[list[Request]] = []
+    seeds: list[list[int]] = []
     for ids in tokens:
         first = seen.get(ids, 0)
         seen[ids] = first + how.samples
         key = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "big")
-        requests.append([Request(ids, request_seed(seed, key, first + g, 0)) for g in range(how.samples)])
+        seeds.append([request_seed(seed, key, first + g, 0) for g in range(how.samples)])
     step = 1 if isinstance(how, Beams) else max(1, AT_ONCE // how.samples)
     for first in range(start, len(found), step):
         part = slice(first, first + step)
-        made = _generate(loaded, requests[part], how)
+        made = _generate(loaded, tokens[part], seeds[part], how)
         flat = [(row, c) for row, completions in zip(found[part], made, strict=True) for c in completions]
         lines = [_line(loaded, row, completion) for row, completion in flat]
         if scores:
-            sequences = [completed(chat.prompt(loaded.tokenizer, row), c.tokens, row.source) for row, c in flat]
+            prompt_ids = [ids for ids, group in zip(tokens[part], made, strict=True) for _ in group]
+            sequences = [
+                completed(ids, c.tokens.tolist(), row.source) for ids, (row, c) in zip(prompt_ids, flat, strict=True)
+            ]
             for line, values in zip(lines, logprobs(loaded.model, sequences), strict=True):
                 count = max(1, len(values))
                 line |= {"logprob": sum(values), "logprob_mean": sum(values) / count}
@@ -173,18 +178,19 @@ def _check_room(model: Any, found: list[Prompt], tokens: list[tuple[int, ...]]) 
             )
 
 
-def _generate(loaded: Loaded, requests: list[list[Request]], how: Sampling | Beams) -> list[list[Completion]]:
-    """Completions of each prompt."""
+def _generate(
+    loaded: Loaded, prompts: list[tuple[int, ...]], seeds: list[list[int]], how: Sampling | Beams
+) -> list[list[Completion]]:
+    """Completions of each prompt's token ids, drawn with its seeds."""
     model, tokenizer = loaded.model, loaded.tokenizer
-    ends: dict[str, Any] = {
-        "eos_ids": eos_ids(model, tokenizer),
-        "pad_id": tokenizer.pad_token_id,
-        "tokenizer": tokenizer,
-    }
+    ends = frozenset(eos_ids(model, tokenizer))
+    groups = list(zip(prompts, seeds, strict=True))
     if isinstance(how, Beams):
-        return [[c for request in group for c in search(model, request, how, **ends)] for group in requests]
-    flat = iter(LocalGenerator()(model, [request for group in requests for request in group], how, **ends))
-    return [[next(flat) for _ in group] for group in requests]
+        settings: dict[str, Any] = {"eos_ids": ends, "pad_id": tokenizer.pad_token_id, "tokenizer": tokenizer}
+        return [[c for seed in mine for c in search(model, ids, how, seed, **settings)] for ids, mine in groups]
+    requests = [Request(ids, seed, how, ends) for ids, mine in groups for seed in mine]
+    done = iter(complete(LocalGenerator(model, tokenizer), requests))
+    return [[next(done) for _ in mine] for mine in seeds]
 
 
 def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]:
@@ -201,7 +207,7 @@ def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]
 # --- log-probabilities --------------------------------------------------------------------------------------------
 
 
-def completed(prompt: tuple[int, ...], completion: tuple[int, ...], source: str) -> Sequence:
+def completed(prompt: tuple[int, ...], completion: list[int], source: str) -> Sequence:
     """A prompt with a completion, of which the completion's tokens are asked for."""
     return Sequence((*prompt, *completion), (False,) * len(prompt) + (True,) * len(completion), source)
 
@@ -244,7 +250,7 @@ def write(
     with aside.open("w", encoding="utf-8") as file, Progress(console=Console(stderr=True), transient=True) as progress:
         file.writelines(done)
         task = progress.add_task("prompts", total=len(found), completed=start)
-        for count, lines in complete(loaded, found, how, seed, scores, start):
+        for count, lines in completions(loaded, found, how, seed, scores, start):
             file.write(json.dumps([count, lines], ensure_ascii=False) + "\n")
             file.flush()
             parts.append([count, lines])

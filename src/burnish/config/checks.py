@@ -26,7 +26,7 @@ from burnish.config.schema import (
 from burnish.config.yaml import Keys, Problem, find, mistakes, shown
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.methods import METHODS
 from burnish.models.adapters import AdapterConfig
 from burnish.render.chat import PLAIN_TEMPLATES

@@ -14,7 +14,7 @@ from burnish.config.loading import document
 from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, locate
 from burnish.config.yaml import OVERRIDE, Document, Keys, Problem, complain, mistakes, override
 from burnish.errors import UserError, did_you_mean
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.render.chat import PLAIN_TEMPLATES, Truncation
 from burnish.types import Config
 

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import Discriminator, Field, Tag
 
 from burnish.errors import UserError, did_you_mean
-from burnish.generate.local import Sampling
+from burnish.generate.sampling import Sampling
 from burnish.methods import METHODS
 from burnish.models.adapters import AdapterConfig
 from burnish.render.chat import Truncation

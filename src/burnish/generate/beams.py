@@ -11,16 +11,18 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from burnish.errors import UserError
-from burnish.generate.local import Request, completes_stop
+from burnish.generate.protocol import Completion
+from burnish.generate.stop_strings import completes_stop
 from burnish.math.tensors import upcast, warp
 from burnish.models.forward import backbone, evaluating, head, unwrap
-from burnish.types import Completion, Config
+from burnish.types import Config
 
 
 class Beams(Config, use_attribute_docstrings=True):
@@ -72,14 +74,15 @@ class _Beam(NamedTuple):
 
 def search(
     model: Any,
-    request: Request,
+    prompt: tuple[int, ...],
     how: Beams,
+    seed: int = 0,
     *,
     eos_ids: Collection[int],
     pad_id: int | None,
     tokenizer: Any = None,
 ) -> list[Completion]:
-    """The best completions of a prompt, best first: ``how.returned`` of them, or fewer where no more exist.
+    """The best completions of a prompt's token ids, best first: ``how.returned`` of them, or fewer where no more exist.
 
     With s = sum log p of a beam's tokens, each step goes over all beams and next tokens. Beam search takes the largest
     s. Beam-sampling draws without replacement with probability proportional to exp(s / temperature), among what
@@ -96,21 +99,24 @@ def search(
     """
     if how.stop and tokenizer is None:
         raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
-    limit, cut = _limit(model, request, how)
+    limit, cut = _limit(model, prompt, how)
     with evaluating(model):
-        found = _Search(model, request, how, limit, cut, eos_ids, pad_id, tokenizer).run()
-    return [Completion(beam.tokens, beam.logprobs, beam.finish_reason) for beam in found[: how.returned]]
+        ended = _Search(model, prompt, how, seed, limit, cut, eos_ids, pad_id, tokenizer).run()
+    return [
+        Completion(np.array(beam.tokens), np.array(beam.logprobs), None, None, beam.finish_reason, version=0)
+        for beam in ended[: how.returned]
+    ]
 
 
-def _limit(model: Any, request: Request, how: Beams) -> tuple[int, str]:
+def _limit(model: Any, prompt: tuple[int, ...], how: Beams) -> tuple[int, str]:
     """The most tokens of a completion, and the finish of those that reach it."""
-    if not request.tokens:
+    if not prompt:
         raise UserError("the prompt is empty; expected at least one token, such as BOS")
     context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
-    room = how.max_new_tokens if context is None else context - len(request.tokens)
+    room = how.max_new_tokens if context is None else context - len(prompt)
     if room < 1:
         raise UserError(
-            f"a prompt of {len(request.tokens)} tokens leaves no room in the model's context window of {context}: "
+            f"a prompt of {len(prompt)} tokens leaves no room in the model's context window of {context}: "
             "cut the prompts to fewer tokens"
         )
     return min(room, how.max_new_tokens), "context" if room < how.max_new_tokens else "length"
@@ -122,8 +128,9 @@ class _Search:
     def __init__(
         self,
         model: Any,
-        request: Request,
+        prompt: tuple[int, ...],
         how: Beams,
+        seed: int,
         limit: int,
         cut: str,
         eos_ids: Collection[int],
@@ -132,11 +139,11 @@ class _Search:
     ) -> None:
         config = unwrap(model).config.get_text_config(decoder=True)
         self.body, self.head, self.device = backbone(model), head(model), unwrap(model).device
-        self.prompt, self.how, self.limit, self.cut, self.tokenizer = request.tokens, how, limit, cut, tokenizer
+        self.prompt, self.how, self.limit, self.cut, self.tokenizer = prompt, how, limit, cut, tokenizer
         self.eos = sorted(set(eos_ids))
         self.never = [] if pad_id is None or pad_id in eos_ids else [pad_id]
         self.cache = DynamicCache(config=config)
-        self.noise = torch.Generator().manual_seed(request.seed)
+        self.noise = torch.Generator().manual_seed(seed)
         self.live = [_Beam((), ())]
         self.ended: list[_Beam] = []
 

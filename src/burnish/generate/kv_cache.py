@@ -20,7 +20,10 @@ BLOCK = 64
 
 @dataclass
 class Cursor:
-    """Where this step's keys go: row i's to column ``positions[i]``; ``length`` columns are in use."""
+    """Where a pass over the first B slots puts its keys.
+
+    Those of slot ``rows[i]`` (B, 1) go to the columns ``positions[i]`` (B, T); ``length`` columns are in use.
+    """
 
     slots: int
     capacity: int
@@ -50,12 +53,12 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one key and one value (B, heads, 1, size) a row at the cursor, and give all those of the live rows."""
+        """Write keys and values (B, heads, T, size) at the cursor, and return all those of the rows it is at."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         at = self.cursor
-        self.keys[at.rows, :, at.positions] = key_states[:, :, 0]
-        self.values[at.rows, :, at.positions] = value_states[:, :, 0]
+        self.keys[at.rows, :, at.positions] = key_states.transpose(1, 2)
+        self.values[at.rows, :, at.positions] = value_states.transpose(1, 2)
         live = len(at.rows)
         return self.keys[:live, :, : at.length], self.values[:live, :, : at.length]
 
@@ -73,7 +76,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache of all layers: what a forward pass of one token a row reads and extends."""
+    """The cache of all layers: what a forward pass reads and extends."""
 
     def __init__(self, layers: int, slots: int, device: torch.device) -> None:
         nowhere = torch.zeros(0, dtype=torch.long, device=device)
@@ -82,10 +85,10 @@ class SlotCache(Cache):
         super().__init__(layers=list(self.stores))
 
     def at(self, positions: Tensor, length: int) -> None:
-        """The next keys of row i go to column ``positions[i]``, all of them below ``length``."""
+        """The next keys of slot i go to the columns ``positions[i]`` (B, T), all of them below ``length``."""
         self.reserve(length)
         self.cursor.positions = positions
-        self.cursor.rows = torch.arange(len(positions), device=positions.device)
+        self.cursor.rows = torch.arange(len(positions), device=positions.device)[:, None]
         self.cursor.length = length
 
     def reserve(self, length: int) -> None:
@@ -102,7 +105,7 @@ class SlotCache(Cache):
                 store.values[:, :, :old] = values
 
     def copy(self, prefix: DynamicCache, prompts: Tensor, start: int) -> None:
-        """Row ``start + i`` begins with the keys and values of row ``prompts[i]`` of ``prefix``."""
+        """Slot ``start + i`` begins with the keys and values of row ``prompts[i]`` of ``prefix``."""
         width = prefix.get_seq_length()
         self.reserve(width)
         here = slice(start, start + len(prompts))
@@ -114,12 +117,12 @@ class SlotCache(Cache):
             store.keys[here, :, :width] = keys[prompts]
             store.values[here, :, :width] = values[prompts]
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Rows ``target`` become what rows ``source`` are."""
-        used = self.cursor.length
+    def place(self, source: Tensor, target: Tensor, length: int) -> None:
+        """The first ``length`` columns of slots ``target`` become what those of slots ``source`` were."""
         for store in self.stores:
-            store.keys[target, :, :used] = store.keys[source, :, :used]
-            store.values[target, :, :used] = store.values[source, :, :used]
+            if store.is_initialized:
+                store.keys[target, :, :length] = store.keys[source, :, :length]
+                store.values[target, :, :length] = store.values[source, :, :length]
 
 
 def layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:

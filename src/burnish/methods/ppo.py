@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.protocol import GeneratorFactory
+from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.reductions import Reduction, reduce, reduction_weights
@@ -69,7 +70,7 @@ class PPO:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
         **settings: Any,
     ) -> None:
         self.settings = PPOConfig(**settings)

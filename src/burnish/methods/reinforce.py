@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import RowLoader
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.protocol import GeneratorFactory
+from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import estimate
@@ -86,7 +87,7 @@ class Reinforce:
         self,
         reward: Reward | list[NamedReward] | None = None,
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
         **settings: Any,
     ) -> None:
         self.settings = ReinforceConfig(**settings)

@@ -71,6 +71,13 @@ class StepValueHead(nn.Module):
         return torch.tanh(upcast(self.value(hidden.to(self.value.weight.dtype))[..., 0]))
 
 
+def head_values(head: SharedCritic | StepValueHead, hidden: Tensor) -> Tensor:
+    """Values (...) of hidden states (..., H), each of the text up to and including the token that it belongs to."""
+    if isinstance(head, StepValueHead):
+        return head(hidden)
+    return upcast(head.score(hidden.to(head.score.weight.dtype))[..., 0])
+
+
 def save_head(head: nn.Module, path: Path) -> None:
     """Write a scalar head's weights, and the delimiter of one that values steps."""
     notes = {"delimiter": head.delimiter} if isinstance(head, StepValueHead) else None

@@ -41,8 +41,10 @@ def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) 
         raise UserError(
             f"reward {reward.name} gave numbers of tokens for some trajectories only: expected them for all"
         )
-    check = _of_tokens if any(of_tokens) else _finite
-    return [check(value, reward, trajectory) for value, trajectory in zip(values, trajectories, strict=True)]
+    pairs = zip(values, trajectories, strict=True)
+    if any(of_tokens):
+        return [_of_tokens(value, reward, trajectory) for value, trajectory in pairs]
+    return [_finite(value, reward, trajectory) for value, trajectory in pairs]
 
 
 def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:

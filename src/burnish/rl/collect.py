@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.generate.local import LocalGenerator, Request, Sampling, request_seed
+from burnish.generate.protocol import Completion, Generator, Request, request_seed
+from burnish.generate.sampling import Sampling
 from burnish.protocols import Context
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
 from burnish.rl.trajectory import begin, with_scores, with_turn
-from burnish.types import Completion, Prompt, Trajectory
+from burnish.types import Prompt, Trajectory
 
 SCORED_TOGETHER = 16
 """Trajectories of one call of a reward, rounded up to whole prompts: few enough to start early, enough for a batch."""
+
+POLL = 0.05
+"""Seconds of sampling between two looks at coroutines that wait for a reward."""
 
 
 def collect(
@@ -23,45 +27,87 @@ def collect(
     sampling: Sampling,
     rewards: list[NamedReward],
     context: Context,
-    generator: LocalGenerator,
+    generator: Generator,
 ) -> list[Trajectory]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
 
-    Each completion has a seed of its own from (run seed, prompt, sample, iteration). A reward is called once for each
-    group of prompts, whose number and members depend on the chosen prompts only, with a seed from (run seed, iteration,
-    process, group, name). Processes share the prompts and all get the whole list, in the order of ``indices`` and then
-    of samples.
+    Each completion has a seed of its own from (run seed, prompt, sample, iteration), and each call of a reward one from
+    (run seed, iteration, process, group, name). Processes share the prompts and all get the whole list, in the order of
+    ``indices`` and then of samples.
     """
-    mine, samples = indices[context.rank :: context.world_size], range(sampling.samples)
-    requests = [Request(prompts[i], request_seed(context.seed, i, g, iteration)) for i in mine for g in samples]
-    tokenizer = context.tokenizer
-    completions = generator(
-        context.network.policy,
-        requests,
-        sampling,
-        eos_ids=eos_ids(context.network.policy, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        tokenizer=tokenizer,
-    )
-    chosen = [i for i in mine for _ in samples]
-    trajectories = [
-        with_turn(begin(rows[i], prompts[i]), completion, _text(tokenizer, completion))
-        for i, completion in zip(chosen, completions, strict=True)
+    policy, samples = context.network.policy, range(sampling.samples)
+    mine = [i for i in indices[context.rank :: context.world_size] for _ in samples]
+    stop_ids = frozenset(eos_ids(policy, context.tokenizer))
+    requests = [
+        Request(prompts[i], request_seed(context.seed, i, k % len(samples), iteration), sampling, stop_ids)
+        for k, i in enumerate(mine)
     ]
-    size = -(-SCORED_TOGETHER // len(samples)) * len(samples)
-    groups = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    with Scorer(rewards, (context.seed, iteration, context.rank)) as scorer:
-        for number, group in enumerate(groups):
-            scorer.add(number, group)
-            scorer.advance()
-        scores = scorer.finish()
-    scored = [t for number, group in enumerate(groups) for t in _scored(group, scores[number])]
-    parts = context.gather(scored)
+    trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+    generator.update_weights(iteration, trained)
+    trajectories = sample_and_score(
+        [rows[i] for i in mine],
+        requests,
+        rewards,
+        generator,
+        context.tokenizer,
+        version=iteration,
+        seed=(context.seed, iteration, context.rank),
+    )
+    generator.drop_cache()
+    parts = context.gather(trajectories)
     return [
         parts[k % context.world_size][k // context.world_size * len(samples) + g]
         for k in range(len(indices))
         for g in samples
     ]
+
+
+def sample_and_score(
+    rows: list[Prompt],
+    requests: list[Request],
+    rewards: list[NamedReward],
+    generator: Generator,
+    tokenizer: Any,
+    *,
+    version: int = 0,
+    seed: tuple[int, ...] = (),
+) -> list[Trajectory]:
+    """One scored trajectory for each request, in their order.
+
+    A group of prompts is scored as soon as all of its completions are there; coroutines of rewards continue between two
+    polls of the generator. Which trajectories form a group depends on the requests only, so that equal requests give
+    equal bytes whatever is done first.
+
+    Args:
+        rows: the row of each request; the samples of a prompt stand side by side.
+        requests: all with the same ``sampling``.
+        rewards: each is called once for each group.
+        generator: with nothing else in flight.
+        tokenizer: decodes the completions.
+        version: of the generator's weights.
+        seed: of the random numbers that rewards draw, with the group and the reward's name.
+    """
+    size = _group_size(requests[0].sampling.samples) if requests else 1
+    missing = {start // size: len(requests[start : start + size]) for start in range(0, len(requests), size)}
+    trajectories: list[Any] = [None] * len(requests)
+    places = {handle: k for k, handle in enumerate(generator.submit(requests, version))}
+    with Scorer(rewards, seed) as scorer:
+        while places:
+            for handle, completion in generator.poll(POLL if scorer.tasks else None):
+                k = places.pop(handle)
+                text = _text(tokenizer, completion)
+                trajectories[k] = with_turn(begin(rows[k], requests[k].tokens), completion, text)
+                group = k // size
+                missing[group] -= 1
+                if not missing[group]:
+                    scorer.add(group, trajectories[group * size : (group + 1) * size])
+            scorer.advance()
+        scores = scorer.finish()
+    return [t for group in sorted(scores) for t in _scored(scorer.groups[group], scores[group])]
+
+
+def _group_size(samples: int) -> int:
+    return -(-SCORED_TOGETHER // samples) * samples
 
 
 def _text(tokenizer: Any, completion: Completion) -> str:
@@ -73,11 +119,11 @@ def _scored(trajectories: list[Trajectory], scores: Scores) -> list[Trajectory]:
     return [
         with_scores(
             trajectory,
-            total,
+            scores.totals[k],
             {name: values[k] for name, values in scores.by_name.items()},
             None if scores.tokens is None else scores.tokens[k],
         )
-        for k, (trajectory, total) in enumerate(zip(trajectories, scores.totals, strict=True))
+        for k, trajectory in enumerate(trajectories)
     ]
 
 

@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import permutation
 from burnish.errors import UserError
-from burnish.generate.local import LocalGenerator, Sampling
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Generator, GeneratorFactory
+from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
 from burnish.math.kl import AdaptiveKL, Estimate, estimate
 from burnish.math.losses import truncated_importance
@@ -81,12 +83,19 @@ class Sampler:
         self,
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
-        generator: LocalGenerator | None = None,
+        generator: GeneratorFactory | None = None,
     ) -> None:
         self.rewards = reward if isinstance(reward, list) else [NamedReward("reward", 1.0, reward)]
         self.sampling = sampling or Sampling()
-        self.generator = generator or LocalGenerator()
+        self.factory: GeneratorFactory = generator or LocalGenerator
+        self.generator: Generator | None = None
         self.start_scores: dict[str, float] = {}
+
+    def bind(self, context: Context) -> Generator:
+        """The generator of the policy's completions, which is made once."""
+        if self.generator is None:
+            self.generator = self.factory(context.network.policy, context.tokenizer)
+        return self.generator
 
     def check_explores(self) -> None:
         """Raise a UserError where every completion of a prompt would be the same."""
@@ -176,7 +185,7 @@ class Sampler:
         greedy = {"temperature": 0.0} if how == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
-        trajectories = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.generator)
+        trajectories = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
         examples = [Example(t.sequences) for t in trajectories]
         if reference is not None:
             measure = self.experience(context.network.policy, reference, sampled=how == "sampled")
@@ -274,7 +283,7 @@ class RolloutLoader:
         """Sample a batch, score it, and work out what the update needs of it."""
         began = time.perf_counter()
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        trajectories = collect(*what, self.context, self.sampler.generator)
+        trajectories = collect(*what, self.context, self.sampler.bind(self.context))
         seconds = time.perf_counter() - began
         examples, gap = self._measured([Example(t.sequences) for t in trajectories])
         found, metrics = self._estimate(trajectories, examples)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.types import Completion, Example, Prompt, Sequence, Trajectory, Turn
+from burnish.generate.protocol import Completion
+from burnish.types import Example, Prompt, Sequence, Trajectory, Turn
 
 Ids = npt.ArrayLike
 
@@ -83,7 +85,7 @@ def learned_arrays(examples: list[Example]) -> tuple[Tensor, dict[str, Tensor]]:
     such as prompts and observations, is left out, so that a trajectory of several sequences is one row like any other.
     The mask is False, and the arrays are 0, behind the last learned token of a row.
     """
-    counts = [sum(int(np.sum(s.loss_mask)) for s in example.sequences) for example in examples]
+    counts = [sum(int(s.loss_mask.sum()) for s in example.sequences) for example in examples]
     mask = np.arange(max(counts, default=0)) < np.array(counts)[:, None]
     names = examples[0].sequences[0].arrays if examples else ()
     arrays = {name: np.zeros(mask.shape) for name in names}
@@ -115,12 +117,12 @@ def with_learned_arrays(examples: list[Example], **arrays: Tensor) -> list[Examp
 
 def _split(sequences: tuple[Sequence, ...], numbers: npt.NDArray) -> list[npt.NDArray]:
     """Numbers of the learned tokens of all sequences, cut into those of each."""
-    ends = np.cumsum([np.sum(sequence.loss_mask) for sequence in sequences])
+    ends = list(accumulate(int(sequence.loss_mask.sum()) for sequence in sequences))
     return np.split(numbers[: ends[-1]], ends[:-1])
 
 
 def _scattered(sequence: Sequence, numbers: npt.NDArray) -> npt.NDArray:
     """Numbers of the learned tokens, at their places among all tokens."""
-    array = np.zeros(len(sequence.tokens))
+    array = np.zeros(len(sequence))
     array[sequence.loss_mask] = numbers
     return array

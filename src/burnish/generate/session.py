@@ -1,0 +1,426 @@
+"""Decoding with slots: a fixed number of rows share one key/value cache in which every row has its own length.
+
+No prompt is padded on the left. A prompt is read once for all its samples; a finished row leaves, and a waiting request
+takes its place. A slot keeps the keys and values of the row that left it, so that a later request that goes on from
+there reads only what is new.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from burnish.generate.draw import draw
+from burnish.generate.kv_cache import SlotCache, layer_windows
+from burnish.generate.protocol import Completion, Request
+from burnish.generate.stop_strings import completes_stop
+from burnish.kernels.decoding import by_rows, suits
+from burnish.models.forward import SamplingTransform, backbone, head, unwrap
+from burnish.models.heads import head_values
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens, padding included, that are read in one forward pass; more would only cost memory."""
+
+FULL_PREFILL = 1024
+"""Prompt tokens of one forward pass from which on padding costs more than another pass."""
+
+REUSED = 16
+"""A prompt that shares fewer first tokens with a slot is read from its beginning."""
+
+RUNNING, LIMIT, STOP = range(3)
+
+NOTHING = np.zeros(0, dtype=np.int64)
+
+
+class DecodingSession:
+    """Slots of one model, of which the first ``live`` are being decoded.
+
+    A plan is a list of requests that are completed together: ``begin(requests)``, then ``step()`` while ``busy``. A
+    slot is one entry of every tensor of ``state``; ``held`` are the tokens whose keys and values a slot that is not
+    live still has.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, critic: Any, slots: int, version: int) -> None:
+        base = unwrap(model)
+        self.config = base.config.get_text_config(decoder=True)
+        self.body, self.head, self.critic, self.tokenizer = backbone(model), head(model), critic, tokenizer
+        self.device, self.dtype = base.device, base.dtype
+        self.context: int | None = getattr(self.config, "max_position_embeddings", None)
+        layers, self.windows = layer_windows(model)
+        self.by_rows = suits(base)
+        self.cache = SlotCache(layers, slots, self.device)
+        self.held: list[np.ndarray] = [NOTHING] * slots
+        self.slots, self.version, self.live, self.length = slots, version, 0, 0
+        self.requests: list[Request] = []
+        self.waiting: deque[list[int]] = deque()
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests of the plan are not complete yet."""
+        return bool(self.waiting or self.live)
+
+    def begin(self, requests: list[Request]) -> None:
+        """Start a plan; the one before it is complete."""
+        assert not self.busy
+        self.requests = requests
+        self.places = min(self.slots, len(requests))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(request.tokens, []).append(index)
+        self.waiting = deque(
+            members[start : start + self.places]
+            for _, members in sorted(groups.items(), key=lambda group: -len(group[0]))
+            for start in range(0, len(members), self.places)
+        )
+        self._prepare_state()
+        self._admit_held()
+
+    def _prepare_state(self) -> None:
+        """Tables of what differs between requests, and a column for everything that is known of a slot."""
+        samplings = [request.sampling for request in self.requests]
+        longest = max(sampling.longest for sampling in samplings)
+        self.transforms = _distinct(_transform(request) for request in self.requests)
+        self.stop_sets = _distinct(request.stop_ids for request in self.requests)
+        self.values = any(request.return_values for request in self.requests)
+        self.stop_strings = any(s.stop for s in samplings)
+        self.min_new_tokens = any(s.min_new_tokens for s in samplings)
+        vocabulary = torch.arange(self.config.vocab_size, device=self.device)
+        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        ends = [torch.tensor(sorted(ids), dtype=torch.long, device=self.device) for ids in self.stop_sets]
+        self.ends = torch.stack([torch.isin(vocabulary, ids) for ids in ends])
+        padding = self._index(-1 if pad is None or pad in ids else pad for ids in self.stop_sets)[:, None]
+        self.never = vocabulary == padding if bool((padding >= 0).any()) else None
+
+        def column(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(self.slots, *shape, dtype=dtype, device=self.device)
+
+        exact = torch.promote_types(self.dtype, torch.float32)
+        self.state = {
+            "request": column(),
+            "position": column(),  # of the next input: how many tokens the cache holds
+            "input": column(),
+            "count": column(),
+            "limit": column(),
+            "shortest": column(),
+            "transform": column(),
+            "stop_set": column(),
+            "ended": column(),
+            "return_values": column(dtype=torch.bool),
+            # one entry more than there are tokens, for what is computed behind the last of them
+            "uniforms": column(longest + 1, dtype=torch.float64),
+            "tokens": column(longest + 1),
+            "logprobs": column(longest + 1, dtype=exact),
+            "values": column(longest + 1 if self.values else 0, dtype=exact),
+        }
+        self.limits = [0] * len(self.requests)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Append a token to every row, and return the completions that are done, by the index of their request."""
+        for groups in self._next():
+            self._admit(groups)
+        return self._evict(self._sample(self._decode()))
+
+    def tokens_of(self, index: int) -> list[int]:
+        """Tokens sampled so far for a request that is being decoded."""
+        row = self.state["request"][: self.live].tolist().index(index)
+        return self.state["tokens"][row, : int(self.state["count"][row])].tolist()
+
+    def cancel(self) -> None:
+        """Give up the plan; what its rows have read is kept."""
+        self.waiting.clear()
+        for row in range(self.live):
+            self._hold(row)
+        self.live = self.length = 0
+
+    # --- admission ------------------------------------------------------------------------------------------------
+
+    def _next(self) -> list[list[list[int]]]:
+        """The groups of equal prompts that take their places now, in batches of similar length."""
+        free = self.places - self.live
+        if self.live and free < self.places // 8:  # reading a prompt alone costs as much as reading several
+            return []
+        batches, width = list[list[list[int]]](), 0
+        while self.waiting and len(self.waiting[0]) <= free:
+            length = len(self.requests[self.waiting[0][0]].tokens)
+            read = len(batches[-1]) * width if batches else 0
+            if not batches or read + width > PREFILL_TOKENS or (read >= FULL_PREFILL and length < width * 3 // 4):
+                batches.append([])
+                width = length
+            free -= len(self.waiting[0])
+            batches[-1].append(self.waiting.popleft())
+        return batches
+
+    def _admit(self, groups: list[list[int]]) -> None:
+        """Read each group's prompt once, but for its last token, and give all its requests a slot that begins so."""
+        prompts = [self.requests[members[0]].tokens for members in groups]
+        width = max(len(prompt) for prompt in prompts) - 1
+        if width > 0:
+            inputs = torch.tensor([[*prompt[:-1], *[0] * (width + 1 - len(prompt))] for prompt in prompts])
+            positions = torch.arange(width, device=self.device)[None]
+            prefix = DynamicCache()
+            # Padding is on the right, where a causal model does not look, so that no mask is needed for it.
+            self.body(
+                input_ids=inputs.to(self.device),
+                attention_mask=self._mask(positions, width) if any(self.windows.values()) else None,
+                position_ids=positions.expand(len(prompts), -1),
+                past_key_values=prefix,
+                use_cache=True,
+            )
+            owner = [row for row, group in enumerate(groups) for _ in group]
+            self.cache.copy(prefix, torch.tensor(owner, device=self.device), self.live)
+        self._start([index for group in groups for index in group])
+
+    def _start(self, members: list[int]) -> None:
+        """Give requests the next slots, whose cache holds their prompts but for the last token."""
+        here = slice(self.live, self.live + len(members))
+        requests = [self.requests[index] for index in members]
+        draws = [_draws(request) for request in requests]
+        for index, (limit, _) in zip(members, draws, strict=True):
+            self.limits[index] = limit
+        lengths = torch.tensor([len(request.tokens) for request in requests])
+        limits = torch.tensor([limit for limit, _ in draws])
+        if self.context is not None:
+            limits = torch.minimum(limits, self.context - lengths)
+        columns = {
+            "request": members,
+            "position": lengths - 1,
+            "input": [request.tokens[-1] for request in requests],
+            "count": 0,
+            "limit": limits,
+            "shortest": [request.sampling.min_new_tokens for request in requests],
+            "transform": [self.transforms.index(_transform(request)) for request in requests],
+            "stop_set": [self.stop_sets.index(request.stop_ids) for request in requests],
+            "ended": RUNNING,
+            "return_values": [request.return_values for request in requests],
+        }
+        for name, column in columns.items():
+            self.state[name][here] = torch.as_tensor(column, device=self.device)
+        for row, (_, uniforms) in enumerate(draws, self.live):
+            self.state["uniforms"][row, : len(uniforms)] = uniforms.to(self.device)
+        self.held[here] = [NOTHING] * len(members)
+        self.live += len(members)
+        self.length = max(self.length, int(lengths.max()) - 1)
+
+    # --- reuse ----------------------------------------------------------------------------------------------------
+
+    def _admit_held(self) -> None:
+        """Admit the requests that begin with what a slot still holds, and read only the rest of their prompts."""
+        matches: list[tuple[list[int], int, int]] = []
+        taken, room = set[int](), self.places
+        for members in self.waiting:
+            free = [slot for slot, tokens in enumerate(self.held) if len(tokens) >= REUSED and slot not in taken]
+            if not free or len(members) > room:
+                break
+            prompt = np.array(self.requests[members[0]].tokens[:-1])
+            shared = {slot: _shared(prompt, self.held[slot]) for slot in free}
+            slot = max(free, key=lambda slot: shared[slot])
+            if shared[slot] >= REUSED:
+                matches.append((members, slot, shared[slot]))
+                taken.add(slot)
+                room -= len(members)
+        if not matches:
+            return
+        order = [slot for _, slot, _ in matches] + [slot for slot in range(self.slots) if slot not in taken]
+        longest = max(len(tokens) for tokens in self.held)
+        self.cache.place(self._index(order), self._index(range(self.slots)), longest)
+        self.held = [self.held[slot] for slot in order]
+        prompts = [self.requests[members[0]].tokens for members, _, _ in matches]
+        self._extend(prompts, [count for _, _, count in matches])
+        groups = [members for members, _, _ in matches]
+        # the other samples of a prompt, behind the first ones
+        copies = [row for row, members in enumerate(groups) for _ in members[1:]]
+        width = max(len(prompt) for prompt in prompts)
+        targets = range(len(groups), len(groups) + len(copies))
+        self.cache.place(self._index(copies), self._index(targets), width)
+        self._start([members[0] for members in groups] + [index for members in groups for index in members[1:]])
+        admitted = {members[0] for members in groups}
+        self.waiting = deque(members for members in self.waiting if members[0] not in admitted)
+
+    def _extend(self, prompts: list[tuple[int, ...]], counts: list[int]) -> None:
+        """Read what follows the first ``counts`` tokens of prompts, but for the last one, into the first slots."""
+        rest = [prompt[count:-1] for prompt, count in zip(prompts, counts, strict=True)]
+        width = max(len(tokens) for tokens in rest)
+        if width == 0:
+            return
+        inputs = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in rest], device=self.device)
+        positions = self._index(counts)[:, None] + torch.arange(width, device=self.device)
+        # What is read of padding stands behind the prompt, where it is not seen before it is overwritten.
+        if self.context is not None:
+            positions = positions.clamp(max=self.context - 1)
+        length = int(positions.max()) + 1
+        self.cache.at(positions, length)
+        self.body(
+            input_ids=inputs,
+            attention_mask=self._mask(positions, length),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+    def _hold(self, row: int) -> None:
+        """Note which tokens the cache has of a row that leaves."""
+        prompt = self.requests[int(self.state["request"][row])].tokens
+        text = np.array([*prompt, *self.state["tokens"][row].tolist()])
+        self.held[row] = text[: int(self.state["position"][row])]
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    def _index(self, rows: Iterable[int]) -> Tensor:
+        return torch.tensor(list(rows), dtype=torch.long, device=self.device)
+
+    def _mask(self, positions: Tensor, length: int) -> Any:
+        """Masks (B, 1, T, length), additive, for queries at ``positions`` (B, T), one for each type of layer."""
+        column = torch.arange(length, device=self.device)
+        masks = {}
+        for kind, window in self.windows.items():
+            seen = column <= positions[..., None]
+            if window is not None:
+                seen &= column > positions[..., None] - window
+            zeros = torch.zeros_like(seen, dtype=self.dtype)[:, None]
+            masks[kind] = zeros.masked_fill_(~seen[:, None], torch.finfo(self.dtype).min)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _decode(self) -> Tensor:
+        """Hidden states (B, H) that the next token of every live row is drawn from."""
+        self.length += 1
+        positions = self.state["position"][: self.live, None]
+        self.cache.at(positions, self.length)
+        with by_rows(self.config, self.by_rows):
+            return self.body(
+                input_ids=self.state["input"][: self.live, None],
+                attention_mask=self._mask(positions, self.length),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **({"columns": (positions[:, 0] + 1).tolist()} if self.by_rows else {}),
+            ).last_hidden_state[:, -1]
+
+    def _sample(self, hidden: Tensor) -> list[int]:
+        """Append a token to every live row; tells of each whether it is RUNNING, or leaves at its LIMIT or a STOP."""
+        live = {name: tensor[: self.live] for name, tensor in self.state.items()}
+        at = live["count"][:, None].clone()
+        tokens, logprobs = self._draw(self.head(hidden), live, at)
+        live["tokens"].scatter_(1, at, tokens[:, None])
+        live["logprobs"].scatter_(1, at, logprobs[:, None])
+        live["input"].copy_(tokens)
+        live["position"] += 1
+        if not self.values:
+            live["count"] += 1
+            return self._ended(live, tokens).tolist()
+        # A row whose values are asked for stays until its last token has been read too.
+        live["values"].scatter_(1, at, head_values(self.critic, hidden)[:, None].to(live["values"].dtype))
+        complete = live["ended"] != RUNNING
+        live["count"] += ~complete
+        live["ended"].copy_(torch.where(complete, live["ended"], self._ended(live, tokens)))
+        return torch.where(complete | ~live["return_values"], live["ended"], RUNNING).tolist()
+
+    def _draw(self, logits: Tensor, live: dict[str, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token (B,) of every live row, of which ``at`` (B, 1) are there, and its log-probability (B,)."""
+        banned = self.never
+        if banned is not None and len(self.stop_sets) > 1:
+            banned = banned[live["stop_set"]]
+        if self.min_new_tokens:
+            early = self.ends[live["stop_set"]] & (at < live["shortest"][:, None])
+            banned = early if banned is None else banned | early
+        uniforms = live["uniforms"].gather(1, at)[:, 0]
+        if len(self.transforms) == 1:
+            return draw(logits, uniforms, self.transforms[0], banned)
+        tokens = torch.zeros_like(live["count"])
+        logprobs = torch.zeros_like(live["logprobs"][:, 0])
+        for kind in live["transform"].unique().tolist():
+            rows = (live["transform"] == kind).nonzero()[:, 0]
+            allowed = banned if banned is None or len(banned) == 1 else banned[rows]
+            drawn = draw(logits[rows], uniforms[rows], self.transforms[kind], allowed)
+            tokens[rows], logprobs[rows] = drawn[0], drawn[1].to(logprobs.dtype)
+        return tokens, logprobs
+
+    def _ended(self, live: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        """Which rows go on (RUNNING), and how the others ended, with ``tokens`` (B,) their last ones. (B,)."""
+        stopped = self.ends[live["stop_set"], tokens]
+        if self.stop_strings:
+            stopped |= self._completes_stop(live)
+        return torch.where(stopped, STOP, (live["count"] >= live["limit"]).long())
+
+    def _completes_stop(self, live: dict[str, Tensor]) -> Tensor:
+        """Which rows' tokens decode to a text that ends in one of their stop strings. (B,)."""
+        rows = [row[:count] for row, count in zip(live["tokens"].tolist(), live["count"].tolist(), strict=True)]
+        stops = [tuple(self.requests[index].sampling.stop) for index in live["request"].tolist()]
+        stopped = torch.zeros(len(rows), dtype=torch.bool)
+        for stop in set(stops) - {()}:
+            members = [row for row, mine in enumerate(stops) if mine == stop]
+            stopped[members] = torch.tensor(completes_stop(self.tokenizer, [rows[row] for row in members], stop))
+        return stopped.to(self.device) & (live["count"] >= live["shortest"])
+
+    def _evict(self, ended: list[int]) -> list[tuple[int, Completion]]:
+        """Completions of the rows that ended; the last live rows take their places."""
+        gone = [row for row, flag in enumerate(ended) if flag != RUNNING]
+        if not gone:
+            return []
+        completions = self._completions(gone, ended)
+        for row in gone:
+            self._hold(row)
+        self.live -= len(gone)
+        holes = [row for row in gone if row < self.live]
+        movers = [row for row, flag in enumerate(ended) if row >= self.live and flag == RUNNING]
+        if holes:
+            source, target = self._index(movers + holes), self._index(holes + movers)
+            self.cache.place(source, target, self.length)
+            for tensor in self.state.values():
+                tensor[target] = tensor[source]
+            for mover, hole in zip(movers, holes, strict=True):
+                self.held[mover], self.held[hole] = self.held[hole], self.held[mover]
+        self.length = int(self.state["position"][: self.live].max()) if self.live else 0
+        return completions
+
+    def _completions(self, rows: list[int], ended: list[int]) -> list[tuple[int, Completion]]:
+        """Completions of rows, by the index of their request."""
+        names = ("request", "count", "tokens", "logprobs", "values")
+        columns = [self.state[name][rows].cpu().numpy() for name in names]
+        completions = []
+        for row, index, count, tokens, logprobs, values in zip(rows, *columns, strict=True):
+            asked = self.requests[index].return_values
+            completion = Completion(
+                tokens=tokens[:count],
+                logprobs=logprobs[:count].astype(np.float64),
+                values=values[:count].astype(np.float64) if asked else None,
+                final_value=float(values[count]) if asked else None,
+                finish_reason="stop" if ended[row] == STOP else "length" if count >= self.limits[index] else "context",
+                version=self.version,
+            )
+            completions.append((int(index), completion))
+        return completions
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Values without repetition, in the order in which they come first."""
+    return list(dict.fromkeys(values))
+
+
+def _draws(request: Request) -> tuple[int, Tensor]:
+    """The most tokens this request may get, and a uniform number for each: functions of its seed alone."""
+    generator = torch.Generator().manual_seed(request.seed)
+    limit = request.sampling.max_new_tokens
+    if request.sampling.length_range is not None:
+        low, high = request.sampling.length_range
+        limit = int(torch.randint(low, high, (), generator=generator))
+    return limit, torch.rand(request.sampling.longest, generator=generator, dtype=torch.float64)
+
+
+def _transform(request: Request) -> SamplingTransform:
+    """The distribution that a request samples from."""
+    return SamplingTransform(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p)
+
+
+def _shared(prompt: np.ndarray, held: np.ndarray) -> int:
+    """How many first tokens two texts have in common."""
+    size = min(len(prompt), len(held))
+    different = np.flatnonzero(prompt[:size] != held[:size])
+    return int(different[0]) if len(different) else size
