@@ -122,7 +122,7 @@ def ppo(shape: dict[str, Any], batch: int, longest: int, steps: int) -> dict[str
         epochs=1,
     )
     made = workload.rows("grpo", batch, shape["vocab_size"])
-    rows = load([{"prompt": row["row"]["prompt"]} for row in made], PPO.kinds)
+    rows = load([{"prompt": row["row"]["prompt"]} for row in made], PPO.spec.kinds)
 
     def timed(owner: Any, name: str, part: str) -> None:
         inner = getattr(owner, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.config import Stage, load, method_class, shipped
+from burnish.config import Stage, load, method_spec, shipped
 from burnish.config.evaluation import load_evaluation
 from burnish.config.schema import MethodChoice
 from burnish.data.readers import parse
@@ -67,14 +67,14 @@ def test_recipes_parse_and_their_settings_are_settings(
         whole = block.startswith("name:")
         methods = [stage.method for stage in load("recipe.yaml").stages] if whole else [part_of_one(block)]
         for method in filter(None, methods):
-            method_class(method.name).config(**method.settings)
+            method_spec(method.name).config(**method.settings)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_compiles_rows_are_read_and_links_lead_somewhere(page: Path) -> None:
     for block in blocks(page, "python"):
         compile(block, str(page), "exec")
-    kinds = method_class(page.stem).kinds if page.stem in METHODS else Row.__args__
+    kinds = method_spec(page.stem).kinds if page.stem in METHODS else Row.__args__
     for block in blocks(page, "json"):
         for line in block.splitlines():
             parse(json.loads(line), kinds, page.name)

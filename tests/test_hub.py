@@ -20,7 +20,8 @@ import torch
 from burnish.data.readers import load
 from burnish.models.merge import merge
 from burnish.models import loading
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.models.heads import Network
 from burnish.errors import UserError
 from burnish.types import Conversation

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from burnish.types import Encoded, Example, MicroBatch, Row, Terms
+from burnish.types import Config, Encoded, Example, MicroBatch, Row, Terms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,22 +62,37 @@ class Context:
     samples: Callable[[list[dict[str, Any]]], None]
 
 
-class Method(Protocol):
-    """A training algorithm. The trainer asks it for steps, sums its terms, divides each by its global count.
+@dataclass(frozen=True)
+class MethodSpec:
+    """What a recipe needs to know of a method; the specs of the shipped ones are known without importing torch.
 
-    ``name`` is what recipes call it, ``kinds`` are the rows that it reads. A method of a recipe is made from the
-    settings of its block, ``SFT(learn="all")``, and where its kinds have ``Prompt`` also from ``reward`` and
-    ``sampling``. Of its class a recipe reads ``config``, the ``Config`` of those settings, and ``task``, the head that
-    its model needs: ``CAUSAL_LM`` or ``SEQ_CLS``. A method may also have
+    ``MethodSpec("sft", SFTConfig, kinds=(Conversation,), streams=True, implementation="burnish.methods.sft:SFT")``
 
-    - ``streams = True``: ``examples`` takes rows a few at a time, and its steps need nothing else, so that it can learn
-      from a ``RowStream``, without its ``loader``;
-    - ``too_long``: what is done with long rows where ``data.too_long`` does not say it; else they are an error;
-    - ``learning_rates``: those of parts of the network that have one of their own, ``{"critic": 1e-5}``.
+    ``config`` is the class of its settings, and ``kinds`` are the rows that it reads.
     """
 
     name: str
+    config: type[Config]
     kinds: tuple[type, ...]
+    task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
+    """The head that its model needs: of a language model, or of a classifier with one score."""
+    streams: bool = False
+    """It can learn from a ``RowStream``: ``examples`` takes a few rows at a time, and its steps need nothing else."""
+    too_long: str = "error"
+    """What happens to rows that are too long if ``data.too_long`` is not set."""
+    implementation: str = ""
+    """``package.module:Name`` of the class, for the methods that recipes call by their name alone."""
+
+
+class Method(Protocol):
+    """A training algorithm. The trainer asks it for steps, sums its terms, divides each by its global count.
+
+    A recipe's method is made from the settings of its block, ``SFT(learn="all")``; if it reads ``Prompt`` rows, also
+    from ``reward`` and ``sampling``. A method may also have ``learning_rates``: those of parts of the network that have
+    one of their own, ``{"critic": 1e-5}``.
+    """
+
+    spec: MethodSpec
 
     @property
     def weights(self) -> Mapping[str, float]:

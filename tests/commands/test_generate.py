@@ -16,7 +16,8 @@ from burnish import cli
 from burnish.commands import generate as inference
 from burnish.math.tensors import token_logprobs
 from burnish.models import loading
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 
 BEAMS = ["--beams", "4", "--sample", "--top-k", "10", "--temperature", "0.6", "--return", "2"]
 

@@ -3,7 +3,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.commands.inspect import lora_parameters, marked, percentile
 from burnish.machine import advice
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.types import Sequence
 
 

@@ -188,8 +188,9 @@ def test_trackers_are_known_and_installed(folder, monkeypatch):
 
 def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):
     (folder / "mine.py").write_text(
-        "from burnish.types import Config\n\n\nclass MineConfig(Config):\n    push: float = 1.0\n\n\n"
-        "class Mine:\n    config = MineConfig\n"
+        "from burnish.protocols import MethodSpec\nfrom burnish.types import Config, Text\n\n\n"
+        "class MineConfig(Config):\n    push: float = 1.0\n\n\n"
+        'class Mine:\n    spec = MethodSpec("mine", MineConfig, (Text,))\n\n\nclass Bare:\n    pass\n'
     )
     monkeypatch.syspath_prepend(folder)
     recipe = load("two.yaml", ["stages.tune.method={name: 'mine:Mine', push: 2}"])
@@ -198,6 +199,7 @@ def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):
         "two.yaml", ["stages.tune.method={name: 'mine:Mine'}", "stages.tune.method.pusch=2"]
     )
     assert "mine has no 'Mein'; did you mean 'Mine'?" in message("two.yaml", ["stages.tune.method={name: 'mine:Mein'}"])
+    assert "its class must be a MethodSpec, got None" in message("two.yaml", ["stages.tune.method={name: 'mine:Bare'}"])
     assert "there is no module 'mein'" in message("two.yaml", ["stages.tune.method={name: 'mein:Mine'}"])
 
 

@@ -250,7 +250,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(stage, step, done, home, mon
         prompts.write_bytes(whole)
     torch.manual_seed(123)
     shown = run(home, folder)
-    assert ("goes on after step" in shown) == (stage != "reward")  # stopped before its first checkpoint
+    assert ("resumes after step" in shown) == (stage != "reward")  # stopped before its first checkpoint
     assert manifest(folder)["state"] == "done"
     expected, got = results(done), results(folder)
     named = str(done).encode(), str(folder).encode()

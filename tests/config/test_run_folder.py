@@ -189,7 +189,7 @@ def test_what_a_finished_stage_wrote_is_checked_before_it_is_used(
         run()
     shutil.rmtree("runs/small/sft")
     shutil.copytree("kept", "runs/small/sft", copy_function=shutil.copy)  # with other times of change
-    assert "goes on after step 1" in run()
+    assert "resumes after step 1" in run()
 
 
 def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: py
     Path("make.py").write_text(code)
     stop_in("sft", 1, monkeypatch)
     Path("runs/small/made/data/chat.jsonl.bak").write_text("y")
-    assert "goes on after step 1" in run()
+    assert "resumes after step 1" in run()
 
 
 def test_a_file_that_was_not_touched_is_not_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_a_reward_that_was_edited_between_two_runs_of_a_stage_is_refused(
     with pytest.raises(UserError, match=r"make\.py has changed since ppo started"):
         run()
     Path("make.py").write_text(CODE)
-    assert "goes on after step 1" in run()
+    assert "resumes after step 1" in run()
 
 
 def test_what_changes_before_the_first_checkpoint_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatc
     shown = io.StringIO()
     with Display(Console(file=shown, width=200)) as screen:
         pipeline.run(load("elsewhere/small.yaml", [f"out={home / 'moved'}"]), display=screen)
-    assert "goes on after step 1" in shown.getvalue() and weights("moved") == expected
+    assert "resumes after step 1" in shown.getvalue() and weights("moved") == expected
 
 
 def test_a_stage_that_ran_again_and_wrote_something_else_makes_later_ones_stale(home: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_folder_of_rows_may_hold_other_files(home: Path, monkeypatch: pytest.M
     stop_in("ppo", 1, monkeypatch)
     Path("rows/.DS_Store").touch()
     Path("rows/notes.txt").touch()
-    assert "goes on after step 1" in run()
+    assert "resumes after step 1" in run()
 
 
 def test_the_best_checkpoint_of_a_run_that_was_moved_stays_the_best(
@@ -334,7 +334,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_that_is_used(home: Path, mon
     stop_in("sft", 2, monkeypatch)
     Path("runs/small/sft/checkpoint-2/.DS_Store").touch()
     shutil.copytree("runs/small", "kept")
-    assert "goes on after step 2" in run() and weights() == expected
+    assert "resumes after step 2" in run() and weights() == expected
     for damaged, said in [
         ([2], "checkpoint-2: model.safetensors has changed since .*checkpoint-1 is used instead"),
         ([2, 1], "checkpoint-1: model.safetensors has changed since it was saved: the stage starts over"),
@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_that_is_used(home: Path, mon
             flip(f"runs/small/sft/checkpoint-{step}/model.safetensors")
         shown = run()
         assert re.search(said, shown), shown
-        assert ("goes on after step 1" in shown) == (damaged == [2])
+        assert ("resumes after step 1" in shown) == (damaged == [2])
         assert weights() == expected
 
 

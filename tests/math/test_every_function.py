@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from burnish.math import advantages, kl, losses, preference, reductions, statistics, tensors
-from burnish.math.advantages import Baseline, Grouping, Moments
-from burnish.math.preference import WITH_MARGIN, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
-from burnish.math.reductions import Reduction, Weights
+from burnish.math.advantages import Grouping, Moments
+from burnish.math.choices import (
+    WITH_MARGIN,
+    WITH_SOFT_LABELS,
+    WITHOUT_REFERENCE,
+    Baseline,
+    Estimate,
+    PreferenceLoss,
+    Reduction,
+)
+from burnish.math.reductions import Weights
 
 # (B, T) wherever a parameter of this name is found
 TOKENS = {"logprobs", "old_logprobs", "ref_logprobs", "sampled", "advantages", "values", "old_values", "returns"}
@@ -45,7 +53,7 @@ def weighted(kind: Reduction, length: int | None = None) -> Callable[..., Any]:
     return total
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: kl.Estimate) -> Any:
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: Estimate) -> Any:
     return reductions.reduce(kl.estimate(logprobs, ref_logprobs, kind, mask), mask)
 
 
@@ -78,14 +86,14 @@ MASKED = {
     f"{function.__name__}, {kind}": Case(function, {"kind": kind})
     for function, kinds in (
         (advantages.compute_advantages, get_args(Baseline)),
-        (kl.estimate, get_args(kl.Estimate)),
-        (kl_loss, get_args(kl.Estimate)),
+        (kl.estimate, get_args(Estimate)),
+        (kl_loss, get_args(Estimate)),
     )
     for kind in kinds
 }
 
 
-def of_pairs(kind: Kind) -> Case:
+def of_pairs(kind: PreferenceLoss) -> Case:
     shapes = pairs("chosen", "rejected", "weights") | {"lengths": "lengths"}
     if kind not in WITHOUT_REFERENCE:
         shapes |= pairs("ref_chosen", "ref_rejected")
@@ -116,7 +124,7 @@ UNMASKED = {
     "estimate": Case(kl.estimate),
     "moments": Case(moments, shapes=pairs("x")),
 }
-UNMASKED |= {f"preference, {kind}": of_pairs(kind) for kind in get_args(Kind)}
+UNMASKED |= {f"preference, {kind}": of_pairs(kind) for kind in get_args(PreferenceLoss)}
 UNMASKED |= {
     f"group, {kind}": Case(advantages.group, {"kind": kind}, {"rewards": "rows"}) for kind in get_args(Grouping)
 }

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from burnish.errors import UserError
 from burnish.math import losses
-from burnish.math.preference import WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind, log1mexp
+from burnish.math.choices import WITH_SOFT_LABELS, WITHOUT_REFERENCE, PreferenceLoss
+from burnish.math.preference import log1mexp
 
-KINDS = get_args(Kind)
+KINDS = get_args(PreferenceLoss)
 preference: Any = losses.preference
 F64 = torch.float64
 LN2 = math.log(2)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from burnish.errors import UserError
-from burnish.math.reductions import Reduction, reduce, reduction_weights
+from burnish.math.choices import Reduction
+from burnish.math.reductions import reduce, reduction_weights
 
 F64 = torch.float64
 MASK = torch.tensor([[False, True, True, True], [True, False, False, False], [False] * 4])

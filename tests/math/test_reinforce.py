@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from burnish.errors import UserError
 from burnish.math import advantages, losses
+from burnish.math.choices import Baseline
 from burnish.math.reductions import reduction_weights
 
 F64 = torch.float64
@@ -144,7 +145,7 @@ THIRD = [2 / 3, -1 / 3, -1 / 3, 1 / 6, 1 / 6, -1 / 3]
         ("group_std", [x / math.sqrt(2 / 9 if i < 3 else 1 / 18) for i, x in enumerate(THIRD)]),
     ],
 )
-def test_baselines_by_hand(kind: advantages.Baseline, expected: list[float]) -> None:
+def test_baselines_by_hand(kind: Baseline, expected: list[float]) -> None:
     mask = torch.tensor([[False, True, True, True]] * 3 + [[False, True, False, False]] * 3)
     rewards = torch.zeros(6, 4, dtype=F64)
     rewards[:, 1] = torch.tensor(SCORES)  # wherever a reward stands, its whole row gets it

@@ -10,7 +10,8 @@ from transformers import TrainerCallback
 
 from burnish import PPO
 from burnish.generate.sampling import Sampling
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Prompt, Trajectory
 
 ENDS = [2, *range(15, 25)]  # the end token and ten letters, so that some completions stop and others are cut

@@ -18,8 +18,9 @@ from burnish.config import load
 from burnish.data.batching import collate
 from burnish.data.readers import load as rows_of
 from burnish.methods.dpo import mismatched, per_sequence, watch
-from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.render.chat import Truncation
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Labelled, Messages, Pair, Preference, Ranking, Sequence
 
 KINDS = ["sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo", "kto"]
@@ -389,5 +390,5 @@ def test_the_page_shows_every_loss_and_rows_that_are_read() -> None:
     named = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
     assert sorted(named) == sorted(KINDS)
     (rows,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    kinds = [type(rows_of([json.loads(line)], DPO.kinds).rows[0]) for line in rows.splitlines()]
+    kinds = [type(rows_of([json.loads(line)], DPO.spec.kinds).rows[0]) for line in rows.splitlines()]
     assert kinds == [Preference, Ranking, Labelled]

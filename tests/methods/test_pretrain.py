@@ -10,7 +10,7 @@ import torch
 
 from burnish import Pretrain, UserError
 from burnish.data.streaming import RowStream, Source
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.types import Row, Sequence, Text
 
 EOS = 2

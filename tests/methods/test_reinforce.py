@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from burnish import Reinforce, Trainer, UserError
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.types import Row, Scored, Sequence
 
 SHARED = [

@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import burnish.methods.reward as reward_module
 from burnish import RewardModel, UserError
 from burnish.math.statistics import wilson
-from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.render.chat import Truncation
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
+from burnish.render.truncate import Truncation
 from burnish.types import Messages, Pair, Preference, Ranking, Sequence, Term
 
 LN2 = math.log(2)

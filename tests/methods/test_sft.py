@@ -11,8 +11,10 @@ import torch
 from pydantic import ValidationError
 
 from burnish import SFT, UserError
-from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.render.chat import Truncation, set_template
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
+from burnish.render.chat import set_template
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Row, Sequence
 
 END, NEWLINE = 2, 101

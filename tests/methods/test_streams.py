@@ -29,7 +29,7 @@ def classifier(policy: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "records"),
     [(Pretrain(), TEXTS), (SFT(), CHATS), (RewardModel(), PAIRS), (StepValue(), SOLUTIONS)],
-    ids=lambda value: getattr(value, "name", ""),
+    ids=lambda value: value.spec.name if hasattr(value, "spec") else "",
 )
 def test_a_step_of_a_stream_is_a_step_of_the_rows(
     method: Any, records: list[dict[str, Any]], make_trainer: Any, tiny_llama: Any
@@ -38,10 +38,10 @@ def test_a_step_of_a_stream_is_a_step_of_the_rows(
     losses = []
     for streamed in (False, True):
         hf.set_seed(0)
-        model = classifier(tiny_llama()) if method.name == "reward" else tiny_llama()
-        data: Any = rows.load(records, method.kinds)
+        model = classifier(tiny_llama()) if method.spec.name == "reward" else tiny_llama()
+        data: Any = rows.load(records, method.spec.kinds)
         if streamed:
-            data = RowStream([Source("rows", lambda: rows.read(records, method.kinds))], shuffle_buffer=5)
+            data = RowStream([Source("rows", lambda: rows.read(records, method.spec.kinds))], shuffle_buffer=5)
         trainer = make_trainer(method, model, data, batch=5, max_steps=2)
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])

@@ -14,8 +14,9 @@ from peft import PeftModel
 
 from burnish import SFT
 from burnish.data.batching import collate
-from burnish.models.adapters import AdapterConfig, add_adapter, without_warning
+from burnish.models.adapters import add_adapter, without_warning
 from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mixed, token_keys
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, MicroBatch, Sequence
 
 SIZES: dict[str, Any] = {

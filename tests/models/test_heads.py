@@ -12,7 +12,7 @@ from torch import nn
 
 from burnish.data.batching import collate
 from burnish.errors import UserError
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
 from burnish.models.forward import backbone, head, hidden_states, score_head, scores, token_values
 from burnish.models.heads import (
     Network,
@@ -22,6 +22,7 @@ from burnish.models.heads import (
     load_weights,
     separate_critic,
 )
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models import loading
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
 from burnish.models.forward import head, scores
 from burnish.models.loading import (
     choose_dtype,
@@ -26,6 +26,7 @@ from burnish.models.loading import (
     resolve,
     summary,
 )
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)

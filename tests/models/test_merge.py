@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 from burnish import cli
 from burnish.errors import UserError
 from burnish.models import bases
-from burnish.models.adapters import AdapterConfig, add_adapter, wrap
+from burnish.models.adapters import add_adapter, wrap
 from burnish.models.heads import Network, SharedCritic
 from burnish.models.loading import describe, load_policy, load_reward_model, load_tokenizer
 from burnish.models.merge import merge
+from burnish.models.settings import AdapterConfig
 
 TOKENS = torch.tensor([[5, 9, 2, 30, 7, 11], [4, 4, 8, 50, 60, 70]])
 

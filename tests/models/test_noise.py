@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.data.batching import collate
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
 from burnish.models.dropout import DropoutKeys, TokenDropout
 from burnish.models.noise import EmbeddingNoise
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, MicroBatch, Sequence
 
 ALPHA = 5.0

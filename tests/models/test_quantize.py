@@ -15,11 +15,12 @@ from torch import nn
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models import quantize
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
 from burnish.models.forward import head, hidden_states, scores, token_logprobs
 from burnish.models.heads import Network, separate_critic
 from burnish.models.loading import describe, load_policy, load_reward_model
 from burnish.models.merge import policy_of
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence((5, 9, 2, 30, 7, 11), (False,) + (True,) * 5, "x"),))], 0)

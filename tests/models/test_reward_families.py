@@ -9,7 +9,8 @@ import transformers as hf
 
 from burnish import RewardModel
 from burnish.models.loading import load_reward_model
-from burnish.render.chat import Truncation, answer
+from burnish.render.chat import answer
+from burnish.render.truncate import Truncation
 from burnish.rewards.model import ModelReward
 from burnish.types import Trajectory
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from burnish import StepValue
 from burnish.errors import UserError
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
 from burnish.models.heads import VALUE_HEAD, Network, SharedCritic, StepValueHead
 from burnish.models.loading import load_value_model
+from burnish.models.settings import AdapterConfig
 
 IDS = torch.tensor([[1, 9, 30, 31, 2]])
 

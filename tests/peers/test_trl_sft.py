@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burnish import SFT, UserError
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:::trl")]
 

@@ -14,7 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from burnish.errors import UserError
 from burnish.render import chat, drafts
-from burnish.render.chat import Renderer, Truncation, conversation, prompt
+from burnish.render.chat import Renderer, conversation, prompt
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Message
 
 MARKED = (

@@ -36,11 +36,11 @@ def test_smoothing_keeps_a_constant_and_the_length() -> None:
 
 def test_panels_hold_every_finite_value_and_name_the_others() -> None:
     lines = [{"step": 1, "loss": 2.0, "own": 1.0}, {"step": 2, "loss": math.nan}, {"step": 2, "eval_loss": 1.5}]
-    found = panels("sft", lines)
-    assert [panel["metric"].label for panel in found["curves"]] == ["Loss"]
-    assert [panel["metric"].label for panel in found["other_curves"]] == ["Own"]
-    assert found["lost"] == {"Loss": [2]}
-    assert found["curves"][0]["summary"] == "from 2.000 to 2.000"
+    drawn = panels("sft", lines)
+    assert [panel["metric"].label for panel in drawn["curves"]] == ["Loss"]
+    assert [panel["metric"].label for panel in drawn["other_curves"]] == ["Own"]
+    assert drawn["not_finite"] == {"Loss": [2]}
+    assert drawn["curves"][0]["summary"] == "from 2.000 to 2.000"
 
 
 def test_a_curve_is_drawn_where_its_values_are() -> None:
@@ -53,4 +53,4 @@ def test_a_curve_is_drawn_where_its_values_are() -> None:
 
 
 def test_no_lines_have_no_panels() -> None:
-    assert panels("sft", []) == {"curves": [], "other_curves": [], "steps_a_point": 1, "lost": {}}
+    assert panels("sft", []) == {"curves": [], "other_curves": [], "steps_per_point": 1, "not_finite": {}}

@@ -6,7 +6,6 @@ import io
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,7 @@ import torch
 from rich.console import Console
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from burnish.report.display import (
-    Display,
-    RunCallback,
-    View,
-    logged,
-    numbers,
-    progress_line,
-    result_line,
-    seconds_left,
-    tokens_per_second,
-    visible,
-)
+from burnish.report.display import Display, RunCallback, StageView, numbers, visible
 from burnish.report.metrics import Recorder, read_metrics
 
 SAMPLE = {"step": 4, "prompt": "Say\x1b[31m [bold]hi", "completion": "one\ntwo\x07", "score": 1.25, "source": "a:1"}
@@ -58,29 +46,45 @@ def run(display: Display, clock: Clock, steps: int) -> None:
     display.end()
 
 
+def stage_view(title: str = "[train]", clock: Clock | None = None) -> StageView:
+    return StageView(title, console=console(), clock=clock or Clock())
+
+
 def test_time_left_is_the_pace_since_the_start_or_the_resume() -> None:
-    view = View(step=30, first_step=10, last_step=50, started=100.0)
-    assert seconds_left(view, now=110.0) == 10.0  # 20 steps took 10 seconds, 20 remain
-    assert seconds_left(replace(view, step=10), now=110.0) is None
+    clock = Clock()
+    clock.now = 100.0
+    view = stage_view(clock=clock)
+    view.begin(10, 50)
+    clock.now = 110.0
+    assert view.seconds_left() is None
+    view.at(30)
+    assert view.seconds_left() == 10.0  # 20 steps took 10 seconds, 20 remain
 
 
 def test_speed_is_a_ratio_of_sums() -> None:
-    view = View()
-    assert tokens_per_second(view) is None
+    view = stage_view()
+    assert view.tokens_per_second() is None
     for tokens, seconds in ((100, 1.0), (500, 2.0)):
-        view = logged(view, {"tokens": tokens, "seconds": seconds})
-    assert tokens_per_second(view) == 200.0  # not the mean of 100 and 250
+        view.add({"tokens": tokens, "seconds": seconds})
+    assert view.tokens_per_second() == 200.0  # not the mean of 100 and 250
 
 
 def test_a_metric_that_a_step_lacks_stays() -> None:
-    view = logged(logged(View(), {"score": 1.0, "loss": 3.0}), {"loss": 2.0})
+    view = stage_view()
+    view.add({"score": 1.0, "loss": 3.0})
+    view.add({"loss": 2.0})
     assert (view.values, view.first) == ({"score": 1.0, "loss": 2.0}, {"score": 1.0, "loss": 3.0})
     assert view.history == {"score": (1.0,), "loss": (3.0, 2.0)}
 
 
 def test_a_progress_line_says_all_in_order() -> None:
-    view = View("reward", 2, 3, step=40, last_step=160, speed=((2480, 2.0),), values={"loss": 0.5, "accuracy": 0.75})
-    assert progress_line(view, now=50.0) == (
+    clock = Clock()
+    view = stage_view("[2/3 reward]", clock)
+    view.begin(0, 160)
+    clock.now = 50.0
+    view.at(40)
+    view.add({"tokens": 2480, "seconds": 2.0, "loss": 0.5, "accuracy": 0.75})
+    assert view.progress_line() == (
         "[2/3 reward] step 40/160 (25%), 2 min 30 s left, 1,240 tokens/s, accuracy 75.0 %, loss 0.5000"
     )
 
@@ -91,10 +95,14 @@ def test_an_interval_stands_behind_its_value() -> None:
 
 
 def test_a_result_line_compares_the_first_and_the_last_step() -> None:
-    view = View(
-        "sft", step=1, first_step=0, last_step=1, first={"loss": 3.0}, values={"loss": 1.5, "learning_rate": 0.0}
-    )
-    assert result_line(view, now=61.0) == "[sft] 1 step in 1 min 01 s: loss 3.000 -> 1.500"
+    clock = Clock()
+    view = stage_view("[sft]", clock)
+    view.begin(0, 1)
+    view.add({"loss": 3.0})
+    clock.now = 61.0
+    view.at(1)
+    view.add({"loss": 1.5, "learning_rate": 0.0})
+    assert view.result_line() == "[sft] 1 step in 1 min 01 s: loss 3.000 -> 1.500"
 
 
 def test_text_of_a_model_cannot_act_on_the_terminal() -> None:
@@ -143,7 +151,7 @@ def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
 def test_a_resumed_run_says_so() -> None:
     display = Display(console(), clock=Clock())
     display.begin(40, 100)
-    assert shown(display) == ["[train] goes on after step 40"]
+    assert shown(display) == ["[train] resumes after step 40"]
 
 
 def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> None:
@@ -157,7 +165,7 @@ def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> 
         for step in range(1, 11):
             display.log(step, {"loss": 1.0 + step})
         plain = console()
-        plain.print(display)
+        plain.print(*display.view.get_renderables(), sep="")
         view = shown(Display(plain))
         display.end()
     text = "\n".join(view)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from burnish.errors import UserError
+from burnish.methods import METHODS
 from burnish.report import curves
 from burnish.report import page as report
 from burnish.report.metrics import Recorder
@@ -241,22 +242,22 @@ def test_the_text_of_curves_is_text(page: tuple[str, Page]) -> None:
 
 def test_results_are_compared_in_words(page: tuple[str, Page]) -> None:
     text = str(page[1])
-    assert "Perplexity exp(loss of a token); 1 is best 44.70 15.18 \N{MINUS SIGN}29.52 Better" in text
+    assert "Perplexity exp(loss per token); 1 is best 44.70 15.18 \N{MINUS SIGN}29.52 Better" in text
     assert "50.0 % 44.0 % to 56.0 % 79.0 % 74.0 % to 83.0 % +29.0 points Better, the intervals do not overlap" in text
     assert "24.00 22.00 to 26.00 24.50 22.40 to 26.60 +0.5000 Higher, but the intervals overlap" in text
-    assert "Win rate completions that score above those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
+    assert "Win rate completions that score higher than those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
 
 
 def test_what_is_not_finite_is_said(page: tuple[str, Page]) -> None:
-    assert "Not finite, and not drawn: loss at step 601." in str(page[1])
+    assert "Not finite, so not drawn: loss at step 601." in str(page[1])
 
 
 def test_samples_are_escaped_and_only_the_first_and_last_evaluation_stand(page: tuple[str, Page]) -> None:
     html, parsed = page
     assert "&lt;b&gt;Honestly&lt;/b&gt; &amp; truly," in html and "<b>Honestly" not in html
-    assert "The first 6 of 9, in the order of the file, not chosen." in str(parsed)
-    assert html.count("<span>Step 0</span>") == html.count("<span>Step 600</span>") == 9
-    assert "<span>Step 300</span>" not in html
+    assert "The first 6 of 9, in the order of the file (not selected)." in str(parsed)
+    assert html.count("<span>Optimizer step 0</span>") == html.count("<span>Optimizer step 600</span>") == 9
+    assert "<span>Optimizer step 300</span>" not in html
 
 
 def test_data_and_manifest_are_there(page: tuple[str, Page]) -> None:
@@ -307,7 +308,7 @@ def test_a_stage_that_ran_a_function_shows_its_files(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_manifest_names_the_nearest_run(tmp_path: Path) -> None:
     small_run(tmp_path / "my-run", {"name": "my-run"})
-    with pytest.raises(UserError, match=r"manifest\.json: no such file; did you mean .*my-run\?"):
+    with pytest.raises(UserError, match=r"manifest\.json: no such file; did you mean '.*my-run'\?"):
         report.write(tmp_path / "my-rum")
     with pytest.raises(UserError, match="expected a run's folder"):
         report.write(tmp_path / "my-run" / "nothing")
@@ -347,12 +348,12 @@ def test_whiskers_share_one_scale() -> None:
 
 
 def test_what_is_no_result_are_left_out() -> None:
-    found = report.changes(
+    compared = report.changes(
         {"step": 0, "epoch": 0, "eval_loss": 2.0, "eval_seconds": 3.0},
         {"loss": 1.0, "score": 3, "score_low": 2, "tokens_per_second": 9},
     )
-    assert [c.key for c in found] == ["score", "loss"]
-    assert found[0].before is None and found[0].after == curves.Estimate(3.0) and found[0].verdict == ""
+    assert [c.key for c in compared] == ["score", "loss"]
+    assert compared[0].before is None and compared[0].after == curves.Estimate(3.0) and compared[0].verdict == ""
 
 
 def test_samples_are_matched_by_source_and_place() -> None:
@@ -361,16 +362,25 @@ def test_samples_are_matched_by_source_and_place() -> None:
 
     rows = [row(0, "p:1", "a"), row(0, "p:1", "b"), row(0, "p:2", "c"), row(4, "p:1", "x"), row(2, "t:1", "t", "train"),
             row(8, "p:1", "A"), row(8, "p:1", "B"), row(8, "p:3", "D")]  # fmt: skip
-    found, steps = report.pairs(rows)
-    texts = [tuple(side and side["completion"] for side in (p["before"], p["after"])) for p in found]
+    samples, steps = report.before_and_after(rows)
+    texts = [tuple(side and side["completion"] for side in (p["before"], p["after"])) for p in samples]
     assert texts == [("a", "A"), ("b", "B"), ("c", None), (None, "D")]
     assert steps == [0, 8]
-    assert math.isnan(found[0]["before"]["score"])
+    assert math.isnan(samples[0]["before"]["score"])
 
 
 def test_without_evaluations_the_last_samples_of_training_stand_alone() -> None:
     rows = [{"step": step, "kind": "train", "prompt": "p", "completion": str(step)} for step in (1, 5)]
-    found, steps = report.pairs(rows)
-    assert [(p["before"], p["after"]["completion"]) for p in found] == [(None, "5")]
+    samples, steps = report.before_and_after(rows)
+    assert [(p["before"], p["after"]["completion"]) for p in samples] == [(None, "5")]
     assert steps == [5]
-    assert report.pairs([]) == ([], [])
+    assert report.before_and_after([]) == ([], [])
+
+
+def test_every_method_and_every_other_end_has_words() -> None:
+    assert set(report.METHODS) == set(METHODS)
+    assert set(report.FINISH_REASONS) == {"length", "context", "turns", "done", "error"}
+    rows = [{"step": 1, "kind": "eval", "prompt": reason, "completion": "", "finish_reason": reason}
+            for reason in ("stop", "context")]  # fmt: skip
+    samples, _ = report.before_and_after(rows)
+    assert [sample["after"]["ending"] for sample in samples] == ["", "cut off: the context window was full"]

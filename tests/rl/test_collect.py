@@ -16,7 +16,7 @@ import torch
 from burnish import PPO, UserError
 from burnish.generate.sampling import Sampling
 from burnish.render import chat
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import collect, eos_ids

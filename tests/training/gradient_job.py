@@ -28,7 +28,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.batching import RowLoader
 from burnish.methods.dpo import mismatched
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Pair, Sequence, Text
 
 CONFIG = LlamaConfig(

@@ -17,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from burnish import DPO, SFT, Pretrain, Trainer
 from burnish.data.readers import read
 from burnish.data.streaming import RowStream, Source
-from burnish.models.adapters import AdapterConfig, add_adapter
-from burnish.render.chat import Truncation, set_template
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
+from burnish.render.chat import set_template
+from burnish.render.truncate import Truncation
 from burnish.types import Text
 
 ROWS = [{"prompt": f"{i} + 1", "completion": "x" * (1 + i % 5) + str(i * 7)} for i in range(12)]

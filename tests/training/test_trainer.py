@@ -15,7 +15,8 @@ from burnish.data.readers import load
 from burnish.errors import UserError
 from burnish.generate.sampling import Sampling
 from burnish.models import layout
-from burnish.models.adapters import AdapterConfig, add_adapter
+from burnish.models.adapters import add_adapter
+from burnish.models.settings import AdapterConfig
 from burnish.report.metrics import Recorder, is_timing, read_metrics
 from burnish.training.arguments import warn_ignored
 from burnish.types import Conversation, Term

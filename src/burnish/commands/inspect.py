@@ -15,15 +15,15 @@ from rich.text import Text
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, sources
+from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.run import check_rewards, model_reference
 from burnish.data import readers as rows
 from burnish.data.batching import shared_length
 from burnish.errors import UserError
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
-from burnish.models.adapters import AdapterConfig
 from burnish.models.layout import default_budget
+from burnish.models.settings import AdapterConfig
 from burnish.render import chat
 from burnish.types import Encoded, Example, Prompt, Sequence
 
@@ -88,15 +88,15 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
     if template is not None:
         chat.set_template(tokenizer, template)
-    found = method_class(stage.method.name)
+    spec = method_spec(stage.method.name)
     settings = dict(stage.method.settings)
-    if Prompt in found.kinds:
+    if Prompt in spec.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
-    method = found(**settings)
+    method = method_class(stage.method.name)(**settings)
     splits = {}
     for split in ("train", "eval"):
         if getattr(stage.data, split) is not None:
-            read = _read(recipe, stage.data, split, found.kinds)
+            read = _read(recipe, stage.data, split, spec.kinds)
             splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
     check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
@@ -297,7 +297,7 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     trained = lora_parameters(model, stage.adapter) if stage.adapter else parameters
     size = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None).itemsize
     assert stage.method is not None
-    settings = method_class(stage.method.name).config(**stage.method.settings)
+    settings = method_spec(stage.method.name).config(**stage.method.settings)
     networks = 2 if getattr(settings, "critic", None) == "separate" else 1
     frozen = sum(reward.model is not None for reward in stage.reward)
     frozen += int(

@@ -1,8 +1,17 @@
 """Recipes: YAML and overrides to typed settings; every mistake is named by file, line and key."""
 
-from burnish.config import sources
 from burnish.config.loading import json_schema, load, shipped
-from burnish.config.schema import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class
+from burnish.config.schema import (
+    Data,
+    PackageModel,
+    Recipe,
+    RewardSource,
+    Stage,
+    StageData,
+    StageModel,
+    method_class,
+    method_spec,
+)
 
 __all__ = [
     "Data",
@@ -15,6 +24,6 @@ __all__ = [
     "json_schema",
     "load",
     "method_class",
+    "method_spec",
     "shipped",
-    "sources",
 ]

@@ -21,14 +21,14 @@ from burnish.config.schema import (
     StageData,
     StageModel,
     is_module,
-    method_class,
+    method_spec,
 )
 from burnish.config.yaml import Keys, Problem, find, mistakes, shown
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.methods import METHODS
-from burnish.models.adapters import AdapterConfig
+from burnish.models.settings import AdapterConfig
 from burnish.render.chat import PLAIN_TEMPLATES
 from burnish.training.arguments import IGNORED, OWN
 from burnish.types import Prompt
@@ -111,7 +111,7 @@ def _home(path: Keys, value: dict[str, Any]) -> str | None:
     blocks: dict[str, Any] = {"data": Data, "generation": Sampling, "adapter": AdapterConfig}
     name = find(value, (*path[:2], "method", "name"))
     if name in METHODS:
-        blocks["method"] = method_class(name).config
+        blocks["method"] = METHODS[name].config
     fields = {block: set(config.model_fields) for block, config in blocks.items()}
     fields["trainer"] = {field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED) | set(OWN)
     return next((f"{block}: {block}.{key}" for block, known in fields.items() if key in known), None)
@@ -119,12 +119,9 @@ def _home(path: Keys, value: dict[str, Any]) -> str | None:
 
 def _method_problems(name: str, value: dict[str, Any], at: Keys) -> Iterator[Problem]:
     try:
-        config = getattr(method_class(name), "config", None)
+        config = method_spec(name).config
     except UserError as error:
         yield Problem((*at, "name"), str(error))
-        return
-    if not (isinstance(config, type) and issubclass(config, pydantic.BaseModel)):
-        yield Problem((*at, "name"), f"{name!r} has no class of settings: its attribute config is {config!r}")
         return
     settings = {key: value[key] for key in value if key != "name"}
     try:
@@ -325,7 +322,7 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     assert stage.method is not None
-    if not getattr(method_class(stage.method.name), "streams", False):
+    if not method_spec(stage.method.name).streams:
         yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once; take this key away"
     if stage.trainer.get("max_steps", -1) <= 0:
         yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the steps of the run"
@@ -333,7 +330,7 @@ def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     """A method that samples completions needs something that scores them; any other would ignore it."""
-    kinds = getattr(method_class(method), "kinds", ())
+    kinds = method_spec(method).kinds
     samples = Prompt in kinds
     if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"

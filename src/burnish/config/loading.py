@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.checks import OWNED, file_problems, reference_problems, shape_problems
-from burnish.config.schema import Recipe, method_class
+from burnish.config.schema import Recipe
 from burnish.config.yaml import Document, complain, find, override, read, shown
 from burnish.errors import UserError, did_you_mean
 from burnish.methods import METHODS
@@ -88,7 +88,7 @@ def json_schema() -> dict[str, Any]:
     blocks = whole["$defs"]
     methods = []
     for name in METHODS:
-        block = method_class(name).config.model_json_schema(ref_template="#/$defs/{model}")
+        block = METHODS[name].config.model_json_schema(ref_template="#/$defs/{model}")
         blocks |= block.pop("$defs", {})
         block["properties"] = {"name": {"const": name}, **block.get("properties", {})}
         methods.append(block | {"required": ["name", *block.get("required", [])]})

@@ -21,7 +21,18 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArgum
 from transformers.utils import logging as hf_logging
 
 from burnish import files, user_functions
-from burnish.config import Data, PackageModel, Recipe, RewardSource, Stage, StageData, StageModel, method_class, sources
+from burnish.config import (
+    Data,
+    PackageModel,
+    Recipe,
+    RewardSource,
+    Stage,
+    StageData,
+    StageModel,
+    method_class,
+    method_spec,
+    sources,
+)
 from burnish.config.evaluation import Evaluation
 from burnish.config.inputs import Checksums, check_still_current, of_code, of_model, of_rows, verify
 from burnish.config.loading import differences
@@ -321,7 +332,7 @@ class _Training:
         self.data: Data = stage.data
         self.splits = [split for split in ("train", "eval") if getattr(self.data, split) is not None]
         self.folder = recipe.folder / stage.name
-        self.method_class = method_class(stage.method.name)
+        self.spec = method_spec(stage.method.name)
         self.source = model_reference(stage.model, recipe.folder)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -433,9 +444,9 @@ class _Training:
         """The method with its settings; one that samples gets its rewards and how it samples."""
         assert self.stage.method is not None
         settings = dict(self.stage.method.settings)
-        if Prompt in self.method_class.kinds:
+        if Prompt in self.spec.kinds:
             settings |= {"reward": rewards, "sampling": self.stage.generation}
-        return self.method_class(**settings)
+        return method_class(self.stage.method.name)(**settings)
 
     def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
         """The model and its tokenizer with the template of this stage, and a fresh adapter where it has one."""
@@ -448,11 +459,11 @@ class _Training:
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
-        load = loading.load_reward_model if self.method_class.task == "SEQ_CLS" else loading.load_policy
+        load = loading.load_reward_model if self.spec.task == "SEQ_CLS" else loading.load_policy
         quantized = stage.adapter.quantize if stage.adapter else None
         model: Any = load(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
         if stage.adapter is not None:
-            model = add_adapter(model, stage.adapter, self.method_class.task, loading.describe(source))
+            model = add_adapter(model, stage.adapter, self.spec.task, loading.describe(source))
         elif adapted:
             what = "training goes on with it, on" if isinstance(model, PeftModel) else "it is merged into"
             screen.message(f"{source} is an adapter: {what} its base {loading.base_of(loading.resolve(source))}")
@@ -472,7 +483,7 @@ class _Training:
 
     def rows(self, split: str) -> rows.Rows | RowStream:
         """The rows of a split, or the stream of them."""
-        folder, kinds = self.recipe.folder, self.method_class.kinds
+        folder, kinds = self.recipe.folder, self.spec.kinds
         if split == "train" and self.data.stream:
             return sources.stream(self.data, folder, kinds)
         return sources.read(self.data, split, folder, kinds, self.recipe.seed)

@@ -13,8 +13,9 @@ from pydantic import Discriminator, Field, Tag
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.methods import METHODS
-from burnish.models.adapters import AdapterConfig
-from burnish.render.chat import Truncation
+from burnish.models.settings import AdapterConfig
+from burnish.protocols import MethodSpec
+from burnish.render.truncate import Truncation
 from burnish.types import Config
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
@@ -251,9 +252,9 @@ class Recipe(Config, use_attribute_docstrings=True):
         plain = self.model_dump(mode="json", by_alias=True)
         for stage, values in zip(self.stages, plain["stages"], strict=True):
             if stage.method:
-                method = method_class(stage.method.name)
-                values["method"] |= method.config(**stage.method.settings).model_dump(mode="json")
-                values["data"]["too_long"] = values["data"]["too_long"] or getattr(method, "too_long", "error")
+                spec = method_spec(stage.method.name)
+                values["method"] |= spec.config(**stage.method.settings).model_dump(mode="json")
+                values["data"]["too_long"] = values["data"]["too_long"] or spec.too_long
         return plain
 
 
@@ -263,9 +264,28 @@ def locate(home: Path, reference: str) -> str:
     return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
 
 
+def method_spec(name: str) -> MethodSpec:
+    """What is known of a method by its name or as ``package.module:Name``, which is imported.
+
+    Raises:
+        UserError: there is no such method, or its class has no ``spec``.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    spec = getattr(method_class(name), "spec", None)
+    if not isinstance(spec, MethodSpec):
+        raise UserError(f"method {name!r}: the attribute spec of its class must be a MethodSpec, got {spec!r}")
+    return spec
+
+
 def method_class(name: str) -> Any:
-    """The class of a method by its name or as ``package.module:Name``."""
-    module, colon, attribute = METHODS.get(name, name).partition(":")
+    """The class of a method by its name or as ``package.module:Name``; importing it takes as long as torch does.
+
+    Raises:
+        UserError: there is no such method.
+    """
+    reference = METHODS[name].implementation if name in METHODS else name
+    module, colon, attribute = reference.partition(":")
     if not colon:
         known = f"methods are {', '.join(METHODS)}; your own is package.module:Name"
         raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; {known}")

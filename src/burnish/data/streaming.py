@@ -195,8 +195,8 @@ def check(method: Method, steps: int) -> None:
     Raises:
         UserError: it makes its own steps from all rows, or the run has no end.
     """
-    if not getattr(method, "streams", False):
-        raise UserError(f"method {method.name!r} needs all of its rows at once: take data.stream away")
+    if not method.spec.streams:
+        raise UserError(f"method {method.spec.name!r} needs all of its rows at once: take data.stream away")
     if steps <= 0:
         raise UserError("a stream has no end: set trainer.max_steps to the steps of the run")
 

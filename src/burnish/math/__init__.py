@@ -4,7 +4,3 @@ Per-token tensors are (B, T), entry t belongs to token t, and masks are bool, Tr
 outside a mask never reaches a value or a gradient, not even where it is infinite or NaN. Half precision and integers
 are computed in float32, and empty tensors give empty results or Terms of 0.
 """
-
-from burnish.math import advantages, kl, losses, preference, reductions, statistics, tensors
-
-__all__ = ["advantages", "kl", "losses", "preference", "reductions", "statistics", "tensors"]

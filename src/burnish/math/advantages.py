@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from burnish.errors import UserError
+from burnish.math.choices import Baseline
 from burnish.math.tensors import learned, same_shape, upcast
 
 Grouping = Literal["rloo", "mean", "std"]
-Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened"]
 
 # Added to a variance before its root is divided by.
 EPSILON = 1e-8

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from burnish.errors import UserError
+from burnish.math.choices import Estimate
 from burnish.math.tensors import learned, same_shape
-
-Estimate = Literal["k1", "k2", "k3"]
 
 # exp of a larger log-ratio says nothing more than "far away", and soon overflows.
 LOG_RATIO_LIMIT = 20.0

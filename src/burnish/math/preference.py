@@ -27,21 +27,17 @@ gradient, if both do.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from burnish.errors import UserError
+from burnish.math.choices import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, WITHOUT_REFERENCE, PreferenceLoss
 from burnish.math.tensors import same_shape, upcast
 from burnish.types import Term
 
-Kind = Literal["sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo"]
-WITHOUT_REFERENCE = ("simpo", "orpo")
-WITH_SMOOTHING = ("sigmoid", "robust", "simpo")
-WITH_MARGIN = ("sigmoid", "robust", "hinge", "simpo")
-WITH_SOFT_LABELS = ("sigmoid", "ipo", "hinge", "simpo")
 # of a log-ratio: larger ones say nothing more, and differences of infinite ones are NaN
 LIMIT = 1e6
 # exp of it is the float32 below 1: a probability of 1 would have infinite odds
@@ -49,7 +45,7 @@ LARGEST_LOGPROB = -1e-7
 
 
 def preference(
-    kind: Kind,
+    kind: PreferenceLoss,
     chosen: Tensor,
     rejected: Tensor,
     ref_chosen: Tensor | None = None,
@@ -167,10 +163,10 @@ def log1mexp(x: Tensor) -> Tensor:
 
 def _check(kind: str, lengths: object, **given: object) -> None:
     """Whether the kind reads all that is given."""
-    if kind not in get_args(Kind):
-        raise UserError(f"unknown preference loss {kind!r}: expected one of {', '.join(get_args(Kind))}")
+    if kind not in get_args(PreferenceLoss):
+        raise UserError(f"unknown preference loss {kind!r}: expected one of {', '.join(get_args(PreferenceLoss))}")
     readers = {
-        "ref_chosen": [k for k in get_args(Kind) if k not in WITHOUT_REFERENCE],
+        "ref_chosen": [k for k in get_args(PreferenceLoss) if k not in WITHOUT_REFERENCE],
         "gamma": ["simpo"],
         "label_smoothing": WITH_SMOOTHING,
         "margin": WITH_MARGIN,

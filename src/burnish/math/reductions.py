@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burnish.errors import UserError
+from burnish.math.choices import Reduction
 from burnish.math.tensors import learned, same_shape
 from burnish.types import Term
-
-Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 
 
 class Weights(NamedTuple):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import RowLoader
 from burnish.errors import UserError
 from burnish.math import losses
-from burnish.math.preference import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, WITHOUT_REFERENCE, Kind
+from burnish.math.choices import WITH_MARGIN, WITH_SOFT_LABELS, WITHOUT_REFERENCE
 from burnish.math.statistics import wilson
+from burnish.methods import METHODS
+from burnish.methods.settings import DPOConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network, disable_dropout
 from burnish.models.reference import ARRAY as REFERENCE
@@ -25,7 +26,6 @@ from burnish.models.reference import ReferenceLogprobs
 from burnish.protocols import Context
 from burnish.render import chat
 from burnish.types import (
-    Config,
     Encoded,
     Example,
     Labelled,
@@ -42,47 +42,6 @@ STEPS_OF_ALARM = 20
 SMOOTHING_OF_ALARM = 0.9
 
 
-class DPOConfig(Config):
-    """Settings of the DPO family; a setting that the loss does not read is an error."""
-
-    loss: Kind | Literal["kto"] = Field("sigmoid", description="sigmoid is DPO; kto learns from single answers")
-    beta: float = Field(0.1, gt=0, description="how strongly the policy is held to the reference (simpo: about 2)")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of labels that are taken to be wrong")
-    average: bool = Field(False, description="average log-probabilities over tokens (simpo and orpo always do)")
-    gamma: float = Field(0.5, ge=0, description="simpo: the margin that is asked of every pair")
-    orpo_weight: float = Field(0.1, ge=0, description="orpo: lambda, the weight of the odds ratio beside the nll")
-    nll_weight: float = Field(0.0, ge=0, description="weight of the chosen answers' nll a token (RPO)")
-    desirable_weight: float = Field(1.0, ge=0, description="kto: weight of good answers")
-    undesirable_weight: float = Field(1.0, ge=0, description="kto: weight of bad answers")
-    reference: Literal["precomputed", "live"] = Field(
-        "precomputed", description="precomputed: once, kept on disk; live: a forward pass at every step"
-    )
-
-    @model_validator(mode="after")
-    def _read(self) -> Self:
-        """Refuse what would be ignored."""
-        unread = {
-            "beta": self.loss == "orpo",
-            "label_smoothing": self.loss not in WITH_SMOOTHING,
-            "average": self.loss in WITHOUT_REFERENCE,
-            "gamma": self.loss != "simpo",
-            "orpo_weight": self.loss != "orpo",
-            "nll_weight": self.loss in ("orpo", "kto"),
-            "desirable_weight": self.loss != "kto",
-            "undesirable_weight": self.loss != "kto",
-            "reference": self.loss in WITHOUT_REFERENCE,
-        }
-        for name in self.model_fields_set:
-            if unread.get(name):
-                raise ValueError(f"{name} is not read by loss {self.loss}: take it away")
-        return self
-
-    @property
-    def averaged(self) -> bool:
-        """Whether log-probabilities are averaged over tokens."""
-        return self.average or self.loss in WITHOUT_REFERENCE
-
-
 class DPO:
     """A loss of log p(answer) - log p_ref(answer), a mean over pairs (``burnish.math.preference``) or answers (KTO).
 
@@ -91,10 +50,7 @@ class DPO:
     can be precomputed.
     """
 
-    name = "dpo"
-    kinds = (Preference, Ranking, Labelled)
-    task = "CAUSAL_LM"
-    config = DPOConfig
+    spec = METHODS["dpo"]
 
     def __init__(self, **settings: Any) -> None:
         self.settings = DPOConfig(**settings)
@@ -132,7 +88,7 @@ class DPO:
                 )
             return example
 
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name, loss))
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name, loss))
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order, made ready for the loss; watches whether the chosen answers lose probability."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any
 
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +12,9 @@ from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
-from burnish.math.reductions import Reduction, reduce, reduction_weights
+from burnish.math.reductions import reduce, reduction_weights
+from burnish.methods import METHODS
+from burnish.methods.settings import PPOConfig
 from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
@@ -21,50 +22,15 @@ from burnish.protocols import Context
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.rl.loader import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.rl.loader import Experience, RolloutLoader, Sampler
 from burnish.rl.metrics import value_metrics
-from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
-
-
-class PPOConfig(RolloutConfig):
-    """Settings of PPO."""
-
-    epochs: int = Field(4, ge=1, description="passes over a batch of rollouts")
-    clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is clipped to [1 - clip_low, 1 + clip_high]")
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages")
-    reduction: Reduction = Field("token_mean", description="how the losses of tokens become one number")
-    gamma: float = Field(1.0, ge=0, le=1, description="discount")
-    lam: float = Field(0.95, ge=0, le=1, description="lambda of generalized advantage estimation")
-    whiten_advantages: bool = Field(True, description="to mean 0 and variance 1 over the batch")
-    whiten_rewards: bool = Field(False, description="to variance 1 over the batch; the mean stays")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy, which is maximized")
-    kl_coef: float = Field(0.05, ge=0, description="weight of the KL to the reference in the reward; 0 needs none")
-    reference: bool = Field(True, description="keep the starting policy as the reference")
-    critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy")
-    critic_start: Literal["auto", "policy"] = Field("auto", description="auto: a causal reward model, else the policy")
-    critic_frozen: bool = Field(False, description="never update the critic")
-    critic_learning_rate: float | None = Field(None, gt=0, description="default: the policy's")
-    critic_warmup: int = Field(0, ge=0, description="iterations in which only the critic learns")
-    value_coef: float = Field(0.5, ge=0, description="weight of the value loss")
-    value_clip: float | None = Field(None, gt=0, description="free move of a value in an update, in units of score")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.kl_coef and not self.reference:
-            raise ValueError(f"kl_coef {self.kl_coef} needs a reference: set kl_coef to 0 or reference to true")
-        if self.critic_warmup and (self.critic_frozen or not self.value_coef):
-            raise ValueError(f"critic_warmup {self.critic_warmup}: nothing learns while critic_frozen or value_coef 0")
-        return self
+from burnish.types import Encoded, Example, MicroBatch, Reward, Row, Terms
 
 
 class PPO:
     """max(-A ratio, -A clip(ratio)) + value_coef * value loss, on completions of the policy scored by rewards."""
 
-    name = "ppo"
-    kinds = (Prompt,)
-    task = "CAUSAL_LM"
-    config = PPOConfig
+    spec = METHODS["ppo"]
 
     def __init__(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -13,25 +12,15 @@ from burnish.data.batching import RowLoader
 from burnish.errors import UserError
 from burnish.math.losses import nll
 from burnish.math.statistics import perplexity
+from burnish.methods import METHODS
+from burnish.methods.settings import PretrainConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
 from burnish.render import chat
-from burnish.types import Changed, Config, Encoded, Example, MicroBatch, Row, Sequence, Terms, Text
+from burnish.types import Changed, Encoded, Example, MicroBatch, Row, Sequence, Terms
 
 LONGEST = 2048  # tokens of a piece where the recipe does not say
-
-
-class PretrainConfig(Config):
-    """Settings of continued pre-training."""
-
-    packing: Literal["documents", "chop"] = Field(
-        "documents",
-        description="documents: each is learned by itself, and one longer than data.max_length in pieces that lose no "
-        "target; chop: all are joined, each ended by EOS, and cut to a fixed length, so that attention crosses them",
-    )
-    chop_length: int = Field(LONGEST, ge=2, description="tokens of a piece that packing: chop makes")
-    eval_chop_length: int = Field(1024, ge=2, description="the same for rows that training does not see")
 
 
 class Pretrain:
@@ -46,12 +35,7 @@ class Pretrain:
     is told).
     """
 
-    name = "pretrain"
-    kinds = (Text,)
-    task = "CAUSAL_LM"
-    config = PretrainConfig
-    streams = True
-    too_long = "split"
+    spec = METHODS["pretrain"]
 
     def __init__(self, **settings: Any) -> None:
         self.settings = PretrainConfig(**settings)
@@ -79,11 +63,11 @@ class Pretrain:
 
         if self.settings.packing == "documents":
             fallback = min(LONGEST, tokenizer.model_max_length)
-            asked = {"max_length": length.max_length or fallback, "too_long": length.too_long or self.too_long}
-            return chat.encode(rows, encode, length.model_copy(update=asked), chat.cache_key(tokenizer, self.name))
+            asked = {"max_length": length.max_length or fallback, "too_long": length.too_long or self.spec.too_long}
+            return chat.encode(rows, encode, length.model_copy(update=asked), chat.cache_key(tokenizer, self.spec.name))
         if length.max_length is not None or length.too_long is not None:
             raise UserError("packing: chop cuts to chop_length tokens: take data.max_length and data.too_long away")
-        whole = chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
+        whole = chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name))
         pieces, told = chop([example.sequences[0] for example in whole.examples], chop_length)
         return Encoded([Example((piece,)) for piece in pieces], [*whole.changed, *told])
 

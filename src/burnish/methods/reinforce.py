@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +22,9 @@ from burnish.generate.sampling import Sampling
 from burnish.math import advantages as adv
 from burnish.math import losses
 from burnish.math.kl import estimate
-from burnish.math.reductions import Reduction, reduce, reduction_weights
+from burnish.math.reductions import reduce, reduction_weights
+from burnish.methods import METHODS
+from burnish.methods.settings import ReinforceConfig, RolloutConfig
 from burnish.models.adapters import Reference
 from burnish.models.forward import PLAIN, SamplingTransform, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, disable_dropout
@@ -31,45 +32,9 @@ from burnish.models.reference import compared
 from burnish.protocols import Context, StepLoader
 from burnish.render import chat
 from burnish.rewards.functions import NamedReward
-from burnish.rl.loader import Experience, RolloutConfig, RolloutLoader, Sampler
+from burnish.rl.loader import Experience, RolloutLoader, Sampler
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Reward, Row, Scored, Terms
-
-
-class ReinforceConfig(RolloutConfig):
-    """Settings of REINFORCE; those of rollouts and updates belong to prompts only."""
-
-    learn_eos: bool = Field(True, description="scored rows: learn the token that ends a turn, not its content alone")
-    baseline: adv.Baseline = Field(
-        "none", description="what rewards are compared with: the step (mean), or the other completions of a prompt"
-    )
-    reduction: Reduction = Field("sequence_sum", description="how the losses of tokens become one number")
-    clip_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped to [1 - this, 1 + clip_high]")
-    clip_high: float | None = Field(None, ge=0)
-    kl_in: Literal["reward", "loss"] = Field("reward", description="where the KL to the reference counts")
-    reference: bool = Field(False, description="keep the starting policy to measure the KL, even where kl_coef is 0")
-    floor: float | None = Field(None, lt=0, description="nothing is pushed down below this log-probability of a token")
-    unlikelihood: bool = Field(False, description="-log(1 - p) in the place of log p where the reward is negative")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        clipped = self.clip_low is not None
-        if clipped != (self.clip_high is not None):
-            raise ValueError("clip_low and clip_high belong together: set both, as to 0.2, or none")
-        if self.epochs > 1 and not clipped:
-            raise ValueError(
-                f"epochs {self.epochs}: the policy moves away from what it sampled: set clip_low, clip_high"
-            )
-        if self.floor is not None and self.unlikelihood:
-            raise ValueError("floor and unlikelihood both bound what negative rewards do: choose one")
-        if clipped and (self.floor is not None or self.unlikelihood):
-            raise ValueError("floor and unlikelihood belong to the loss without clip_low and clip_high")
-        if self.kl_in == "loss" and self.kl_coef and self.kl_estimate == "k1":
-            raise ValueError("kl_estimate k1 has no gradient as a loss: set k2 (reverse KL) or k3 (forward KL)")
-        if self.kl_in == "loss" and self.kl_target:
-            raise ValueError("kl_target moves the coefficient in the reward: set kl_in: reward")
-        return self
-
 
 # Of scored rows nothing is sampled, so that these would be ignored.
 OF_PROMPTS = {*RolloutConfig.model_fields, "clip_low", "clip_high"} - {"kl_coef", "kl_estimate", "evaluation"}
@@ -78,10 +43,7 @@ OF_PROMPTS = {*RolloutConfig.model_fields, "clip_low", "clip_high"} - {"kl_coef"
 class Reinforce:
     """L = -sum_t A_t l_t of what the assistant wrote, a mean over rows; A is the reward less a baseline."""
 
-    name = "reinforce"
-    kinds = (Scored, Prompt)
-    task = "CAUSAL_LM"
-    config = ReinforceConfig
+    spec = METHODS["reinforce"]
 
     def __init__(
         self,

@@ -5,37 +5,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import RowLoader
 from burnish.math import losses
 from burnish.math.statistics import wilson
+from burnish.methods import METHODS
+from burnish.methods.settings import RewardConfig
 from burnish.models.forward import scores, unwrap
 from burnish.models.heads import Network, disable_dropout
 from burnish.protocols import Context
 from burnish.render import chat
-from burnish.types import Config, Encoded, Example, MicroBatch, Preference, Ranking, Row, Term, Terms
-
-
-class RewardModelConfig(Config):
-    """Settings of reward modelling."""
-
-    centering: float = Field(0.0, ge=0, description="weight of (r_chosen + r_rejected)^2, which keeps scores near 0")
+from burnish.types import Encoded, Example, MicroBatch, Row, Term, Terms
 
 
 class RewardModel:
     """L = -log sig(r_chosen - r_rejected - margin), a mean over pairs; the K(K-1)/2 pairs of a ranking count as one."""
 
-    name = "reward"
-    kinds = (Preference, Ranking)
-    task = "SEQ_CLS"
-    config = RewardModelConfig
-    streams = True
+    spec = METHODS["reward"]
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = RewardModelConfig(**settings)
+        self.settings = RewardConfig(**settings)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -55,7 +46,7 @@ class RewardModel:
         def encode(row: Any) -> chat.Draft[Example]:
             return chat.comparison.draft(writer, row)
 
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name))
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name))
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.batching import RowLoader
 from burnish.math.losses import nll
 from burnish.math.statistics import perplexity
+from burnish.methods import METHODS
+from burnish.methods.settings import SFTConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
 from burnish.render import chat
-from burnish.types import Config, Conversation, Encoded, Example, MicroBatch, Row, Terms
-
-
-class SFTConfig(Config):
-    """Settings of supervised fine-tuning."""
-
-    learn: Literal["last", "all", "completion", "everything"] | None = Field(
-        None, description="assistant turns that are learned; default: all, or the completion where rows have one"
-    )
-    learn_eos: bool = Field(True, description="learn the token that ends a turn, so that the model learns to stop")
+from burnish.types import Encoded, Example, MicroBatch, Row, Terms
 
 
 class SFT:
     """L = -sum log p(token) over learned tokens of the step / their number."""
 
-    name = "sft"
-    kinds = (Conversation,)
-    task = "CAUSAL_LM"
-    config = SFTConfig
-    streams = True
+    spec = METHODS["sft"]
 
     def __init__(self, **settings: Any) -> None:
         self.settings = SFTConfig(**settings)
@@ -56,7 +44,7 @@ class SFT:
         def encode(row: Any) -> chat.Draft[Example]:
             return Example(((yield from chat.conversation.draft(writer, row, learn, learn_eos)),))
 
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.name, learn, learn_eos))
+        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name, learn, learn_eos))
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""

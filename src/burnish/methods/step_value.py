@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -13,25 +12,16 @@ from burnish.data.batching import RowLoader
 from burnish.math import losses
 from burnish.math.reductions import reduce
 from burnish.math.statistics import wilson
+from burnish.methods import METHODS
+from burnish.methods.settings import StepValueConfig
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
 from burnish.protocols import Context
 from burnish.render import chat
 from burnish.render.solutions import check_delimiter, solution
-from burnish.types import Config, Encoded, Example, MicroBatch, Row, Steps, Terms
+from burnish.types import Encoded, Example, MicroBatch, Row, Terms
 
 DEPTHS = ("first", "middle", "last")
-
-
-class StepValueConfig(Config):
-    """Settings of step-level value models."""
-
-    alpha: float = Field(0.1, ge=0, description="weight of the squared error of the values")
-    learn: Literal["steps", "everything"] = Field(
-        "steps", description="tokens of correct solutions that are learned; everything: those of the question too"
-    )
-    learn_eos: bool = Field(True, description="learn the token that ends a correct solution")
-    delimiter: str = Field("\n", min_length=1, description="what ends a step, in training and in search")
 
 
 class StepValue:
@@ -40,11 +30,7 @@ class StepValue:
     The two parts have counts of their own, over the whole step: one with nothing to count adds exactly 0.
     """
 
-    name = "step_value"
-    kinds = (Steps,)
-    task = "CAUSAL_LM"
-    config = StepValueConfig
-    streams = True
+    spec = METHODS["step_value"]
 
     def __init__(self, **settings: Any) -> None:
         self.settings = StepValueConfig(**settings)
@@ -71,7 +57,7 @@ class StepValue:
         def encode(row: Any) -> chat.Draft[Example]:
             return Example(((yield from solution.draft(writer, row, s.learn, s.learn_eos, s.delimiter)),))
 
-        key = chat.cache_key(tokenizer, self.name, s.learn, s.learn_eos, s.delimiter)
+        key = chat.cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
         return chat.encode(rows, encode, length, key)
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:

@@ -11,33 +11,15 @@ from typing import Any, Literal
 
 import peft
 import torch
-from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
 from burnish.errors import UserError
 from burnish.kernels.linear import use_onednn
 from burnish.models.bases import Base
-from burnish.models.quantize import Kind
-from burnish.types import Config
+from burnish.models.settings import AdapterConfig
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
-
-
-class AdapterConfig(Config):
-    """A LoRA adapter (Hu et al. 2021): ``AdapterConfig(r=16, alpha=32)``."""
-
-    r: int = Field(16, gt=0, description="rank")
-    alpha: float = Field(32, gt=0, description="the update is scaled by alpha / r (rslora: alpha / sqrt(r))")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input; off in RL, reward and value models")
-    targets: str | list[str] = Field(
-        "all-linear", description="module names, a pattern of whole names, or all-linear (every one but the head)"
-    )
-    rslora: bool = Field(False, description="rank-stabilized scaling")
-    dora: bool = Field(False, description="weight-decomposed adapters")
-    quantize: Kind | None = Field(
-        None, description="keep the frozen base in 4 bits (nf4) or 8 bits (int8); needs bitsandbytes"
-    )
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base: Base | None = None) -> peft.PeftModel:

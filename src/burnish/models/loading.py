@@ -34,6 +34,7 @@ from burnish.models.adapters import without_warning
 from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
+from burnish.models.settings import Quantization
 from burnish.render.encode import cache_folder
 
 ADAPTER = "adapter_model.safetensors"
@@ -151,7 +152,7 @@ def load_policy(
     *,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-    quantized: quantize.Kind | None = None,
+    quantized: Quantization | None = None,
     base: str | None = None,
 ) -> nn.Module:
     """A causal language model; a folder with an adapter gives its base with the adapter on it, ready to go on.
@@ -174,7 +175,7 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     labels: int | None = 1,
-    quantized: quantize.Kind | None = None,
+    quantized: Quantization | None = None,
     base: str | None = None,
 ) -> nn.Module:
     """A sequence classifier without dropout: a trained one as it is, or any backbone with a fresh scalar head.
@@ -284,7 +285,7 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
 
 
 def _whole(
-    cls: Any, reference: str, *, new_head: bool = False, quantized: quantize.Kind | None = None, **options: Any
+    cls: Any, reference: str, *, new_head: bool = False, quantized: Quantization | None = None, **options: Any
 ) -> Any:
     """A model of which no weight is made up, but for its head where it may be new."""
     if quantized is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import peft
 import torch
@@ -12,11 +12,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from burnish.errors import UserError
+from burnish.models.settings import Quantization
 
-Kind = Literal["nf4", "int8"]
 
-
-def require(kind: Kind, where: str = "quantize") -> None:
+def require(kind: Quantization, where: str = "quantize") -> None:
     """Refuse what this machine cannot do, before anything is loaded; ``where`` is the setting that asks for it.
 
     Raises:
@@ -36,7 +35,7 @@ def require(kind: Kind, where: str = "quantize") -> None:
         )
 
 
-def settings(kind: Kind) -> BitsAndBytesConfig:
+def settings(kind: Quantization) -> BitsAndBytesConfig:
     """How transformers quantizes while it loads: 4-bit NormalFloat with double quantization, or 8 bits by row.
 
     Matrix products are computed in bfloat16 where the GPU can, else in float32. The head is left as it is.

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from burnish.errors import UserError
 from burnish.render.drafts import Draft, OneRow, Piece, results
-from burnish.render.encode import Truncation, cache_key, encode, fit
+from burnish.render.encode import cache_key, encode, fit
 from burnish.render.templates import (
     PLAIN_TEMPLATES,
     Renderer,
@@ -25,6 +25,7 @@ from burnish.render.templates import (
     tokenize,
     write,
 )
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Curves of a run's metrics as SVG that takes its colours from the page, and the estimates they show."""
+"""Curves of a run's metrics, as SVG whose colors are those of the page, and the estimates that they show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from burnish.report.metrics import NOT_FINITE, describe, headline, is_timing, number, order
 
 POINTS = 400
-# Colours that matplotlib is given, and the page's colours that take their places, so that both themes work.
+# Placeholder colors for matplotlib, and the CSS variables that replace them, so that light and dark themes work.
 INK = {"#010101": "var(--muted)", "#020202": "var(--rule)", "#030303": "var(--train)", "#040404": "var(--eval)"}
 TEXT, RULE, TRAIN, EVAL = INK
 
@@ -23,27 +23,27 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % interval where there is one: ``Estimate(1.43, (1.31, 1.55))``."""
+    """A value with its 95 % interval, if there is one: ``Estimate(1.43, (1.31, 1.55))``."""
 
     value: float
     interval: tuple[float, float] | None = None
 
 
 def estimates(values: Mapping[str, Any]) -> dict[str, Estimate]:
-    """The metrics of one line or evaluation without ``eval_``, each with its interval; no times, no step, no epoch.
+    """The metrics of one line or evaluation, without ``eval_``, times, step and epoch, each with its interval.
 
     ``{"step": 8, "eval_score": 1.4, "eval_score_low": 1.3, "eval_score_high": 1.5}`` gives
-    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An interval without end is none.
+    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An infinite interval is left out.
     """
     plain = {key.removeprefix("eval_"): float(value) for key, value in values.items() if _is_number(value)}
-    found = {}
+    result = {}
     for key, value in plain.items():
         base = re.sub("_(low|high)$", "", key)
         if key in ("step", "epoch") or is_timing(key) or (base != key and base in plain):
             continue
         low, high = plain.get(f"{key}_low", math.inf), plain.get(f"{key}_high", math.inf)
-        found[key] = Estimate(value, (low, high) if math.isfinite(low) and math.isfinite(high) else None)
-    return found
+        result[key] = Estimate(value, (low, high) if math.isfinite(low) and math.isfinite(high) else None)
+    return result
 
 
 def _is_number(value: Any) -> bool:
@@ -51,22 +51,22 @@ def _is_number(value: Any) -> bool:
 
 
 def binned(points: Points, most: int = POINTS) -> tuple[Points, int]:
-    """At most ``most`` points, each the mean of ``width`` neighbours in x and y; also that width."""
+    """At most ``most`` points, each the mean of ``width`` neighbors in x and y, and that width."""
     width = math.ceil(len(points) / most) if points else 1
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return [(round(_mean(x for x, _ in group)), _mean(y for _, y in group)) for group in groups], width
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Running mean over a window of a tenth of the values around each, shorter at both ends."""
+    """Running mean over a window of a tenth of the values, centered on each and shorter at both ends."""
     half = len(values) // 20
     return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _noisy(values: Sequence[float]) -> bool:
-    """Whether the values go up and down more than along: their steps sum to more than three times their range."""
-    steps = math.fsum(abs(b - a) for a, b in itertools.pairwise(values))
-    return steps > 3 * (max(values) - min(values))
+    """Whether the values mostly go up and down: their changes add up to more than three times their range."""
+    changes = math.fsum(abs(b - a) for a, b in itertools.pairwise(values))
+    return changes > 3 * (max(values) - min(values))
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -75,15 +75,15 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def panels(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Panels of the metrics that matter and of all others, steps a point, and what was not finite (name -> steps)."""
+    """Panels of the metrics that matter and of all others; steps per point; where a metric was not finite."""
     train: dict[str, Points] = defaultdict(list)
     evals: dict[str, list[tuple[int, Estimate]]] = defaultdict(list)
-    lost: dict[str, list[int]] = defaultdict(list)
+    not_finite: dict[str, list[int]] = defaultdict(list)
     for line in lines:
         is_eval = any(key.startswith("eval_") for key in line)
         for name, estimate in estimates(line).items():
             if not math.isfinite(estimate.value):
-                lost[describe(name).label].append(line["step"])
+                not_finite[describe(name).label].append(line["step"])
             elif is_eval:
                 evals[name].append((line["step"], estimate))
             else:
@@ -94,8 +94,8 @@ def panels(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "curves": [drawn[name] for name in first],
         "other_curves": [drawn[name] for name in names if name not in first],
-        "steps_a_point": max((binned(points)[1] for points in train.values()), default=1),
-        "lost": lost,
+        "steps_per_point": max((binned(points)[1] for points in train.values()), default=1),
+        "not_finite": not_finite,
     }
 
 
@@ -108,9 +108,9 @@ def _panel(stage: str, name: str, train: Points, evals: list[tuple[int, Estimate
 
 
 def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]]) -> str:
-    """Both kinds of points of one metric over steps, as an SVG element whose colours are the page's.
+    """One metric over optimizer steps, in training and in evaluations, as an SVG element in the page's colors.
 
-    ``salt`` makes the ids of the element differ from those of the others on the page.
+    ``salt`` keeps the ids of the element different from those of other figures on the page.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -152,7 +152,7 @@ def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]]) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
-    # Ids that nothing refers to would clash between the figures of a page.
+    # These ids are not referenced, and would clash between the figures of a page.
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
     svg = re.sub(r' d="[^"]+"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
     return re.sub("|".join(INK), lambda match: INK[match[0]], svg)

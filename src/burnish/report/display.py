@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
@@ -24,67 +22,140 @@ HEARTBEAT = 30.0
 BARS = "▁▂▃▄▅▆▇█"
 
 
-# --- what is shown, as values and pure functions of them ----------------------------------------------------------
+# --- one stage ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class View:
-    """All that the display knows: ``View(stage="sft", part=1, parts=3, step=40, last_step=313)``.
+class StageView(Progress):
+    """The live view of a stage: rich's progress bar, and below it metrics with their trend, and some samples.
 
-    ``values`` holds the last value of each metric, ``first`` its first one, ``history`` its last ones, for the trend;
-    ``speed`` holds (tokens, seconds) of the last steps. ``started`` is the clock when step ``first_step`` was done.
-    The view is replaced, never changed, so that the refreshing thread sees a whole one.
+    ``values`` holds the latest value of each metric, ``first`` its first one, and ``history`` its last ones, for the
+    trend; ``pace`` holds (tokens, seconds) of the last steps. These are replaced and never changed in place, because
+    rich draws the view from another thread.
     """
 
-    stage: str = "train"
-    part: int = 1
-    parts: int = 1
-    step: int = 0
-    first_step: int = 0
-    last_step: int = 0
-    started: float = 0.0
-    values: Mapping[str, float] = field(default_factory=dict)
-    first: Mapping[str, float] = field(default_factory=dict)
-    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    speed: tuple[tuple[float, float], ...] = ()
-    evaluation: tuple[int, Mapping[str, float]] | None = None
-    samples: tuple[Mapping[str, Any], ...] = ()
+    def __init__(
+        self, title: str = "[train]", *, console: Console, clock: Callable[[], float], live: bool = False
+    ) -> None:
+        self.values: Mapping[str, float] = {}
+        self.first: Mapping[str, float] = {}
+        self.history: Mapping[str, tuple[float, ...]] = {}
+        self.pace: tuple[tuple[float, float], ...] = ()
+        self.evaluation: tuple[int, Mapping[str, float]] | None = None
+        self.samples: tuple[Mapping[str, Any], ...] = ()
+        self.title = title
+        self.first_step = 0
+        columns = TextColumn("{task.description}", style="bold", markup=False), BarColumn(16), _Status(self)
+        super().__init__(
+            *columns, console=console, get_time=clock, disable=not live, transient=True, refresh_per_second=4
+        )
+        self.add_task(title, start=False, total=None)
 
     @property
-    def title(self) -> str:
-        """The stage and its place among the stages: ``[2/3 reward]``, or ``[train]`` where there is only one."""
-        return f"[{self.part}/{self.parts} {self.stage}]" if self.parts > 1 else f"[{self.stage}]"
+    def task(self) -> Task:
+        """The one task of rich's progress bar: the stage's optimizer steps."""
+        return self.tasks[0]
+
+    def begin(self, step: int, last_step: int) -> None:
+        """Training starts or resumes after ``step``; the clock starts."""
+        self.first_step = step
+        self.reset(self.task.id, total=last_step, completed=step)
+        self.values, self.first, self.history, self.pace, self.samples = {}, {}, {}, (), ()
+
+    def at(self, step: int) -> None:
+        """Optimizer step ``step`` is done."""
+        self.update(self.task.id, completed=step)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Metrics of an optimizer step. A metric that this step lacks, such as a score between rollouts, stays."""
+        shown = {key: value for key, value in values.items() if describe(key).headline}
+        grown = {key: (*self.history.get(key, ()), value)[-HISTORY:] for key, value in shown.items()}
+        self.history = {**self.history, **grown}
+        if "tokens" in values and "seconds" in values:
+            self.pace = (*self.pace, (values["tokens"], values["seconds"]))[-HISTORY:]
+        self.values, self.first = {**self.values, **values}, {**values, **self.first}
+
+    def seconds_left(self) -> float | None:
+        """Time for the steps that remain, at the mean pace so far; None before the first step is done."""
+        done = self.task.completed - self.first_step
+        if self.task.total is None or self.task.elapsed is None or done <= 0:
+            return None
+        return self.task.elapsed / done * (self.task.total - self.task.completed)
+
+    def tokens_per_second(self) -> float | None:
+        """Tokens over seconds, both summed over the last steps; None if steps do not report them."""
+        tokens, seconds = (sum(column) for column in zip(*self.pace, strict=True)) if self.pace else (0.0, 0.0)
+        return tokens / seconds if tokens and seconds else None
+
+    def status(self) -> str:
+        """Where the stage is: ``step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s``."""
+        step, last_step = int(self.task.completed), int(self.task.total or 0)
+        parts = [f"step {step:,}/{last_step:,} ({step / last_step:.0%})" if last_step else f"step {step:,}"]
+        left, speed = self.seconds_left(), self.tokens_per_second()
+        if left is not None and step < last_step:
+            parts.append(f"{duration(left)} left")
+        if speed is not None:
+            parts.append(f"{number(round(speed))} tokens/s")
+        return ", ".join(parts)
+
+    def progress_line(self) -> str:
+        """One plain line: ``[1/3 sft] step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s, loss 2.314``."""
+        return ", ".join(part for part in [f"{self.title} {self.status()}", numbers(self.values)] if part)
+
+    def result_line(self) -> str:
+        """How a stage ended: ``[1/3 sft] 313 steps in 4 min 10 s: loss 3.210 -> 1.440``."""
+        done = int(self.task.completed) - self.first_step
+        changes = [
+            f"{_name(key)} {number(self.first[key], share)} -> {number(self.values[key], share)}"
+            for key, share in ((key, describe(key).share) for key in headline(self.values))
+            if key in self.first and key != "learning_rate"
+        ]
+        line = f"{self.title} {done:,} {'step' if done == 1 else 'steps'} in {duration(self.task.elapsed or 0.0)}"
+        return f"{line}: {', '.join(changes)}" if changes else line
+
+    def sample_line(self, row: Mapping[str, Any]) -> str:
+        """One plain line for a sample: ``[3/3 ppo] step 40 | score 1.250 | prompt | completion``."""
+        score = f"score {number(float(row['score']))}" if row.get("score") is not None else "no score"
+        prompt = visible(row.get("prompt", ""), 60, keep="end")
+        step = row.get("step", int(self.task.completed))
+        return f"{self.title} step {step} | {score} | {prompt} | {visible(row['completion'], 120)}"
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, the metrics that matter, the last evaluation and the last samples."""
+        yield self.make_tasks_table(self.tasks)
+        if self.values:
+            yield self._metrics_table()
+        if self.evaluation:
+            step, values = self.evaluation
+            yield Text(f"  evaluation at step {step:,}: {numbers(values)}", style="cyan")
+        if self.samples:
+            yield _samples_table(self.samples)
+
+    def _metrics_table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column(justify="right", style="bold")
+        table.add_column(style="cyan")
+        for key in headline(self.values):
+            value = number(self.values[key], describe(key).share)
+            table.add_row("  " + _name(key), value, _trend(self.history.get(key, ())))
+        return table
 
 
-def seconds_left(view: View, now: float) -> float | None:
-    """Time for the steps that remain, at the mean pace so far; None before the first step is done."""
-    done = view.step - view.first_step
-    return (now - view.started) / done * (view.last_step - view.step) if done > 0 else None
+class _Status(ProgressColumn):
+    """The stage's status behind its bar."""
 
+    def __init__(self, view: StageView) -> None:
+        super().__init__()
+        self.view = view
 
-def tokens_per_second(view: View) -> float | None:
-    """Tokens over seconds, both summed over the last steps; None where steps do not say them."""
-    tokens, seconds = (sum(column) for column in zip(*view.speed, strict=True)) if view.speed else (0.0, 0.0)
-    return tokens / seconds if tokens and seconds else None
-
-
-def logged(view: View, values: Mapping[str, float]) -> View:
-    """The view after a step's metrics; a metric that this step lacks (a PPO score between rollouts) stays."""
-    history = dict(view.history)
-    for key in values:
-        if describe(key).headline:
-            history[key] = (*history.get(key, ()), values[key])[-HISTORY:]
-    speed = view.speed
-    if "tokens" in values and "seconds" in values:
-        speed = (*speed, (values["tokens"], values["seconds"]))[-HISTORY:]
-    latest, first = {**view.values, **values}, {**values, **view.first}
-    return replace(view, values=latest, first=first, history=history, speed=speed)
+    def render(self, task: Task) -> Text:
+        return Text(self.view.status())
 
 
 def visible(text: str, limit: int, *, keep: str = "start") -> str:
-    r"""Text of a model in one line that cannot act on the terminal: ``"a\nb"`` becomes ``a\nb`` with a backslash.
+    r"""A model's text in one line that cannot act on the terminal: a line break becomes ``\n`` with a backslash.
 
-    What is over the ``limit`` is cut, at the end or (``keep="end"``) at the start.
+    Text beyond ``limit`` characters is cut, at the end or (``keep="end"``) at the start.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     if len(shown) <= limit:
@@ -103,74 +174,8 @@ def numbers(values: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def progress_line(view: View, now: float) -> str:
-    """One plain line: ``[1/3 sft] step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s, loss 2.314``."""
-    return ", ".join(part for part in [f"{view.title} {_progress(view, now)}", numbers(view.values)] if part)
-
-
-def result_line(view: View, now: float) -> str:
-    """What a stage came to: ``[1/3 sft] 313 steps in 4 min 10 s: loss 3.210 -> 1.440``."""
-    done = view.step - view.first_step
-    changes = [
-        f"{_name(key)} {number(view.first[key], describe(key).share)} -> {number(value, describe(key).share)}"
-        for key, value in ((key, view.values[key]) for key in headline(view.values))
-        if key in view.first and key != "learning_rate"
-    ]
-    line = f"{view.title} {done:,} {'step' if done == 1 else 'steps'} in {duration(now - view.started)}"
-    return f"{line}: {', '.join(changes)}" if changes else line
-
-
-def sample_line(view: View, row: Mapping[str, Any]) -> str:
-    """One plain line for a sample: ``[3/3 ppo] step 40 | score 1.250 | prompt | completion``."""
-    score = f"score {number(float(row['score']))}" if row.get("score") is not None else "no score"
-    prompt = visible(row.get("prompt", ""), 60, keep="end")
-    return f"{view.title} step {row.get('step', view.step)} | {score} | {prompt} | {visible(row['completion'], 120)}"
-
-
-def render(view: View, now: float) -> RenderableType:
-    """The live view: the stage, a bar with the time left, the metrics that matter with their trend, some samples."""
-    head = Table.grid(padding=(0, 1))
-    head.add_row(
-        Text(view.title, style="bold"),
-        ProgressBar(total=max(view.last_step, 1), completed=view.step, width=16),
-        Text(_progress(view, now)),
-    )
-    parts: list[RenderableType] = [head]
-    if view.values:
-        parts.append(_metrics_table(view))
-    if view.evaluation:
-        step, values = view.evaluation
-        parts.append(Text(f"  evaluation at step {step:,}: {numbers(values)}", style="cyan"))
-    if view.samples:
-        parts.append(_samples_table(view.samples))
-    return Group(*parts)
-
-
-def _progress(view: View, now: float) -> str:
-    share = f" ({view.step / view.last_step:.0%})" if view.last_step else ""
-    parts = [f"step {view.step:,}/{view.last_step:,}{share}" if view.last_step else f"step {view.step:,}"]
-    left = seconds_left(view, now)
-    if left is not None and view.step < view.last_step:
-        parts.append(f"{duration(left)} left")
-    speed = tokens_per_second(view)
-    if speed is not None:
-        parts.append(f"{number(round(speed))} tokens/s")
-    return ", ".join(parts)
-
-
 def _name(key: str) -> str:
     return key.removeprefix("eval_").replace("_", " ")
-
-
-def _metrics_table(view: View) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(justify="right", style="bold")
-    table.add_column(style="cyan")
-    for key in headline(view.values):
-        value = number(view.values[key], describe(key).share)
-        table.add_row("  " + _name(key), value, _trend(view.history.get(key, ())))
-    return table
 
 
 def _samples_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -198,10 +203,10 @@ def _trend(values: Sequence[float]) -> str:
 
 
 class Display:
-    """Shows a run to a person: live where the console is a terminal, else a plain line every ``interval`` seconds.
+    """Shows a run to a person: live if the console is a terminal, otherwise a plain line every ``interval`` seconds.
 
-    ``with Display() as display`` leaves the terminal as it was, also when training fails. ``live`` overrides what is
-    found out about the console; ``clock`` counts seconds.
+    ``with Display() as display`` restores the terminal, also when training fails. ``live`` overrides what is detected
+    about the console; ``clock`` counts seconds.
     """
 
     def __init__(
@@ -213,101 +218,80 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
-        # Environment variables can make rich call a file a terminal; control characters never go into a file.
+        # Environment variables can make rich treat a file as a terminal, but a file must not get control characters.
         self._is_live = self.console.is_interactive and self.console.file.isatty() if live is None else live
         self._interval = interval
         self._clock = clock
-        self._view = View()
-        self._live: Live | None = None
         self._last_line = float("-inf")
+        self.stage("train")
 
     def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def __rich__(self) -> RenderableType:
-        """The view as of now; rich asks for it at every refresh."""
-        return render(self._view, self._clock())
+        self.view.stop()
 
     def stage(self, name: str, part: int = 1, parts: int = 1) -> None:
-        """What is shown from here on belongs to stage ``name``, number ``part`` of ``parts``."""
-        self._view = View(stage=name, part=part, parts=parts)
+        """Show stage ``name``, number ``part`` of ``parts``, from here on."""
+        title = f"[{part}/{parts} {name}]" if parts > 1 else f"[{name}]"
+        self.view = StageView(title, console=self.console, clock=self._clock, live=self._is_live)
 
     def begin(self, step: int, last_step: int) -> None:
-        """Training starts, or goes on, after ``step``; it will end with ``last_step``."""
-        self._view = replace(
-            self._view,
-            step=step,
-            first_step=step,
-            last_step=last_step,
-            started=self._clock(),
-            values={},
-            first={},
-            history={},
-            speed=(),
-            samples=(),
-        )
+        """Training starts, or resumes, after ``step``; it will end with ``last_step``."""
+        self.view.begin(step, last_step)
         self._last_line = self._clock() - self._interval
         if step:
-            self._print(f"{self._view.title} goes on after step {step:,}")
-        if self._is_live and self._live is None:
-            self._live = Live(self, console=self.console, transient=True, refresh_per_second=4)
-            self._live.start()
+            self._print(f"{self.view.title} resumes after step {step:,}")
+        self.view.start()
 
     def step(self, step: int) -> None:
         """An optimizer step is done."""
-        self._view = replace(self._view, step=step)
+        self.view.at(step)
         if self._clock() - self._last_line > max(HEARTBEAT, self._interval):
-            self._line()
+            self._print_progress()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of a step, or of an evaluation when their names begin with ``eval_``."""
+        """Metrics of a step, or of an evaluation if their names begin with ``eval_``."""
         if any(key.startswith("eval_") for key in values):
-            self._view = replace(self._view, evaluation=(step, dict(values)))
-            self._print(f"{self._view.title} step {step:,} evaluation: {numbers(values)}", style="cyan")
+            self.view.evaluation = (step, dict(values))
+            self._print(f"{self.view.title} step {step:,} evaluation: {numbers(values)}", style="cyan")
             return
-        self._view = logged(replace(self._view, step=step), values)
-        if step == self._view.last_step or self._clock() - self._last_line >= self._interval:
-            self._line()
+        self.view.at(step)
+        self.view.add(values)
+        if step == self.view.task.total or self._clock() - self._last_line >= self._interval:
+            self._print_progress()
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Some prompts with their completions and scores, as they go into samples.jsonl; the first few are shown."""
-        self._view = replace(self._view, samples=tuple(rows[:SHOWN_SAMPLES]))
+        """Some prompts with their completions and scores, as written to samples.jsonl; the first few are shown."""
+        self.view.samples = tuple(rows[:SHOWN_SAMPLES])
         if not self._is_live:
-            for row in self._view.samples:
-                self._print(sample_line(self._view, row))
+            for row in self.view.samples:
+                self._print(self.view.sample_line(row))
 
     def message(self, text: str) -> None:
         """A line that stays on the screen."""
-        self._print(f"{self._view.title} {text}")
+        self._print(f"{self.view.title} {text}")
 
     def end(self) -> None:
-        """Training is over: the live view goes, what the stage came to stays."""
-        self._stop()
-        self._print(result_line(self._view, self._clock()), style="green")
+        """Training is over: the live view disappears, and the stage's result stays."""
+        self.view.stop()
+        self._print(self.view.result_line(), style="green")
 
-    def _line(self) -> None:
+    def _print_progress(self) -> None:
         self._last_line = self._clock()
         if not self._is_live:
-            self._print(progress_line(self._view, self._last_line))
+            self._print(self.view.progress_line())
 
     def _print(self, text: str, style: str = "") -> None:
         text = text.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
         self.console.print(Text(text, style=style if self._is_live else ""), soft_wrap=True)
 
-    def _stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
 
 class RunCallback(TrainerCallback):
-    """Sends what the trainer reports to the files and to the screen, from the main process alone.
+    """Sends what the trainer reports to the files and the screen, from the main process only.
 
-    The names that transformers gives to times (``eval_runtime``) are written as ``eval_seconds``, so that they are
-    known as timings; its summary at the end of training is not a step and is left out.
+    transformers' names for times (``eval_runtime``) are written as ``eval_seconds``, so that they are recognized as
+    timings. Its summary at the end of training does not belong to a step and is left out.
     """
 
     def __init__(self, recorder: Recorder, display: Display) -> None:
@@ -315,7 +299,7 @@ class RunCallback(TrainerCallback):
         self.display = display
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Training starts or goes on."""
+        """Training starts or resumes."""
         if state.is_world_process_zero:
             self.display.begin(state.global_step, state.max_steps)
 

@@ -1,4 +1,4 @@
-"""What a run writes down as it goes (metrics.jsonl, samples.jsonl), and what each metric means to a reader."""
+"""What a run records (metrics.jsonl, samples.jsonl), and what each metric means to a reader."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Recorder:
     """Appends to metrics.jsonl and samples.jsonl of a stage's folder; ``Recorder(Path("runs/my-run/sft"))``.
 
-    What is written depends on the arguments alone, never on the clock, so that a resumed run ends with the bytes of
-    one that was never interrupted (values that are timings aside). Numbers are written with the shortest digits that
-    read back as the same float. JSON has no number for what is not finite: NaN, inf and -inf are written as the
-    strings "NaN", "Infinity" and "-Infinity", which ``float()`` and `read_metrics` understand.
+    What is written depends only on the arguments, never on the clock, so a resumed run ends with the same bytes as an
+    uninterrupted one, except for timings. Numbers are written with the fewest digits that read back as the same
+    float. JSON has no numbers for NaN and infinities: they are written as the strings "NaN", "Infinity" and
+    "-Infinity", which ``float()`` and `read_metrics` understand.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,11 +38,11 @@ class Recorder:
         self._append(METRICS_FILE, [{"step": step, **values}])
 
     def samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line a row: ``{"step": 0, "kind": "eval", "prompt": "Hi", "completion": "Hello", ...}``."""
+        """Append one line per row: ``{"step": 0, "kind": "eval", "prompt": "Hi", "completion": "Hello", ...}``."""
         self._append(SAMPLES_FILE, rows)
 
     def offsets(self) -> dict[str, int]:
-        """Bytes of each file, safely on disk: what a checkpoint keeps so that `truncate` can go back to it."""
+        """The size of each file, flushed to disk. A checkpoint keeps it, and `truncate` goes back to it."""
         sizes = {}
         for name in (METRICS_FILE, SAMPLES_FILE):
             with (self.folder / name).open("ab") as file:
@@ -51,10 +51,10 @@ class Recorder:
         return sizes
 
     def truncate(self, offsets: Mapping[str, int]) -> None:
-        """Forget what was written after `offsets` was taken; ``{}`` forgets everything.
+        """Remove what was written after `offsets` was called; ``{}`` removes everything.
 
         Raises:
-            UserError: a file is shorter than it was, so its beginning is gone.
+            UserError: a file is shorter than it was then.
         """
         for name in (METRICS_FILE, SAMPLES_FILE):
             path, size = self.folder / name, offsets.get(name, 0)
@@ -74,7 +74,7 @@ class Recorder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a file that may still be written to; none where there is no file."""
+    """Every complete line of a file that may still be written to; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -89,12 +89,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_timing(key: str) -> bool:
-    """Whether a metric measures time, so that two equal runs may differ in it: seconds, tokens_per_second, ..."""
+    """Whether a metric measures time (seconds, tokens_per_second, ...). Two equal runs may differ in it."""
     return key.endswith(("seconds", "per_second"))
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: 0-d tensors and numpy numbers as Python's, what is not finite as a string."""
+    """The value as JSON can hold it: 0-d tensors and numpy numbers as Python numbers, NaN and infinities as strings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -110,10 +110,11 @@ def _plain(value: Any) -> Any:
 
 
 class Metric(NamedTuple):
-    """A metric for readers: ``Metric("Accuracy", "pairs ranked as labelled", better="higher", share=True)``.
+    """A metric for readers: ``Metric("Accuracy", "pairs ranked as labeled", better="higher", share=True)``.
 
-    ``better`` is the direction of improvement, None where there is none; ``share`` is shown as per cent; ``headline``
-    metrics are shown in the terminal and first in the report; ``start`` is what it is before training by definition.
+    ``better`` is the direction of improvement, None if there is none; a ``share`` is shown as a percentage;
+    ``headline`` metrics are shown in the terminal and first in the report; ``start`` is the value before training, if
+    it is known by definition.
     """
 
     label: str
@@ -128,69 +129,93 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "score": Metric("Score", "mean reward of a completion, before any KL penalty", "higher", headline=True),
     "win_rate": Metric(
-        "Win rate", "completions that score above those before training", "higher", True, True, start=0.5
+        "Win rate", "completions that score higher than those before training", "higher", True, True, start=0.5
     ),
     "accuracy": Metric("Accuracy", "pairs in which the preferred answer scores higher", "higher", True, True),
     "sign_accuracy": Metric(
         "Sign accuracy", "solutions whose last value has the sign of their outcome", "higher", True, True
     ),
-    "loss": Metric("Loss", "what training minimises", "lower", headline=True),
-    "perplexity": Metric("Perplexity", "exp(loss of a token); 1 is best", "lower", False, True),
-    "nll": Metric("Negative log-likelihood", "nats a token", "lower"),
-    "logprob_positive_advantage": Metric("Log-probability of what is rewarded", "nats a token, mean", "higher"),
-    "logprob_negative_advantage": Metric(
-        "Log-probability of what is negative_advantage", "nats a token, mean; unbounded below"
+    "loss": Metric("Loss", "what training minimizes", "lower", headline=True),
+    "perplexity": Metric("Perplexity", "exp(loss per token); 1 is best", "lower", False, True),
+    "nll": Metric("Negative log-likelihood", "nats per token", "lower"),
+    "logprob_positive_advantage": Metric(
+        "Log-probability, positive advantage", "mean over tokens with a positive advantage, in nats", "higher"
     ),
-    "kl_loss": Metric("KL to the reference in the loss", "as the reduction counts it", "lower"),
-    "preference": Metric("Preference loss", "-log sigmoid(margin), a pair", "lower"),
-    "margin": Metric("Margin", "score of the preferred answer less that of the other", "higher", headline=True),
-    "kl": Metric("KL to the reference", "nats a completion; how far the policy has moved", headline=True),
+    "logprob_negative_advantage": Metric(
+        "Log-probability, negative advantage", "mean over tokens with a negative advantage, in nats; unbounded below"
+    ),
+    "kl_loss": Metric("KL to the reference model, in the loss", "reduced as the policy loss is", "lower"),
+    "preference": Metric("Preference loss", "-log sigmoid(margin) per pair", "lower"),
+    "margin": Metric("Margin", "score of the preferred answer minus that of the other", "higher", headline=True),
+    "kl": Metric("KL to the reference model", "nats per completion; how far the policy has moved", headline=True),
     "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score", headline=True),
-    "rlhf_reward": Metric("Score less KL penalty", "score - coefficient * KL: what PPO maximizes", "higher"),
-    "entropy": Metric("Entropy", "nats a token; near 0 the policy repeats itself", headline=True),
-    "value": Metric("Value loss", "squared error of the critic, or of the values of steps", "lower", headline=True),
-    "value_correct": Metric("Value error, correct", "squared, of the steps of correct solutions", "lower"),
-    "value_incorrect": Metric("Value error, incorrect", "squared, of the steps of incorrect solutions", "lower"),
-    "value_first": Metric("Value error, first third", "squared, of steps in the first third of a solution", "lower"),
-    "value_middle": Metric("Value error, middle third", "squared, of steps in the middle third", "lower"),
-    "value_last": Metric("Value error, last third", "squared, of steps in the last third, the end among them", "lower"),
+    "rlhf_reward": Metric("Score minus KL penalty", "score - coefficient * KL: what PPO maximizes", "higher"),
+    "entropy": Metric("Entropy", "nats per token; near 0 the policy repeats itself", headline=True),
+    "value": Metric(
+        "Value loss", "squared error of the critic, or of the values of reasoning steps", "lower", headline=True
+    ),
+    "value_correct": Metric("Value error, correct", "squared, over the reasoning steps of correct solutions", "lower"),
+    "value_incorrect": Metric(
+        "Value error, incorrect", "squared, over the reasoning steps of incorrect solutions", "lower"
+    ),
+    "value_first": Metric(
+        "Value error, first third", "squared, over reasoning steps in the first third of a solution", "lower"
+    ),
+    "value_middle": Metric("Value error, middle third", "squared, over reasoning steps in the middle third", "lower"),
+    "value_last": Metric(
+        "Value error, last third", "squared, over reasoning steps in the last third, including the last", "lower"
+    ),
     "explained_variance": Metric(
-        "Explained variance", "of the returns, by the critic; 1 is perfect, 0 a constant", "higher", False, True
+        "Explained variance",
+        "share of the variance of returns that the critic predicts; 0 is no better than a constant",
+        "higher",
+        False,
+        True,
     ),
     "length": Metric("Completion length", "tokens", headline=True),
-    "stopped": Metric("Stopped by itself", "completions that ended with a stop token", None, True),
+    "stopped": Metric("Stopped", "completions that ended with a stop token", None, True),
     "chosen": Metric("Score of preferred answers", "mean"),
     "rejected": Metric("Score of other answers", "mean"),
-    "score_mean": Metric("Mean score", "over all answers; its level means nothing, only differences do"),
+    "score_mean": Metric("Mean score", "over all answers; only differences between scores have a meaning"),
     "score_std": Metric("Spread of scores", "standard deviation over completions"),
     "squares": Metric("Squared score", "mean over answers"),
-    "logprob_chosen": Metric("Log-probability of preferred answers", "nats an answer, mean; should not keep falling"),
-    "logprob_rejected": Metric("Log-probability of other answers", "nats an answer, mean"),
-    "chosen_falling": Metric("Steps of falling", "in a row, over which the preferred answers lost reward", "lower"),
-    "kto": Metric("KTO loss", "an answer", "lower"),
+    "logprob_chosen": Metric(
+        "Log-probability of preferred answers", "mean per answer, in nats; should not keep falling"
+    ),
+    "logprob_rejected": Metric("Log-probability of other answers", "mean per answer, in nats"),
+    "chosen_falling": Metric(
+        "Preferred answers falling", "optimizer steps in a row in which their reward fell", "lower"
+    ),
+    "kto": Metric("KTO loss", "per answer", "lower"),
     "baseline": Metric("KTO baseline", "mean log-ratio of answers to other prompts, at least 0"),
     "centering": Metric("Centering loss", "squared sum of a pair's scores"),
-    "zero_advantage_fraction": Metric("Without a signal", "completions whose advantage is 0", "lower", True),
-    "ties": Metric("Ties", "comparisons in which both scores are equal", None, True),
-    "policy": Metric("Policy loss", "clipped surrogate, a token"),
-    "approxkl": Metric("KL of the update", "nats a token, from the policy that sampled"),
+    "zero_advantage_fraction": Metric(
+        "Zero advantage", "completions that teach nothing because their advantage is 0", "lower", True
+    ),
+    "ties": Metric("Ties", "pairs whose scores are equal", None, True),
+    "policy": Metric("Policy loss", "as the policy loss and its reduction define it"),
+    "approxkl": Metric("KL of the update", "nats per token, to the policy that sampled"),
     "clipfrac": Metric("Policy clip fraction", "tokens whose ratio left the trust region", None, True),
     "value_clipfrac": Metric("Value clip fraction", "tokens whose value left the trust region", None, True),
-    "ratio": Metric("Probability ratio", "mean of new over old; 1 is no change"),
-    "values": Metric("Values", "mean prediction of the critic, a token"),
-    "returns": Metric("Returns", "mean of what the critic should predict, a token"),
-    "sampler_mismatch": Metric("Sampler to trainer gap", "difference of log-probability; 0 when both agree"),
-    "non_finite_steps": Metric("Skipped steps", "so far, whose loss or gradient was not finite", "lower"),
+    "ratio": Metric("Probability ratio", "new over old probability, mean; 1 is no change"),
+    "values": Metric("Values", "mean prediction of the critic per token"),
+    "returns": Metric("Returns", "mean of what the critic should predict, per token"),
+    "sampler_mismatch": Metric(
+        "Sampler mismatch", "difference of sampler and trainer log-probabilities; 0 if they agree"
+    ),
+    "non_finite_steps": Metric(
+        "Skipped optimizer steps", "so far, because their loss or gradient was not finite", "lower"
+    ),
     "learning_rate": Metric("Learning rate", "", headline=True),
     "grad_norm": Metric("Gradient norm", "before clipping"),
-    "tokens": Metric("Tokens", "processed in a step"),
-    "tokens_per_second": Metric("Speed", "tokens a second"),
-    "seconds": Metric("Time of a step", "seconds"),
+    "tokens": Metric("Tokens", "processed per optimizer step"),
+    "tokens_per_second": Metric("Speed", "tokens per second"),
+    "seconds": Metric("Time", "seconds per optimizer step"),
 }
 
 
 def describe(key: str) -> Metric:
-    """The metric's name and meaning; ``eval_`` in front changes nothing, an unknown key is its own name."""
+    """The metric's name and meaning. A prefix ``eval_`` is ignored; an unknown key is its own name."""
     key = key.removeprefix("eval_")
     if key.startswith("reward_"):
         return Metric(
@@ -203,14 +228,14 @@ def describe(key: str) -> Metric:
 
 
 def order(key: str) -> int:
-    """Where a metric stands among others, for sorting: known ones first, as in METRICS."""
+    """Sort key of a metric: known ones first, in the order of METRICS."""
     known = list(METRICS)
     key = key.removeprefix("eval_")
     return known.index(key) if key in METRICS else len(known)
 
 
 def headline(values: Mapping[str, Any]) -> list[str]:
-    """The few keys that matter, in order: score, kl, ... where completions are scored, else loss, accuracy, ..."""
+    """The few keys that matter, in order: score, kl, ... if completions are scored, otherwise loss, accuracy, ..."""
     rollouts = "score" in {key.removeprefix("eval_") for key in values}
     hidden = {"loss", "learning_rate"} if rollouts else set()
     names = {key: key.removeprefix("eval_") for key in values}
@@ -222,7 +247,7 @@ def headline(values: Mapping[str, Any]) -> list[str]:
 
 
 def number(value: float, share: bool = False, digits: int = 4) -> str:
-    """A number as people write it, in so many digits: ``1.235``, ``12,346``, ``5.0e-05``; ``73.4 %`` for a share."""
+    """A number as people write it, to ``digits`` digits: ``1.235``, ``12,346``, ``5.0e-05``; ``73.4 %`` for a share."""
     if not math.isfinite(value):
         return str(value)
     if share:
@@ -237,7 +262,7 @@ def number(value: float, share: bool = False, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: ``42 s``, ``4 min 10 s``, ``1 h 05 min``."""
+    """A time as people write it: ``42 s``, ``4 min 10 s``, ``1 h 05 min``."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,8 +1,7 @@
-"""A run as one HTML page that needs nothing else: results, curves, samples before and after, data, manifest."""
+"""A run as one self-contained HTML page: results, curves, samples before and after, data, manifest."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.report.curves import Estimate, estimates, panels
 from burnish.report.metrics import (
     SAMPLES_FILE,
@@ -33,11 +32,21 @@ from burnish.report.metrics import (
 SHOWN_SAMPLES = 6
 MOST_SAMPLES = 48
 METHODS = {
+    "pretrain": "continued pre-training",
     "sft": "supervised fine-tuning",
     "reward": "reward model",
+    "dpo": "direct preference optimization",
     "reinforce": "REINFORCE",
     "step_value": "step-level value model",
     "ppo": "proximal policy optimization",
+}
+# Why a completion ended, in words; "stop" needs none.
+FINISH_REASONS = {
+    "length": "cut off at the length limit",
+    "context": "cut off: the context window was full",
+    "turns": "ended at the limit of turns",
+    "done": "ended by the environment",
+    "error": "ended by an error",
 }
 
 
@@ -66,7 +75,7 @@ def write(run_folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Change:
-    """One metric before and after a stage; either may be missing."""
+    """A metric before and after a stage; either may be missing."""
 
     key: str
     before: Estimate | None
@@ -79,24 +88,26 @@ class Change:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the two intervals overlap; None where either is missing."""
+        """Whether the two intervals overlap; None if either is missing."""
         first, last = self.before and self.before.interval, self.after and self.after.interval
         return first[0] <= last[1] and last[0] <= first[1] if first and last else None
 
     @property
     def direction(self) -> str:
-        """``better``, ``worse``, ``higher``, ``lower``, ``same``, or nothing where there is no comparison."""
+        """``better``, ``worse``, ``higher``, ``lower``, ``same``, or empty if there is nothing to compare."""
         if self.before is None or self.after is None:
             return ""
         difference = self.after.value - self.before.value
         if difference == 0 or not math.isfinite(difference):
             return "same" if difference == 0 else ""
-        way = "higher" if difference > 0 else "lower"
-        return way if self.metric.better is None else "better" if way == self.metric.better else "worse"
+        direction = "higher" if difference > 0 else "lower"
+        if self.metric.better is None:
+            return direction
+        return "better" if direction == self.metric.better else "worse"
 
     @property
     def tone(self) -> str:
-        """``better`` or ``worse`` where that is more than chance or chance was not measured, else nothing."""
+        """``better`` or ``worse`` if the intervals do not overlap or were not measured, else empty."""
         return self.direction if self.direction in ("better", "worse") and not self.overlap else ""
 
     @property
@@ -122,7 +133,7 @@ class Change:
 
     @property
     def whiskers(self) -> list[dict[str, Any]]:
-        """Both estimates as places in per cent of a common line, for the drawing; none where intervals lack."""
+        """Both estimates as percentages of a common axis, for the drawing; empty if an interval is missing."""
         places = [(e.value, *e.interval) for e in (self.before, self.after) if e is not None and e.interval]
         ends = [end for place in places for end in place]
         if len(places) < 2 or not all(map(math.isfinite, ends)) or min(ends) == max(ends):
@@ -136,7 +147,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every metric of two evaluations, in reading order; an interval comes as X_low and X_high."""
+    """Every metric of two evaluations, in reading order. The interval of X is read from X_low and X_high."""
     first, last = estimates(before), estimates(after)
     for key in last:
         start = describe(key).start
@@ -146,11 +157,11 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def results(manifest: Mapping[str, Any]) -> Table:
-    """What every stage came to on rows that training did not see, for the terminal: before, after, in words."""
+    """Each stage's metrics on held-out rows before and after training, as a table for the terminal."""
     table = Table("stage", "held out", "before", "after", "", box=SIMPLE_HEAD, title="Results", title_justify="left")
     for entry in manifest["stages"]:
-        found = entry.get("results") or {}
-        shown = changes(found.get("before", {}), found.get("after", {}))
+        evaluations = entry.get("results") or {}
+        shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
         for i, change in enumerate(change for change in shown if change.metric.headline):
             cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
             apart = {None: "", True: ", intervals overlap", False: ", intervals apart"}[change.overlap]
@@ -168,12 +179,12 @@ def _with_interval(estimate: Estimate | None, share: bool) -> str:
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-def pairs(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Samples of the first and of the last evaluation side by side, and the steps of these evaluations.
+def before_and_after(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Samples of the first and the last evaluation side by side, and the optimizer steps of the two evaluations.
 
-    Matched by source (several samples of a source in their order); ``{"prompt", "source", "before", "after"}``, where
-    before and after are rows or None. With one evaluation there is no before. Without any, the last samples of
-    training stand for it.
+    They are matched by source, several samples of a source in their order. Each result is ``{"prompt", "source",
+    "before", "after"}``, where before and after are rows or None. After a single evaluation, before is None. Without
+    evaluations, the last samples of training are used.
     """
     kind = "eval" if any(row.get("kind") == "eval" for row in rows) else "train"
     rows = [row for row in rows if row.get("kind", kind) == kind]
@@ -183,23 +194,29 @@ def pairs(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
     after = _numbered([row for row in rows if row["step"] == steps[-1]])
     before = _numbered([row for row in rows if row["step"] == steps[0]]) if len(steps) > 1 else {}
     joined = []
-    for place in {**before, **after}:
-        either = after.get(place) or before[place]
+    for key in {**before, **after}:
+        either = after.get(key) or before[key]
         row = {"prompt": either.get("prompt", ""), "source": either.get("source", "")}
-        joined.append({**row, "before": before.get(place), "after": after.get(place)})
+        joined.append({**row, "before": before.get(key), "after": after.get(key)})
     return joined, sorted({steps[0], steps[-1]})
 
 
 def _numbered(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
     seen: dict[str, int] = defaultdict(int)
-    places = {}
+    numbered = {}
     for row in rows:
         source = row.get("source", row.get("prompt", ""))
         score = float(row["score"]) if row.get("score") is not None else None
         rewards = [f"{name} {_typeset(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
-        places[source, seen[source]] = {**row, "score": score, "rewards": rewards if len(rewards) > 1 else []}
+        shown = {"score": score, "rewards": rewards if len(rewards) > 1 else [], "ending": _ending(row)}
+        numbered[source, seen[source]] = {**row, **shown}
         seen[source] += 1
-    return places
+    return numbered
+
+
+def _ending(row: Mapping[str, Any]) -> str:
+    reason = str(row.get("finish_reason") or "stop")
+    return "" if reason == "stop" else FINISH_REASONS.get(reason, reason)
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -209,9 +226,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     if path.is_file():
         return json.loads(path.read_text("utf-8"))
-    runs = [p.parent.name for p in sorted(folder.parent.glob("*/manifest.json"))] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, runs, 1, 0.4) or runs[:1]
-    hint = f"; did you mean {folder.parent / near[0]}?" if near else "; expected a run's folder, such as runs/my-run"
+    runs = [str(p.parent) for p in sorted(folder.parent.glob("*/manifest.json"))]
+    hint = did_you_mean(str(folder), runs) or "; expected a run's folder, such as runs/my-run"
     raise UserError(f"{path}: no such file{hint}")
 
 
@@ -257,7 +273,7 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     after = results.get("after") or (evaluations[-1] if evaluations else {})
     compared = changes({} if before.get("step", -1) == after.get("step", -2) else before, after)
     matter = headline({change.key: None for change in compared}) or [change.key for change in compared]
-    samples, steps = pairs(read_lines(folder / SAMPLES_FILE))
+    samples, steps = before_and_after(read_lines(folder / SAMPLES_FILE))
     method = entry.get("method") or ""
     return {
         "name": entry["name"],
@@ -277,15 +293,15 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
-    """How long a stage was: steps, time, tokens, and tokens a second of training."""
+    """The size of a stage: optimizer steps, time, tokens, and tokens per second of training."""
     paced = [line for line in training if "tokens" in line and line.get("seconds")]
     spent = sum(line["seconds"] for line in paced)
     tokens = sum(line["tokens"] for line in paced)
-    facts = [f"{training[-1]['step']:,} steps"] if training else []
+    facts = [f"{training[-1]['step']:,} optimizer steps"] if training else []
     facts += [duration(entry.get("seconds") or spent)] if entry.get("seconds") or spent else []
     return facts + ([f"{number(round(tokens))} tokens", f"{number(round(tokens / spent))} tokens/s"] if tokens else [])
 
 
 def _rows(splits: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each split its rows, and which rows were skipped and cut: lists of ``"train.jsonl:17: no answer"``."""
+    """The rows of each split, and which were skipped and cut: lists of ``"train.jsonl:17: no answer"``."""
     return [{"split": split, "rows": 0, "skipped": [], "cut": [], **counts} for split, counts in splits.items()]

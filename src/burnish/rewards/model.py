@@ -13,7 +13,8 @@ from burnish.errors import UserError, did_you_mean
 from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.chat import Renderer, Truncation, answer, results
+from burnish.render.chat import Renderer, answer, results
+from burnish.render.truncate import Truncation
 from burnish.types import Example, Trajectory
 
 TOKEN_BUDGET = 8192

@@ -10,10 +10,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Generator, GeneratorFactory
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import Moments
-from burnish.math.kl import AdaptiveKL, Estimate, estimate
+from burnish.math.kl import AdaptiveKL, estimate
 from burnish.math.losses import truncated_importance
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
@@ -35,45 +34,10 @@ from burnish.rl.metrics import evaluation, sample_rows, summary
 from burnish.rl.mismatch import mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
-from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, Trajectory
+from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, Trajectory
 
-
-class RolloutConfig(Config):
-    """Settings of every method that learns from its own completions.
-
-    A batch is ``per_device_train_batch_size`` prompts; each mini-batch is one optimizer step.
-    """
-
-    epochs: int = Field(1, ge=1, description="passes over a batch of rollouts")
-    mini_batches: int = Field(1, ge=1, description="optimizer steps a pass; must divide the rollouts of a batch")
-    target_kl: float | None = Field(None, gt=0, description="end the update when the policy moved 1.5 x this far")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference; 0 needs none")
-    kl_estimate: Estimate = Field("k1", description="estimate of a token's KL")
-    kl_target: float | None = Field(None, gt=0, description="adapt kl_coef to this KL, nats a completion")
-    kl_horizon: float = Field(10000, gt=0, description="rollouts over which the adaptive coefficient moves")
-    importance_cap: float | None = Field(
-        None, gt=0, description="weigh tokens by min(p / p of the sampler, this), where the two differ"
-    )
-    missing_eos: Literal["none", "subtract", "replace"] = Field("none", description="score of completions cut off")
-    missing_eos_penalty: float | None = Field(None, description="what is subtracted, or put in its place")
-    score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
-    score_scale: float = Field(1.0, gt=0, description="scores are multiplied by this, before clipping")
-    score_normalize: bool = Field(
-        False, description="scores in units of the deviation of all scores so far, first of all"
-    )
-    evaluation: Literal["sampled", "greedy"] = Field("sampled", description="how held-out prompts are completed")
-    max_sampler_mismatch: float = Field(
-        0.05, gt=0, description="gap of log-probabilities between sampler and trainer, nats a token, that stops the run"
-    )
-    show_every: int = Field(5, ge=1, description="iterations between tables of samples")
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.kl_target and not self.kl_coef:
-            raise ValueError("kl_target moves kl_coef by factors, so that 0 stays 0: set kl_coef above 0")
-        if self.missing_eos != "none" and self.missing_eos_penalty is None:
-            raise ValueError(f"missing_eos: {self.missing_eos} what? set missing_eos_penalty")
-        return self
+if TYPE_CHECKING:
+    from burnish.methods.settings import RolloutConfig
 
 
 class Sampler:

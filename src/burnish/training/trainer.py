@@ -33,7 +33,7 @@ from burnish.models.heads import Network
 from burnish.models.layout import Layout, default_budget, is_out_of_memory
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Context, Method
-from burnish.render.chat import Truncation
+from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder
 from burnish.training.arguments import OWN, warn_ignored
 from burnish.training.passes import Passes, add
@@ -151,7 +151,7 @@ class Trainer(transformers.Trainer):
 
     def _rows(self, rows: Any) -> list[Row]:
         rows = rows.rows if isinstance(rows, Rows) else list(rows)
-        return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.kinds).rows
+        return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.spec.kinds).rows
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,24 @@
+"""The names that settings choose between. This module does not import torch, so that a recipe is checked quickly."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+"""How the losses of tokens become one number (``math.reductions``)."""
+
+Estimate = Literal["k1", "k2", "k3"]
+"""Estimators of a token's KL divergence (``math.kl``)."""
+
+Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened"]
+"""What the reward of a completion is compared with (``math.advantages``)."""
+
+PreferenceLoss = Literal[
+    "sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo"
+]
+"""Losses of pairs of answers (``math.preference``)."""
+
+WITHOUT_REFERENCE = ("simpo", "orpo")
+WITH_SMOOTHING = ("sigmoid", "robust", "simpo")
+WITH_MARGIN = ("sigmoid", "robust", "hinge", "simpo")
+WITH_SOFT_LABELS = ("sigmoid", "ipo", "hinge", "simpo")

@@ -1,0 +1,40 @@
+"""A recipe is read, checked and inspected without importing torch, which takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "matplotlib")
+
+
+def imported(statement: str) -> set[str]:
+    """Which of the heavy packages a statement imports in a process of its own."""
+    program = f"import sys\n{statement}\nprint([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(eval(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "cli",
+        "data.readers",
+        "generate.sampling",
+        "math.choices",
+        "methods",
+        "methods.settings",
+        "models.settings",
+        "protocols",
+        "render.truncate",
+        "types",
+    ],
+)
+def test_a_module_of_settings_imports_no_torch(module: str) -> None:
+    assert imported(f"import burnish.{module}") == set()
+
+
+def test_what_this_measures_sees_torch() -> None:
+    assert "torch" in imported("import burnish.math.losses")
