@@ -43,6 +43,7 @@ def compared(found: dict[str, Any]) -> list[Any]:
         f"{first['burnish']:.6f}",
         f"{first['trl']:.6f}",
         len(found["repeats"]),
+        found["machine"]["cpu"],
         found["machine"]["date"],
     ]
 
@@ -67,7 +68,7 @@ def main() -> None:
     pairs = [read[name] for name in read if name.startswith("cpu-")]
     pairs.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
     head = ["method", "V", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's", "times less memory"]
-    parts = [table("Against TRL", [*head, "step 1", "TRL's", "runs", "date"], *map(compared, pairs))]
+    parts = [table("Against TRL", [*head, "step 1", "TRL's", "runs", "processor", "date"], *map(compared, pairs))]
     shares = [
         [f["method"], f"{f['vocabulary']:,}", *(f"{middle(f, 'burnish', lambda x, k=k: x[k]) * scale:.0f} {unit}"
         for k, scale, unit in (("mm_rate", 1e-9, "GFLOP/s"), ("mm_share", 100, "%"),
@@ -96,11 +97,12 @@ def main() -> None:
             [name, f"{x['tokens']:.0f}", *(f"{x[key]:,.0f}" for key in ("first_wall", "first_cpu", "cached_wall"))]
             for name, x in read["encoding"]["templates"].items()
         ]
-        head = ["template", "tokens a row", "rows / s", "rows / CPU s", "rows / s from the cache"]
-        parts.append(table(f"Encoding chat rows, {read['encoding']['machine']['cores']} cores", head, *rows))
+        head = ["template", "tokens per row", "rows / s", "rows / CPU s", "rows / s from the cache"]
+        machine = read["encoding"]["machine"]
+        parts.append(table(f"Encoding chat rows ({machine['cpu']}, {machine['cores']} cores)", head, *rows))
     if "startup" in read:
         rows = [[what, of_three(seconds)] for what, seconds in read["startup"]["seconds"].items()]
-        parts.append(table("Starting", ["until", "seconds"], *rows))
+        parts.append(table(f"Starting ({read['startup']['machine']['cpu']})", ["until", "seconds"], *rows))
     page = ROOT / "docs" / "speed.md"
     before, rest = page.read_text("utf-8").split(START)
     after = rest.split(END)[1]

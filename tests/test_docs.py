@@ -1,41 +1,72 @@
-"""The pages of docs/: their recipes parse, their Python compiles, their rows are rows, their links lead somewhere."""
+"""README, docs/ and CONTRIBUTING: recipes parse, Python compiles, rows are read, and what they name exists."""
 
+import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
+from burnish import cli
 from burnish.config import Stage, load, method_spec, shipped
 from burnish.config.evaluation import load_evaluation
+from burnish.config.loading import RECIPES
 from burnish.config.schema import MethodChoice
 from burnish.data.readers import parse
 from burnish.methods import METHODS
-from burnish.types import Row
+from burnish.types import Prompt, Row
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-FILE = re.compile(r"[\w./-]+\.(?:jsonl|json|csv|parquet)\b")
-MODEL = re.compile(r"\bruns/[\w./-]+")
-FUNCTION = re.compile(r"\b([\w/]+\.py):(\w+)")
+ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+FILE = re.compile(r"(?<![\w./-])(?:data/)?[\w-]+\.(?:jsonl|json|csv|parquet)\b")
+FUNCTION = re.compile(r"[\w./]+:\w+")
+STAGE_FOLDER = re.compile(r"\bruns/([a-z][\w-]*)/(\w+)(?:/model|/adapter)?\b(?!\.)")
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def make_what_is_named(recipe: str) -> None:
-    """Stand-ins for the user's own files, models and functions, which only have to exist."""
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def stages_that_pages_run() -> set[tuple[str, str]]:
+    """Every (run, stage) of the shipped recipes and of the recipes on pages, the runs that a page may refer to."""
+    texts = [path.read_text("utf-8") for path in RECIPES.glob("*.yaml")]
+    texts += [block for page in ALL for block in blocks(page, "yaml") if block.startswith("name:")]
+    recipes = [yaml.safe_load(text) for text in texts]
+    # a recipe of one stage may leave out the level of stages; its stage is named after its method
+    return {
+        (recipe["name"], stage["name"] if "stages" in recipe else stage["method"]["name"])
+        for recipe in recipes
+        for stage in recipe.get("stages", [recipe])
+        if "stages" in recipe or "method" in recipe
+    }
+
+
+def make_what_the_user_has(recipe: str) -> None:
+    """The files, functions and runs that a reader has; whatever else a recipe names has to exist."""
     for name in FILE.findall(recipe):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}\n", "utf-8")
-    for name in MODEL.findall(recipe):
-        Path(name).mkdir(parents=True, exist_ok=True)
-        (Path(name) / "config.json").write_text("{}", "utf-8")
-    for file, function in FUNCTION.findall(recipe):
-        with Path(file).open("a", encoding="utf-8") as code:
-            code.write(f"def {function}(answers): ...\n")
+    known = stages_that_pages_run()
+    for match in STAGE_FOLDER.finditer(recipe):
+        assert match.groups() in known, f"{match[0]}: neither a shipped recipe nor a page makes this folder"
+        Path(match[0]).mkdir(parents=True, exist_ok=True)
+        (Path(match[0]) / "config.json").write_text("{}", "utf-8")
+    for reference in FUNCTION.findall(recipe):
+        place, _, function = reference.partition(":")
+        if place.endswith(".py"):
+            assert re.fullmatch(r"my_\w+\.py|rewards\.py", place), f"{place}: not a file of the user's own"
+            with Path(place).open("a", encoding="utf-8") as code:
+                code.write(f"def {function}(trajectories): ...\n")
+        else:
+            assert hasattr(importlib.import_module(place), function), reference
 
 
 def part_of_one(block: str) -> MethodChoice | None:
@@ -46,10 +77,10 @@ def part_of_one(block: str) -> MethodChoice | None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_page_with_a_recipe_of_it(method: str) -> None:
-    page = DOCS / f"{method}.md"
-    assert page.is_file()
-    assert any(re.search(rf"method:\s*(\{{name:\s*)?.*\b{method}\b", block) for block in blocks(page, "yaml"))
+def test_every_method_has_a_recipe_on_a_page(method: str) -> None:
+    recipes = [block for page in PAGES for block in blocks(page, "yaml")]
+    assert any(re.search(rf"method:\s*(\{{name:\s*)?{method}\b", recipe) for recipe in recipes)
+    assert f"`{method}`" in (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -58,7 +89,7 @@ def test_recipes_parse_and_their_settings_are_settings(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "yaml"):
-        make_what_is_named(block)
+        make_what_the_user_has(block)
         if page.stem == "inference":
             Path("evaluation.yaml").write_text(block, "utf-8")
             load_evaluation(["evaluation.yaml"])
@@ -70,15 +101,69 @@ def test_recipes_parse_and_their_settings_are_settings(
             method_spec(method.name).config(**method.settings)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_compiles_rows_are_read_and_links_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
+def test_python_compiles_and_rows_are_read(page: Path) -> None:
     for block in blocks(page, "python"):
         compile(block, str(page), "exec")
     kinds = method_spec(page.stem).kinds if page.stem in METHODS else Row.__args__
-    for block in blocks(page, "json"):
-        for line in block.splitlines():
-            parse(json.loads(line), kinds, page.name)
-    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text("utf-8")):
-        assert (page.parent / target).exists(), target
-    for name in re.findall(r"burnish run ([\w-]+)`", page.read_text("utf-8")):
-        assert name in shipped()
+    for line in "".join(blocks(page, "json")).splitlines():
+        row = json.loads(line)
+        parse(row, (Prompt,) if set(row) == {"prompt"} else kinds, page.name)
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text("utf-8")):
+        there = (page.parent / target) if target else page
+        assert there.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
+def test_files_names_commands_and_runs_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    quoted = re.findall(r"`([^`\n]+)`", prose(page))
+    for name in quoted:
+        if re.match(r"(src|tests|docs|benchmarks)/", name):
+            assert (ROOT / name.split("::")[0]).exists(), name
+        if re.fullmatch(r"burnish(\.\w+)+(:\w+)?", name):
+            resolve(name)
+    for name in re.findall(r"\bburnish run ([a-z][\w-]*)(?=[` \n])", text):
+        assert name in shipped(), name
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    for name in re.findall(r"`make ([a-z]+)", text):
+        assert name in targets, name
+    for match in STAGE_FOLDER.finditer(text):
+        assert match.groups() in stages_that_pages_run() or match[0].startswith("runs/a/"), match[0]
+
+
+def resolve(name: str) -> None:
+    """Import the module or the object that a dotted name stands for."""
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        importlib.import_module(f"{module}.{attribute}")
+    except ModuleNotFoundError:
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
+def test_commands_have_the_options_that_pages_give_them(page: Path) -> None:
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    texts = [*re.findall(r"`(burnish [^`\n]+)`", prose(page)), *"".join(blocks(page, "bash")).splitlines()]
+    for text in texts:
+        words = re.sub(r"^.*?\bburnish ", "", text).split("#")[0].split()
+        if "burnish" in text:
+            known = {option for parameter in commands[words[0]].params for option in parameter.opts}
+            assert {word for word in words if word.startswith("--")} <= known, text
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
+def test_identifiers_are_those_of_the_code(page: Path) -> None:
+    files = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    code = "\n".join(path.read_text("utf-8") for path in files if path != Path(__file__))
+    known = {*re.findall(r"\w+", code), *(path.stem for path in files)}
+    quoted = re.findall(r"`([^`\n]+)`", prose(page))
+    names = {name for text in quoted for name in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)}
+    assert not names - known, "not in the code (renamed?)"
