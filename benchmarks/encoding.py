@@ -25,7 +25,8 @@ from rich.table import Table
 
 from burnish.methods.sft import SFT
 from burnish.models import loading
-from burnish.render import chat
+from burnish.render.templates import PLAIN_TEMPLATES
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Messages, Row
 
 WORDS = (
@@ -60,7 +61,7 @@ def templates(chatml: str) -> dict[str, str]:
     return {
         "ChatML": chatml,
         "ChatML, marked": chatml.replace(written, marked),
-        "question_answer": chat.PLAIN_TEMPLATES["question_answer"],
+        "question_answer": PLAIN_TEMPLATES["question_answer"],
     }
 
 
@@ -72,7 +73,7 @@ def measure(rows: list[Row], tokenizer: Any, rounds: int) -> dict[str, float]:
             os.environ["BURNISH_CACHE"] = cache
             for when in ("first", "cached"):
                 wall, cpu = time.perf_counter(), time.process_time()
-                examples = SFT().examples(rows, tokenizer, chat.Truncation()).examples
+                examples = SFT().examples(rows, tokenizer, Truncation()).examples
                 spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
                 for clock, seconds in spent.items():
                     best[f"{when}_{clock}"] = max(best.get(f"{when}_{clock}", 0.0), len(rows) / seconds)

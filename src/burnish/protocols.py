@@ -103,7 +103,7 @@ class Method(Protocol):
         """The network that is trained: the model, with what the method adds to it (a critic)."""
         ...
 
-    def examples(self, rows: list[Row], tokenizer: Any, length: Any) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: Any, truncation: Any) -> Encoded:
         """Rows as the model will see them: tokens, and which of them are learned."""
         ...
 

@@ -20,6 +20,7 @@ from burnish.data.readers import load as rows_of
 from burnish.methods.dpo import mismatched, per_sequence, watch
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
+from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Labelled, Messages, Pair, Preference, Ranking, Sequence
 
@@ -89,17 +90,13 @@ def test_a_row_that_the_loss_does_not_read_is_an_error_with_its_place(tiny_token
 
 
 def test_answers_that_change_the_ids_of_their_prompt_are_refused(tiny_tokenizer: Any) -> None:
-    class Merging:  # what a template can do: its prompt reads otherwise before another answer
-        def __init__(self) -> None:
-            self.at = 0
-
-        def draft(self, *_: Any, **__: Any) -> Any:
-            yield from ()
-            pair = [Sequence((5, self.at + n, 9), (False, False, True), "pairs:8") for n in (0, 1)]
-            return Example(tuple(pair), (Pair(0, 1),))
+    def merging(*_: Any, **__: Any) -> list[Example]:
+        """What a template can do: it writes the prompt differently before another answer."""
+        pair = [Sequence((5, 8 + n, 9), (False, False, True), "pairs:8") for n in (0, 1)]
+        return [Example(tuple(pair), (Pair(0, 1),))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burnish.methods.dpo.chat.comparison", Merging())
+        patch.setattr(Renderer, "comparisons", merging)
         with pytest.raises(UserError, match="pairs:8: the answers change the ids of the prompt before them"):
             examples([preference(8, "a", "b")], tiny_tokenizer)
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from burnish import SFT, UserError
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
-from burnish.render.chat import set_template
+from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Row, Sequence
 

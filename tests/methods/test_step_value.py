@@ -14,7 +14,7 @@ from burnish.data.batching import RowLoader, collate
 from burnish.errors import UserError
 from burnish.methods.step_value import measured
 from burnish.models.heads import Network, StepValueHead
-from burnish.render import chat
+from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Messages, MicroBatch, Steps
 
 QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
@@ -40,7 +40,7 @@ def gradient(make_trainer, method, model, rows, **own) -> dict[str, torch.Tensor
 
 
 def batch_of(tokenizer, rows, **settings) -> tuple[MicroBatch, list[Example]]:
-    examples = StepValue(**settings).examples(rows, tokenizer, chat.Truncation()).examples
+    examples = StepValue(**settings).examples(rows, tokenizer, Truncation()).examples
     return collate(examples, 0), examples
 
 
@@ -173,7 +173,7 @@ def test_evaluation_gives_an_interval_over_solutions_that_have_their_last_step(m
     assert 0 <= low < share < high <= 1 and share in (0.25, 0.5, 0.75)
     assert metrics["eval_loss"] == pytest.approx(metrics["eval_nll"] + 0.1 * metrics["eval_value"])
     # cut before its last step, a solution does not say how it ends
-    short = {"length": chat.Truncation(max_length=45, too_long="truncate_right")}
+    short = {"length": Truncation(max_length=45, too_long="truncate_right")}
     cut = make_trainer(StepValue(), tiny_llama(), ROWS, own=short).evaluate([WRONG])
     assert "eval_sign_accuracy_low" not in cut and cut["eval_value_incorrect"] > 0
 

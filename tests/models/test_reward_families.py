@@ -9,10 +9,10 @@ import transformers as hf
 
 from burnish import RewardModel
 from burnish.models.loading import load_reward_model
-from burnish.render.chat import answer
+from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.model import ModelReward
-from burnish.types import Trajectory
+from burnish.types import Conversation, Message, Trajectory
 
 SIZES: dict[str, Any] = {
     "vocab_size": 105,
@@ -61,7 +61,8 @@ def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
 
     plain: Any = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(tmp_path / "saved")
-    ids = [list(answer(tokenizer, QUESTION, text, Truncation(max_length=128), source="x:1").tokens) for text in TEXTS]
+    rows = [Conversation((*QUESTION, Message(role="assistant", content=text)), 1, "x:1") for text in TEXTS]
+    ids = [list(answer.tokens) for answer in Renderer(tokenizer).answers(rows)]
     batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
     with torch.no_grad():
         found = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0]

@@ -16,6 +16,7 @@ from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.models.loading import load_value_model
 from burnish.recipes import chains
+from burnish.render.renderer import Renderer
 from burnish.render.solutions import solution
 from burnish.types import Steps, Trajectory
 
@@ -98,7 +99,7 @@ def test_the_same_seed_writes_the_same_bytes(made: Path, tmp_path: Path) -> None
 def test_a_solution_reads_as_a_conversation_would(made: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     row = Steps(({"role": "user", "content": "3+4-2=?"},), ("3+4=7", "7-2=5"), (0.5, 1.0), "s:1")
-    assert tokenizer.decode(solution(tokenizer, row).tokens) == "<bos>3+4-2=?\n3+4=7\n7-2=5\n<eos>"
+    assert tokenizer.decode(solution(Renderer(tokenizer), row).tokens) == "<bos>3+4-2=?\n3+4=7\n7-2=5\n<eos>"
     assert AutoModelForCausalLM.from_pretrained(made / "model").config.vocab_size == len(tokenizer)
 
 

@@ -12,7 +12,9 @@ from burnish import StepValue
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.methods import step_value
-from burnish.render import chat, solutions
+from burnish.render import solutions
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.types import Example, Messages, Sequence, Steps
 
 QUESTION: Messages = ({"role": "user", "content": "3+8-2=?"},)
@@ -30,7 +32,7 @@ def asked(tokenizer) -> list[int]:
 
 
 def test_a_correct_solution_written_out_by_hand(tiny_tokenizer, ids):
-    sequence = solutions.solution(tiny_tokenizer, RIGHT)
+    sequence = solutions.solution(Renderer(tiny_tokenizer), RIGHT)
     prompt = asked(tiny_tokenizer)
     steps = [ids("3+8=11\n"), ids("11-2=9\n")]
     assert list(sequence.tokens) == [*prompt, *steps[0], *steps[1], tiny_tokenizer.eos_token_id]
@@ -44,7 +46,7 @@ def test_a_correct_solution_written_out_by_hand(tiny_tokenizer, ids):
 
 def test_of_an_incorrect_solution_only_values_are_learned(tiny_tokenizer):
     for learn in ("steps", "everything"):
-        sequence = solutions.solution(tiny_tokenizer, WRONG, learn=learn)
+        sequence = solutions.solution(Renderer(tiny_tokenizer), WRONG, learn=learn)
         assert not any(sequence.loss_mask)
         start = len(asked(tiny_tokenizer))
         # a Q of 0 is told from no Q by the outcome
@@ -53,30 +55,32 @@ def test_of_an_incorrect_solution_only_values_are_learned(tiny_tokenizer):
 
 
 def test_everything_adds_the_question_and_leaves_the_ids_alone(tiny_tokenizer):
-    steps, everything = (solutions.solution(tiny_tokenizer, RIGHT, learn=how) for how in ("steps", "everything"))
+    steps, everything = (
+        solutions.solution(Renderer(tiny_tokenizer), RIGHT, learn=how) for how in ("steps", "everything")
+    )
     assert tuple(everything.tokens) == tuple(steps.tokens)
     np.testing.assert_equal(everything.arrays, steps.arrays)
     assert list(everything.loss_mask) == [False] + [True] * (len(steps.tokens) - 1)
 
 
 def test_the_end_token_is_there_where_it_is_learned(tiny_tokenizer):
-    with_end, without = (solutions.solution(tiny_tokenizer, RIGHT, learn_eos=how) for how in (True, False))
+    with_end, without = (solutions.solution(Renderer(tiny_tokenizer), RIGHT, learn_eos=how) for how in (True, False))
     assert tuple(with_end.tokens) == (*without.tokens, tiny_tokenizer.eos_token_id)
     assert without.arrays["outcomes"][-1] == 1
 
 
 def test_steps_are_stripped_end_with_one_delimiter_and_are_tokenized_one_by_one(tiny_tokenizer, ids):
-    assert list(solutions.step_tokens(tiny_tokenizer, "  3 + 8 = 11 \n")) == ids("3 + 8 = 11\n")
-    assert list(solutions.step_tokens(tiny_tokenizer, "so 11", "</step>")) == ids("so 11</step>")
+    assert list(solutions.step_tokens(Renderer(tiny_tokenizer), "  3 + 8 = 11 \n")) == ids("3 + 8 = 11\n")
+    assert list(solutions.step_tokens(Renderer(tiny_tokenizer), "so 11", "</step>")) == ids("so 11</step>")
     row = Steps(QUESTION, ("a b", "c d"), (0.0, 1.0), "s:1")
-    sequence = solutions.solution(tiny_tokenizer, row, learn_eos=False, delimiter=" ; ")
+    sequence = solutions.solution(Renderer(tiny_tokenizer), row, learn_eos=False, delimiter=" ; ")
     steps = tuple(ids("a b ; ") + ids("c d ; "))
     assert tuple(sequence.tokens[-len(steps) :]) == steps
     assert [t for t, outcome in enumerate(sequence.arrays["outcomes"][-len(steps) :]) if outcome] == [5, 11]
 
 
 def test_a_special_token_that_a_step_spells_stays_text(tiny_tokenizer):
-    tokens = solutions.step_tokens(tiny_tokenizer, "say <|im_end|>")
+    tokens = solutions.step_tokens(Renderer(tiny_tokenizer), "say <|im_end|>")
     assert tiny_tokenizer.eos_token_id not in tokens
 
 
@@ -86,11 +90,11 @@ def test_a_special_token_that_a_step_spells_stays_text(tiny_tokenizer):
 )
 def test_a_step_is_one_step(step, message, tiny_tokenizer):
     with pytest.raises(UserError, match=message):
-        solutions.solution(tiny_tokenizer, Steps(QUESTION, ("3+8=11", step), (0.5, 1.0), "steps.jsonl:3"))
+        solutions.solution(Renderer(tiny_tokenizer), Steps(QUESTION, ("3+8=11", step), (0.5, 1.0), "steps.jsonl:3"))
 
 
 def test_one_target_a_whole_step_after_collating(tiny_tokenizer):
-    examples = [Example((solutions.solution(tiny_tokenizer, row),)) for row in (RIGHT, WRONG)]
+    examples = [Example((solutions.solution(Renderer(tiny_tokenizer), row),)) for row in (RIGHT, WRONG)]
     newline = tiny_tokenizer.encode("\n", add_special_tokens=False)[0]
     layouts: list[dict[str, Any]] = [{"side": "left"}, {"side": "right"}, {"packed": True}]
     for layout in layouts:
@@ -104,12 +108,12 @@ def test_one_target_a_whole_step_after_collating(tiny_tokenizer):
 
 
 def encode(tokenizer, rows, **length):
-    return StepValue().examples(rows, tokenizer, chat.Truncation(**length))
+    return StepValue().examples(rows, tokenizer, Truncation(**length))
 
 
 def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
     prompt = len(asked(tiny_tokenizer))
-    whole = solutions.solution(tiny_tokenizer, RIGHT)
+    whole = solutions.solution(Renderer(tiny_tokenizer), RIGHT)
     logging.getLogger("burnish").setLevel(logging.NOTSET)
     for limit, kept, said in (
         (prompt + 14, prompt + 14, "the end token left out"),
@@ -151,5 +155,5 @@ def test_the_cache_keeps_values(tiny_tokenizer, tmp_path, monkeypatch):
     third = Steps(QUESTION, ("a",), (-1.0,), "s:3")
     first = encode(tiny_tokenizer, [RIGHT, WRONG, third])
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
-    monkeypatch.setattr(step_value, "solution", None)  # it is not encoded a second time
+    monkeypatch.setattr(step_value, "solutions", None)  # it is not encoded a second time
     assert encode(tiny_tokenizer, [RIGHT, WRONG, third]) == first

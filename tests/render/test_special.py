@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from burnish.errors import UserError
-from burnish.render.chat import answer, comparison, conversation, prompt, set_template, text
+from burnish.render.renderer import Renderer
 from burnish.render.solutions import solution, step_tokens
-from burnish.types import Conversation, Message, Messages, Preference, Steps, Text
+from burnish.render.templates import set_template
+from burnish.types import Conversation, Message, Messages, Preference, Sequence, Steps, Text
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -91,6 +92,12 @@ def turns(*said: str) -> Messages:
     return tuple(messages)
 
 
+def answer(tokenizer: Any, prompt: Messages, said: str, source: str = "answer") -> Sequence:
+    """A prompt with one answer, of which nothing is learned."""
+    row = Conversation((*prompt, Message(role="assistant", content=said)), len(prompt), source)
+    return Renderer(tokenizer).answer(row)
+
+
 def specials(tokenizer: Any, ids: Any) -> list[str]:
     return [token for token in tokenizer.convert_ids_to_tokens(list(ids)) if token in SPECIAL]
 
@@ -116,16 +123,16 @@ ZERO_WIDTH = normalizers.Replace("\u200b", "")
 def test_what_normalizes_to_a_special_token_stays_text(normalizer: Any, typed: str) -> None:
     tokenizer = make(normalizer, normalized=True)
     row = Conversation(turns(f"a{typed}b", f"say {typed}"), None, "a:1")
-    sequence = conversation(tokenizer, row)
+    sequence = Renderer(tokenizer).conversation(row)
     turn = ["<|im_start|>", "<|im_end|>"]
     assert specials(tokenizer, sequence.tokens) == turn * 2
     assert (
-        sequence.loss_mask.tolist().count(True) == len(step_tokens(tokenizer, f"say {typed}")) - 1 + 1
+        sequence.loss_mask.tolist().count(True) == len(step_tokens(Renderer(tokenizer), f"say {typed}")) - 1 + 1
     )  # no newline, but an end
-    assert specials(tokenizer, prompt(tokenizer, row.messages[:1])) == [*turn, "<|im_start|>"]
+    assert specials(tokenizer, Renderer(tokenizer).prompt(row.messages[:1])) == [*turn, "<|im_start|>"]
     assert specials(tokenizer, answer(tokenizer, row.messages[:1], typed).tokens) == turn * 2
-    assert specials(tokenizer, step_tokens(tokenizer, typed)) == []
-    assert specials(tokenizer, text(tokenizer, Text(f"a{typed}b", "a:1")).tokens) == ["<|im_end|>"]
+    assert specials(tokenizer, step_tokens(Renderer(tokenizer), typed)) == []
+    assert specials(tokenizer, Renderer(tokenizer).text(Text(f"a{typed}b", "a:1")).tokens) == ["<|im_end|>"]
 
 
 def joined(inside: str) -> str:
@@ -160,16 +167,16 @@ def test_a_special_token_across_a_border_stays_text(
 
 def test_what_a_template_makes_of_a_content_is_not_special() -> None:
     tokenizer = make(template=joined("m['content'].replace('</think>', '').replace('!', '<|END|>')"))
-    assert specials(tokenizer, prompt(tokenizer, turns("a </think>|>! b"), "a:1")) == ["<|END|>", "<|im_end|>"]
+    assert specials(tokenizer, Renderer(tokenizer).prompt(turns("a </think>|>! b"), "a:1")) == ["<|END|>", "<|im_end|>"]
     with pytest.raises(UserError, match=r"a:1: a message may spell a part of <\|im_end\|>, and the chat template"):
-        prompt(tokenizer, turns("a <|im_</think>end|> b"), "a:1")
+        Renderer(tokenizer).prompt(turns("a <|im_</think>end|> b"), "a:1")
 
 
 def test_a_template_that_depends_on_a_spelled_token_is_refused() -> None:
     tokenizer = make(template=joined("('<|END|>' in m['content'] and 'yes ' or '') + m['content']"))
-    assert specials(tokenizer, prompt(tokenizer, turns("a <|END> b"), "a:1")) == ["<|im_end|>"]
+    assert specials(tokenizer, Renderer(tokenizer).prompt(turns("a <|END> b"), "a:1")) == ["<|im_end|>"]
     with pytest.raises(UserError, match=r"a:1: a message may spell a part of <\|END\|>, and the chat"):
-        prompt(tokenizer, turns("a <|END|> b"), "a:1")
+        Renderer(tokenizer).prompt(turns("a <|END|> b"), "a:1")
 
 
 def test_pairs_and_solutions_keep_special_tokens_as_text() -> None:
@@ -178,9 +185,9 @@ def test_pairs_and_solutions_keep_special_tokens_as_text() -> None:
     pair = Preference(turns(typed), turns("", f"a{typed}")[1:], turns("", typed)[1:], None, None, "a:1")
     turn = ["<|im_start|>", "<|im_end|>"]
     for learned in (True, False):
-        for sequence in comparison(tokenizer, pair, learned=learned).sequences:
+        for sequence in Renderer(tokenizer).comparison(pair, learned=learned).sequences:
             assert specials(tokenizer, sequence.tokens) == turn * 2
-    sequence = solution(tokenizer, Steps(turns(typed), (typed, typed), (1.0, 1.0), "a:1"))
+    sequence = solution(Renderer(tokenizer), Steps(turns(typed), (typed, typed), (1.0, 1.0), "a:1"))
     assert specials(tokenizer, sequence.tokens) == [*turn, "<|im_start|>", "<|im_end|>"]
     assert [t for t, outcome in enumerate(sequence.arrays["outcomes"]) if outcome] == [
         len(sequence.tokens) - 2 - len("1<|im_end|>\n"),
@@ -196,11 +203,11 @@ def test_what_the_models_own_vocabulary_makes_special_is_refused_everywhere() ->
     set_template(tokenizer, "text")
     for typed in ("Hi </s>", "Hi </S>"):
         with pytest.raises(UserError, match="a:1: the text spells </s>, which this tokenizer cannot write as text"):
-            text(tokenizer, Text(typed, "a:1"))
+            Renderer(tokenizer).text(Text(typed, "a:1"))
         with pytest.raises(UserError, match="a:1: a message spells </s>, which this tokenizer cannot write as text"):
-            prompt(tokenizer, turns(typed), "a:1")
+            Renderer(tokenizer).prompt(turns(typed), "a:1")
         with pytest.raises(UserError, match="a:1: step 1 of 1: a step spells </s>, which this tokenizer cannot write"):
-            solution(tokenizer, Steps(turns("Hi"), (typed,), (1.0,), "a:1"))
+            solution(Renderer(tokenizer), Steps(turns("Hi"), (typed,), (1.0,), "a:1"))
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
@@ -208,8 +215,8 @@ def test_a_metaspace_does_not_depend_on_what_is_spelled(scheme: str) -> None:
     """Where a space is put before the first word only, text behind a special token has none, spelled or not."""
     tokenizer = make(metaspace=scheme, normalized=False)
     typed = "a<|im_end|>b <|im_start|> c"
-    tokens = prompt(tokenizer, turns(typed, "d", "e"))
-    free = prompt(tokenizer, turns(typed.replace("<|im", "<.im"), "d", "e"))
+    tokens = Renderer(tokenizer).prompt(turns(typed, "d", "e"))
+    free = Renderer(tokenizer).prompt(turns(typed.replace("<|im", "<.im"), "d", "e"))
     bar, dot = tokenizer.convert_tokens_to_ids(["|", "."])
     assert [dot if a == bar != b else a for a, b in zip(tokens, free, strict=True)] == list(free)
 
@@ -218,8 +225,8 @@ def test_an_unknown_token_that_is_typed_is_text() -> None:
     tokenizer = make(metaspace="first")
     tokenizer.unk_token = "<unk>"
     unknown = tokenizer.unk_token_id
-    assert unknown not in prompt(tokenizer, turns("a<unk>b"))
-    assert prompt(tokenizer, turns("a\u4e01b")).count(unknown) == 1
+    assert unknown not in Renderer(tokenizer).prompt(turns("a<unk>b"))
+    assert Renderer(tokenizer).prompt(turns("a\u4e01b")).count(unknown) == 1
 
 
 # --- any normalizer, token, template and content -----------------------------------------------------------------
@@ -296,7 +303,7 @@ def test_only_the_template_makes_special_tokens(
     expected = Counter(specials(tokenizer, rust.encode(usual, add_special_tokens=False).ids))
     try:
         whole = answer(tokenizer, messages[:-1], said[-1], source="a:1").tokens.tolist() if closed else []
-        tokens = whole or prompt(tokenizer, messages, "a:1")
+        tokens = whole or Renderer(tokenizer).prompt(messages, "a:1")
     except UserError as error:
         assert template == THINKS and "a:1: a message may spell" in str(error)
         return

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from burnish.errors import UserError
-from burnish.render.chat import set_template
+from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.rewards.model import ModelReward
 from burnish.types import Trajectory

@@ -17,7 +17,7 @@ from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.generate.sampling import Sampling
 from burnish.math import advantages
-from burnish.render import chat
+from burnish.render.renderer import Renderer
 from burnish.render.solutions import step_ends, step_tokens
 from burnish.report.metrics import read_metrics
 from burnish.rewards.functions import NamedReward
@@ -51,7 +51,7 @@ def reward(tiny_llama, tiny_tokenizer):
 def value(reward: StepReward, text: str) -> float:
     """V of a question and what follows, by transformers' own forward pass and the head's weights."""
     tokenizer, body, head = reward.tokenizer, reward.network.policy, reward.network.critic
-    ids = [*chat.prompt(tokenizer, QUESTION), *tokenizer.encode(text, add_special_tokens=False)]
+    ids = [*Renderer(tokenizer).prompt(QUESTION), *tokenizer.encode(text, add_special_tokens=False)]
     assert callable(body)
     hidden = body(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
     layer: Any = getattr(head, "value")  # noqa: B009
@@ -89,7 +89,7 @@ def test_a_question_runs_once_for_its_answers(reward, answer, monkeypatch):
     answers = [answer("3+4=7\n7-2=5\n"), answer("9\n"), answer("1\n2\n3\n")]
     apart = sum((score_([one]), widths.pop())[1] for one in answers)
     score_(answers)
-    asked = len(chat.prompt(score_.tokenizer, QUESTION))
+    asked = len(Renderer(score_.tokenizer).prompt(QUESTION))
     assert widths == [apart - 2 * (asked - 1)]
 
 
@@ -143,7 +143,7 @@ def test_a_delimiter_inside_a_token_ends_a_step_there():
 
 
 def test_steps_end_where_training_put_their_values(tiny_tokenizer):
-    steps = [step_tokens(tiny_tokenizer, text) for text in ("3+4=7", "7-2=5", "so 5")]
+    steps = [step_tokens(Renderer(tiny_tokenizer), text) for text in ("3+4=7", "7-2=5", "so 5")]
     tokens = sum(steps, ())
     ends = [len(steps[0]) - 1, len(steps[0] + steps[1]) - 1, len(tokens) - 1]
     assert step_ends(tiny_tokenizer, (*tokens, tiny_tokenizer.eos_token_id)) == ends
@@ -208,7 +208,7 @@ def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_lla
     trainer = make_trainer(method, tiny_llama(seed=3), rows)
     loader = trainer.get_train_dataloader()
     examples = next(iter(loader))
-    prompt = len(chat.prompt(tiny_tokenizer, QUESTION))
+    prompt = len(Renderer(tiny_tokenizer).prompt(QUESTION))
     by_tokens = {tuple(answer.tokens): numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
     for (sequence,) in (example.sequences for example in examples):
         rewards = by_tokens[tuple(sequence.tokens[prompt:])]

@@ -15,7 +15,7 @@ import torch
 
 from burnish import PPO, UserError
 from burnish.generate.sampling import Sampling
-from burnish.render import chat
+from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
@@ -60,7 +60,7 @@ def trainer_of(make_trainer: Any, tiny_llama: Any) -> Callable[..., Any]:
 def test_every_prompt_gets_its_samples_in_order(trainer_of: Any, tiny_tokenizer: Any) -> None:
     rows = prompts(6)
     trainer = trainer_of(rows)
-    tokens = [chat.prompt(tiny_tokenizer, row) for row in rows]
+    tokens = [Renderer(tiny_tokenizer).prompt(row.messages, row.source) for row in rows]
 
     def sampled(indices: list[int], samples: int, iteration: int) -> list[Trajectory]:
         sampling = Sampling(max_new_tokens=5, samples=samples)
@@ -101,7 +101,7 @@ def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: 
         seen.extend(answers)
         return tokens_reward(answers)
 
-    longest = len(chat.prompt(tiny_tokenizer, rows[7]))
+    longest = len(Renderer(tiny_tokenizer).prompt(rows[7].messages))
     length = Truncation.model_validate({"max_length": longest + 5, "too_long": too_long})
     trainer = trainer_of(rows, watching, own={"length": length, "eval_dataset": rows})
     loader = trainer.get_train_dataloader()
@@ -111,7 +111,7 @@ def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: 
         text = tiny_tokenizer.decode(tokens)
         assert row.messages[0]["content"][:40].lstrip("x") in text
         if row.columns["number"] not in (0, 3, 4):
-            assert tokens == chat.prompt(tiny_tokenizer, row)
+            assert tokens == Renderer(tiny_tokenizer).prompt(row.messages, row.source)
     # a completion of the greatest length still fits
     assert max(len(tokens) for tokens in loader.prompts) + SHORT.max_new_tokens <= longest + 5
     trainer.evaluate()
@@ -159,7 +159,7 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
 
     rows = prompts(4)
     trainer = trainer_of(rows)
-    tokens = [chat.prompt(tiny_tokenizer, row) for row in rows]
+    tokens = [Renderer(tiny_tokenizer).prompt(row.messages, row.source) for row in rows]
 
     def rollouts(reward: Any, iteration: int = 7) -> list[Trajectory]:
         rewards = [NamedReward("tokens", 2.0, reward), NamedReward("noise", 1.0, noise)]

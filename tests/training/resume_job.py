@@ -19,7 +19,7 @@ from burnish.data.readers import read
 from burnish.data.streaming import RowStream, Source
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
-from burnish.render.chat import set_template
+from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.types import Text
 

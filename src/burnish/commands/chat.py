@@ -19,7 +19,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.models.forward import unwrap
-from burnish.render import chat
+from burnish.render.renderer import Renderer
 from burnish.rl.collect import eos_ids
 from burnish.types import Message
 
@@ -77,7 +77,7 @@ class Talk:
     def prompt(self, turns: list[Message]) -> tuple[int, ...]:
         """Tokens of turns below the system message, up to where the model answers."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return chat.prompt(self.loaded.tokenizer, (*system, *turns))
+        return Renderer(self.loaded.tokenizer).prompt((*system, *turns))
 
     def fit(self, turns: list[Message]) -> tuple[tuple[int, ...], int]:
         """The prompt's tokens, and how many of the oldest messages had to go, whole turns, to leave room to answer.

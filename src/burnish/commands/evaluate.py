@@ -34,12 +34,15 @@ from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render import chat
+from burnish.render.encode import encode
+from burnish.render.renderer import Renderer
+from burnish.render.templates import set_template
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import eos_ids, sample_and_score
 from burnish.rl.metrics import sample_rows
-from burnish.types import Conversation, Example, Preference, Prompt, Ranking, Row, Text, Trajectory
+from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
 """Shapes of rows that are answered."""
@@ -189,10 +192,10 @@ def _measure_policy(
     return Measured(measures, changed=_said(changed))
 
 
-def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> chat.Truncation:
+def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
     """The longest sequence: as the evaluation says, else what the model was made for."""
     limit = evaluation.data.max_length or longest(unwrap(model).config, tokenizer)
-    return chat.Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
+    return Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
 
 
 def _said(changed: list[Any]) -> list[str]:
@@ -204,8 +207,8 @@ def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, ref
     sums: list[dict[str, list[float]]] = []
     changed: list[Any] = []
     for one in (reference, loaded):
-        encode = partial(_sides, chat.Renderer(one.tokenizer))
-        examples, changed = chat.encode(found, encode, _length(one.model, one.tokenizer, evaluation))
+        to_examples = partial(Renderer(one.tokenizer).comparisons, learned=True)
+        examples, changed = encode(found, to_examples, _length(one.model, one.tokenizer, evaluation))
         values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
         sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
     before, after = sums
@@ -218,12 +221,6 @@ def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, ref
     return Measured(measures, changed=_said(changed))
 
 
-def _sides(writer: chat.Renderer, row: Any) -> chat.Draft[Example]:
-    chosen = yield from chat.completion.draft(writer, row.prompt, row.chosen, row.source)
-    rejected = yield from chat.completion.draft(writer, row.prompt, row.rejected, row.source)
-    return Example((chosen, rejected))
-
-
 def _share(difference: float) -> float:
     return 0.5 if difference == 0 else float(difference > 0)
 
@@ -232,7 +229,7 @@ def _measure_rewards(reference: str, found: list[Row], evaluation: Evaluation) -
     """Accuracy and margin of a reward model; the pairs of a ranking count as one row."""
     tokenizer = loading.load_tokenizer(reference)
     if evaluation.template is not None:
-        chat.set_template(tokenizer, evaluation.template)
+        set_template(tokenizer, evaluation.template)
     model = loading.load_reward_model(reference).to("cuda" if torch.cuda.is_available() else "cpu")
     examples, changed = RewardModel().examples(found, tokenizer, _length(model, tokenizer, evaluation))
     pad_id: Any = tokenizer.pad_token_id
@@ -254,8 +251,7 @@ def _measure_answers(
     loaded: Loaded, found: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
 ) -> Measured:
     prompts = [row for row in found if isinstance(row, Prompt)]
-    writer = chat.Renderer(loaded.tokenizer)
-    tokens = chat.results(chat.prompt.draft(writer, row) for row in prompts)
+    tokens = Renderer(loaded.tokenizer).prompts(prompts)
     sampling = evaluation.generation
     ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
     for i, ids in enumerate(tokens):

@@ -25,7 +25,8 @@ from burnish.generate.sampling import Sampling
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
-from burnish.render import chat
+from burnish.render.renderer import Renderer
+from burnish.render.templates import set_template
 from burnish.rl.collect import eos_ids
 from burnish.types import Config, Example, Prompt, Sequence
 
@@ -59,7 +60,7 @@ def load(reference: str, template: str | None = None, dtype: loading.DType = "au
     """
     tokenizer = loading.load_tokenizer(reference)
     if template is not None:
-        chat.set_template(tokenizer, template)
+        set_template(tokenizer, template)
     model = loading.load_policy(reference, dtype=loading.choose_dtype(dtype))
     return Loaded(reference, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
@@ -140,8 +141,7 @@ def completions(
     What is drawn for a prompt depends on the run's seed and its own tokens, not on the other prompts; a prompt that
     comes again gets new draws.
     """
-    writer = chat.Renderer(loaded.tokenizer)
-    tokens = chat.results(chat.prompt.draft(writer, row) for row in found)
+    tokens = Renderer(loaded.tokenizer).prompts(found)
     _check_room(loaded.model, found, tokens)
     seen: dict[tuple[int, ...], int] = {}
     seeds: list[list[int]] = []

@@ -24,7 +24,7 @@ from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
 from burnish.models.layout import default_budget
 from burnish.models.settings import AdapterConfig
-from burnish.render import chat
+from burnish.render.templates import set_template
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
@@ -87,7 +87,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     assert reference is not None
     tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
     if template is not None:
-        chat.set_template(tokenizer, template)
+        set_template(tokenizer, template)
     spec = method_spec(stage.method.name)
     settings = dict(stage.method.settings)
     if Prompt in spec.kinds:

@@ -29,7 +29,7 @@ from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.methods import METHODS
 from burnish.models.settings import AdapterConfig
-from burnish.render.chat import PLAIN_TEMPLATES
+from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.training.arguments import IGNORED, OWN
 from burnish.types import Prompt
 

@@ -15,7 +15,7 @@ from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, l
 from burnish.config.yaml import OVERRIDE, Document, Keys, Problem, complain, mistakes, override
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
-from burnish.render.chat import PLAIN_TEMPLATES
+from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.render.truncate import Truncation
 from burnish.types import Config
 

@@ -43,8 +43,8 @@ from burnish.data.streaming import RowStream, StreamLoader
 from burnish.errors import UserError
 from burnish.models import loading, merge, quantize
 from burnish.models.adapters import add_adapter
-from burnish.render import chat
 from burnish.render.encode import sort_changes
+from burnish.render.templates import set_template
 from burnish.report import page as report
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
@@ -296,7 +296,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
-        chat.set_template(tokenizer, source.template)
+        set_template(tokenizer, source.template)
     if source.steps is not None:
         network = loading.load_value_model(reference).to(device)
         scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
@@ -477,7 +477,7 @@ class _Training:
         if self.stage.template is None:
             return
         stored = tokenizer.chat_template
-        chat.set_template(tokenizer, self.stage.template)
+        set_template(tokenizer, self.stage.template)
         if stored is not None and stored != tokenizer.chat_template:
             screen.message(f"template {self.stage.template} takes the place of the one stored with {self.source}")
 

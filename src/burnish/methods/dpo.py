@@ -24,8 +24,11 @@ from burnish.models.heads import Network, disable_dropout
 from burnish.models.reference import ARRAY as REFERENCE
 from burnish.models.reference import ReferenceLogprobs
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.types import (
+    Conversation,
     Encoded,
     Example,
     Labelled,
@@ -72,23 +75,20 @@ class DPO:
         self.reference = None if self.settings.loss in WITHOUT_REFERENCE else ReferenceLogprobs(model)
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """The compared answers of a row together, with their pairs; for KTO the labelled answers of a row."""
         loss = self.settings.loss
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            _check_row(row, loss)
-            judged = _judged(writer, row) if loss == "kto" else chat.comparison.draft(writer, row, learned=True)
-            example = yield from judged
-            if len({_prompt(sequence).tobytes() for sequence in example.sequences}) > 1:
-                raise UserError(
-                    f"{row.source}: the answers change the ids of the prompt before them: use a template that ends the "
-                    "prompt with a token of its own, or let the answers begin with the space that the prompt ends with"
-                )
-            return example
+        def to_examples(rows: list[Any]) -> list[Example]:
+            for row in rows:
+                _check_row(row, loss)
+            examples = _judged(renderer, rows) if loss == "kto" else renderer.comparisons(rows, learned=True)
+            for example in examples:
+                _check_shared_prompt(example)
+            return examples
 
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name, loss))
+        return encode(rows, to_examples, truncation, cache_key(tokenizer, self.spec.name, loss))
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order, made ready for the loss; watches whether the chosen answers lose probability."""
@@ -263,14 +263,30 @@ def _check_row(row: Preference | Ranking | Labelled, loss: str) -> None:
             raise UserError(f"{row.source}: loss {loss} does not read p_chosen: {', '.join(WITH_SOFT_LABELS)} do")
 
 
-def _judged(writer: chat.Renderer, row: Preference | Labelled) -> chat.Draft[Example]:
-    """The answers of a row, each marked as good or bad."""
-    judged = [(row.completion, row.label)] if isinstance(row, Labelled) else [(row.chosen, True), (row.rejected, False)]
-    sequences = []
-    for answer, good in judged:
-        sequence = yield from chat.completion.draft(writer, row.prompt, answer, row.source)
-        sequences.append(_constant(sequence, desirable=float(good)))
-    return Example(tuple(sequences))
+def _check_shared_prompt(example: Example) -> None:
+    """Whether all answers of a row follow the same ids."""
+    if len({_prompt(sequence).tobytes() for sequence in example.sequences}) > 1:
+        raise UserError(
+            f"{example.source}: the answers change the ids of the prompt before them: use a template that ends the "
+            "prompt with a token of its own, or let the answers begin with the space that the prompt ends with"
+        )
+
+
+def _judged(renderer: Renderer, rows: list[Preference | Labelled]) -> list[Example]:
+    """The answers of each row, each marked as good or bad."""
+    judged = [
+        [(row.completion, row.label)] if isinstance(row, Labelled) else [(row.chosen, True), (row.rejected, False)]
+        for row in rows
+    ]
+    conversations = [
+        Conversation(row.prompt + answer, len(row.prompt), row.source)
+        for row, answers in zip(rows, judged, strict=True)
+        for answer, _ in answers
+    ]
+    sequences = iter(renderer.conversations(conversations, "completion"))
+    return [
+        Example(tuple(_constant(next(sequences), desirable=float(good)) for _, good in answers)) for answers in judged
+    ]
 
 
 def _constant(sequence: Sequence, **numbers: float) -> Sequence:

@@ -19,7 +19,7 @@ from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.loader import Experience, RolloutLoader, Sampler
@@ -85,9 +85,9 @@ class PPO:
                 return separate_critic(policy, scorer.model, scale, -scorer.mean * scale)
         return separate_critic(policy)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts, with room for the completion."""
-        return self.sampler.examples(rows, tokenizer, length)
+        return self.sampler.examples(rows, tokenizer, truncation)
 
     def loader(self, rows: list[Row], context: Context) -> RolloutLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches."""

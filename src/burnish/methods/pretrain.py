@@ -17,8 +17,10 @@ from burnish.methods.settings import PretrainConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
-from burnish.render import chat
-from burnish.types import Changed, Encoded, Example, MicroBatch, Row, Sequence, Terms
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
+from burnish.types import Changed, Encoded, Example, MicroBatch, Row, Sequence, Terms, Text
 
 LONGEST = 2048  # tokens of a piece where the recipe does not say
 
@@ -49,25 +51,29 @@ class Pretrain:
         """The model alone is trained."""
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Documents in pieces that fit, or joined and cut to ``chop_length``."""
-        return self._examples(rows, tokenizer, length, self.settings.chop_length)
+        return self._examples(rows, tokenizer, truncation, self.settings.chop_length)
 
     def _examples(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation, chop_length: int
+        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation, chop_length: int
     ) -> Encoded:
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            return Example(((yield from chat.text.draft(writer, row)),))
+        def to_examples(rows: list[Text]) -> list[Example]:
+            return [Example((sequence,)) for sequence in renderer.texts(rows)]
 
+        key = cache_key(tokenizer, self.spec.name)
         if self.settings.packing == "documents":
             fallback = min(LONGEST, tokenizer.model_max_length)
-            asked = {"max_length": length.max_length or fallback, "too_long": length.too_long or self.spec.too_long}
-            return chat.encode(rows, encode, length.model_copy(update=asked), chat.cache_key(tokenizer, self.spec.name))
-        if length.max_length is not None or length.too_long is not None:
+            asked = {
+                "max_length": truncation.max_length or fallback,
+                "too_long": truncation.too_long or self.spec.too_long,
+            }
+            return encode(rows, to_examples, truncation.model_copy(update=asked), key)
+        if truncation.max_length is not None or truncation.too_long is not None:
             raise UserError("packing: chop cuts to chop_length tokens: take data.max_length and data.too_long away")
-        whole = chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name))
+        whole = encode(rows, to_examples, truncation, key)
         pieces, told = chop([example.sequences[0] for example in whole.examples], chop_length)
         return Encoded([Example((piece,)) for piece in pieces], [*whole.changed, *told])
 

@@ -30,7 +30,9 @@ from burnish.models.forward import PLAIN, SamplingTransform, hidden_states, toke
 from burnish.models.heads import Network, disable_dropout
 from burnish.models.reference import compared
 from burnish.protocols import Context, StepLoader
-from burnish.render import chat
+from burnish.render.encode import encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rl.loader import Experience, RolloutLoader, Sampler
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
@@ -69,18 +71,21 @@ class Reinforce:
         self.reference = Reference(model) if self.settings.kl_coef or self.settings.reference else None
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts with room for the completion; or scored conversations, with the reward at every token."""
         if _are_prompts(rows):
-            return self.sampler.examples(rows, tokenizer, length)
-        writer = chat.Renderer(tokenizer)
+            return self.sampler.examples(rows, tokenizer, truncation)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            conversation = Conversation(row.messages, None, row.source)
-            sequence = yield from chat.conversation.draft(writer, conversation, "all", self.settings.learn_eos)
-            return Example((sequence.with_arrays(advantages=np.full(len(sequence), row.reward)),))
+        def to_examples(rows: list[Scored]) -> list[Example]:
+            conversations = [Conversation(row.messages, None, row.source) for row in rows]
+            sequences = renderer.conversations(conversations, "all", self.settings.learn_eos)
+            return [
+                Example((sequence.with_arrays(advantages=np.full(len(sequence), row.reward)),))
+                for row, sequence in zip(rows, sequences, strict=True)
+            ]
 
-        return chat.encode(rows, encode, length)
+        return encode(rows, to_examples, truncation)
 
     def loader(self, rows: list[Row], context: Context) -> StepLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches; or scored rows in a seeded order."""

@@ -16,7 +16,9 @@ from burnish.methods.settings import RewardConfig
 from burnish.models.forward import scores, unwrap
 from burnish.models.heads import Network, disable_dropout
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.types import Encoded, Example, MicroBatch, Row, Term, Terms
 
 
@@ -39,14 +41,9 @@ class RewardModel:
         unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return Network(disable_dropout(model))
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """The compared answers of a row together, with their pairs."""
-        writer = chat.Renderer(tokenizer)
-
-        def encode(row: Any) -> chat.Draft[Example]:
-            return chat.comparison.draft(writer, row)
-
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name))
+        return encode(rows, Renderer(tokenizer).comparisons, truncation, cache_key(tokenizer, self.spec.name))
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""

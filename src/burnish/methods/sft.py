@@ -15,8 +15,10 @@ from burnish.methods.settings import SFTConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
 from burnish.protocols import Context
-from burnish.render import chat
-from burnish.types import Encoded, Example, MicroBatch, Row, Terms
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Row, Terms
 
 
 class SFT:
@@ -36,15 +38,15 @@ class SFT:
         """The model alone is trained."""
         return Network(model)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """One sequence a conversation."""
         learn, learn_eos = self.settings.learn, self.settings.learn_eos
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            return Example(((yield from chat.conversation.draft(writer, row, learn, learn_eos)),))
+        def to_examples(rows: list[Conversation]) -> list[Example]:
+            return [Example((sequence,)) for sequence in renderer.conversations(rows, learn, learn_eos)]
 
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, self.spec.name, learn, learn_eos))
+        return encode(rows, to_examples, truncation, cache_key(tokenizer, self.spec.name, learn, learn_eos))
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""

@@ -17,9 +17,11 @@ from burnish.methods.settings import StepValueConfig
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
 from burnish.protocols import Context
-from burnish.render import chat
-from burnish.render.solutions import check_delimiter, solution
-from burnish.types import Encoded, Example, MicroBatch, Row, Terms
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.solutions import check_delimiter, solutions
+from burnish.render.truncate import Truncation
+from burnish.types import Encoded, Example, MicroBatch, Row, Steps, Terms
 
 DEPTHS = ("first", "middle", "last")
 
@@ -48,17 +50,17 @@ class StepValue:
         head = StepValueHead(config.hidden_size, unwrap(model).dtype, self.settings.delimiter, std)
         return Network(disable_dropout(model), head)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """One sequence a solution."""
         s = self.settings
         check_delimiter(tokenizer, s.delimiter)
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            return Example(((yield from solution.draft(writer, row, s.learn, s.learn_eos, s.delimiter)),))
+        def to_examples(rows: list[Steps]) -> list[Example]:
+            return [Example((sequence,)) for sequence in solutions(renderer, rows, s.learn, s.learn_eos, s.delimiter)]
 
-        key = chat.cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
-        return chat.encode(rows, encode, length, key)
+        key = cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
+        return encode(rows, to_examples, truncation, key)
 
     def loader(self, rows: list[Row], context: Context) -> RowLoader:
         """Rows in a seeded order."""

@@ -1,4 +1,4 @@
-"""Sequences that are too long, and the cache of what rows were encoded to."""
+"""Many rows to examples: encoded, truncated, and cached on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -20,88 +20,88 @@ import numpy as np
 
 from burnish import files
 from burnish.errors import UserError
-from burnish.render.drafts import Draft, outcomes, without_collection
-from burnish.render.truncate import Truncation
-from burnish.types import (
-    Changed,
-    Encoded,
-    Example,
-    Labelled,
-    Messages,
-    Pair,
-    Preference,
-    Prompt,
-    Ranking,
-    Row,
-    Sequence,
-    Steps,
-)
+from burnish.render.truncate import ToExamples, Truncation, fit
+from burnish.types import Changed, Encoded, Example, Pair, Prompt, Row, Sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+CHUNK = 512  # rows that are tokenized together
 SKIPPED = "skip: "  # how the reason begins of a row that could not be encoded and was left out
 ARRAY = "array."  # before the names of a sequence's arrays in the cache
 CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
 
 
-@without_collection()
-def encode(
-    rows: list[Row], function: Callable[[Any], Draft[Example]], length: Truncation, cache_key: str | None = None
-) -> Encoded:
-    """Rows as examples, of a length that fits.
+def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_key: str | None = None) -> Encoded:
+    """Encode rows as examples that fit ``truncation.max_length``.
 
     Args:
-        rows: what ``function`` takes.
-        function: a row to the draft of its example, uncut.
-        length: the longest sequence allowed.
-        cache_key: says all that ``function`` depends on (``cache_key``): the result is then read from disk when the
-            same rows were encoded before. None: not kept.
+        rows: rows of a kind that ``function`` takes.
+        function: many rows to one example each, not truncated.
+        truncation: the longest sequence, and what happens to longer ones and to bad rows.
+        cache_key: names all that ``function`` depends on (``cache_key``): if the same rows were encoded before, the
+            result is read from disk. None: not cached.
 
     Raises:
-        UserError: a row cannot be encoded, is too long and may not be cut, or has nothing left to learn.
+        UserError: a row cannot be encoded, is too long and may not be truncated, or has nothing left to learn; the
+            first such row is reported.
     """
     path = None
     if cache_key is not None and _cached.get():
-        path = cache_folder() / f"{_fingerprint(rows, length, cache_key)}.safetensors"
-    if path is not None and path.exists() and (kept := _read(path)) is not None:
-        return _told(kept)
+        path = cache_folder() / f"{_fingerprint(rows, truncation, cache_key)}.safetensors"
+    if path is not None and path.exists() and (cached := _read(path)) is not None:
+        return _logged(cached)
     encoded = Encoded([], [])
-    distinct = {id(row): row for row in rows}  # a mixture may draw a row more than once
-    found = outcomes(_encoded(row, function, length) for row in distinct.values())
-    done: dict[int, list[Example]] = {}
-    for row, outcome in _progress(zip(distinct.values(), found, strict=True), len(distinct)):
-        if isinstance(outcome, UserError):
-            raise outcome
-        done[id(row)], reason = outcome
-        if reason:
-            encoded.changed.append(Changed(row.source, reason))
+    distinct = list({id(row): row for row in rows}.values())  # a mixture may draw a row more than once
+    examples_of: dict[int, list[Example]] = {}
+    for start in _progress(range(0, len(distinct), CHUNK)):
+        chunk = distinct[start : start + CHUNK]
+        for row, example in zip(chunk, _each(chunk, function), strict=True):
+            if isinstance(example, Example):
+                examples_of[id(row)], reason = fit(row, example, function, truncation)
+            elif truncation.on_bad_row == "skip":
+                examples_of[id(row)], reason = [], SKIPPED + str(example).removeprefix(f"{row.source}: ")
+            else:
+                raise example
+            if reason:
+                encoded.changed.append(Changed(row.source, reason))
     for row in rows:
-        encoded.examples.extend(done[id(row)])
-    if done and all(change.reason.startswith(SKIPPED) for change in encoded.changed) and not encoded.examples:
+        encoded.examples.extend(examples_of[id(row)])
+    if rows and all(change.reason.startswith(SKIPPED) for change in encoded.changed) and not encoded.examples:
         first = encoded.changed[0]
         reason = first.reason.removeprefix(SKIPPED)
         raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}")
     if path is not None and len({tuple(s.arrays) for example in encoded.examples for s in example.sequences}) <= 1:
-        _keep(encoded, path)
-    return _told(encoded)
+        _write(encoded, path)
+    return _logged(encoded)
+
+
+def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
+    """The example of each row, or its error: if a batch fails, its halves are tried, down to single rows."""
+    try:
+        return list(function(rows))
+    except UserError as error:
+        if len(rows) == 1:
+            return [error]
+    middle = len(rows) // 2
+    return _each(rows[:middle], function) + _each(rows[middle:], function)
 
 
 def sort_changes(changed: list[Changed]) -> tuple[list[str], list[str]]:
-    """Rows that were skipped because they could not be encoded, and those cut or dropped for their length."""
-    skipped, cut = [], []
+    """Rows that were skipped because they could not be encoded, and rows truncated or dropped for their length."""
+    skipped, truncated = [], []
     for source, reason in changed:
-        kind = skipped if reason.startswith(SKIPPED) else cut
+        kind = skipped if reason.startswith(SKIPPED) else truncated
         kind.append(f"{source}: {reason.removeprefix(SKIPPED)}")
-    return skipped, cut
+    return skipped, truncated
 
 
 @contextmanager
 def without_cache() -> Iterator[None]:
-    """Encode without reading or keeping anything on disk, as for rows that pass by."""
+    """Encode without reading or writing the cache, as for rows of a stream."""
     token = _cached.set(False)
     try:
         yield
@@ -109,7 +109,7 @@ def without_cache() -> Iterator[None]:
         _cached.reset(token)
 
 
-def _told(encoded: Encoded) -> Encoded:
+def _logged(encoded: Encoded) -> Encoded:
     if encoded.changed:
         first = encoded.changed[0]
         logger.warning(
@@ -118,138 +118,14 @@ def _told(encoded: Encoded) -> Encoded:
     return encoded
 
 
-def _encoded(
-    row: Row, function: Callable[[Any], Draft[Example]], length: Truncation
-) -> Draft[tuple[list[Example], str]]:
-    """As ``fit``; a row that cannot be encoded is left out where that is asked for."""
-    try:
-        example = yield from function(row)
-    except UserError as error:
-        if length.on_bad_row == "error":
-            raise
-        return [], SKIPPED + str(error).removeprefix(f"{row.source}: ")
-    return (yield from _fitted(row, example, function, length))
+def _progress(starts: range) -> Iterable[int]:
+    """The starts of chunks, with a progress bar on a terminal."""
+    if not sys.stderr.isatty():
+        return starts
+    from rich.console import Console
+    from rich.progress import track
 
-
-def fit(row: Row, function: Callable[[Any], Draft[Example]], length: Truncation) -> Draft[tuple[list[Example], str]]:
-    """The examples that one row makes, and what was done to make them fit ("" where nothing was).
-
-    Raises:
-        UserError: the row is too long and may not be cut, or has nothing left to learn.
-    """
-    return (yield from _fitted(row, (yield from function(row)), function, length))
-
-
-def _fitted(
-    row: Row, example: Example, function: Callable[[Any], Draft[Example]], length: Truncation
-) -> Draft[tuple[list[Example], str]]:
-    limit, how = length.max_length, length.too_long or "error"
-    if limit is None or (longest := _longest(example)) <= limit:
-        return [example], ""
-    what = f"{longest} tokens, max_length {limit}"
-    prompted = isinstance(row, Preference | Ranking | Labelled | Prompt)
-    if how == "error":
-        ways = "drop or truncate_left" if prompted else "drop, truncate_left, truncate_right or split"
-        ways = "drop or truncate_right" if isinstance(row, Steps) else ways
-        raise UserError(f"{row.source}: {what}: raise it, or set too_long: {ways}")
-    if how == "drop":
-        return [], f"drop: {what}"
-    if prompted:
-        if how != "truncate_left":
-            detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
-            raise UserError(f"{row.source}: {what}: too_long: {how} {detail}: set truncate_left or drop")
-        shorter, cut = yield from _cut_prompt(row, function, limit, what)
-        return [shorter], f"truncate_left: {what}: {cut}"
-    (sequence,) = example.sequences
-    if isinstance(row, Steps):
-        if how != "truncate_right":
-            detail = "would part steps from their question; of a solution only its last steps are left out"
-            raise UserError(f"{row.source}: {what}: too_long: {how} {detail}: set truncate_right or drop")
-        shorter, cut = _whole_steps(sequence, limit, what)
-        return [Example((shorter,))], f"truncate_right: {what}: {cut}"
-    pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, how)]
-    learned = [piece for piece in pieces if piece.loss_mask.any()]
-    if not learned:
-        raise UserError(f"{row.source}: {what}: {how} leaves nothing to learn: raise max_length, or drop")
-    left_out = len(pieces) - len(learned)
-    note = f" into {len(pieces)}" + (f", {left_out} of them with nothing to learn" if left_out else "")
-    return [Example((piece,)) for piece in learned], f"{how}: {what}" + (note if len(pieces) > 1 else "")
-
-
-def _longest(example: Example) -> int:
-    return max(len(sequence) for sequence in example.sequences)
-
-
-def _spans(size: int, limit: int, how: str) -> list[tuple[int, int]]:
-    if how == "truncate_left":
-        return [(size - limit, size)]
-    if how == "truncate_right":
-        return [(0, limit)]
-    return [(start, min(start + limit, size)) for start in range(0, size - 1, limit - 1)]
-
-
-def _part(sequence: Sequence, start: int, end: int) -> Sequence:
-    """Tokens ``start`` to ``end``; the first has lost its predecessor and is not learned."""
-    return Sequence(
-        sequence.tokens[start:end],
-        sequence.loss_mask[start:end] & (np.arange(end - start) > 0),
-        sequence.source,
-        {name: values[start:end] for name, values in sequence.arrays.items()},
-    )
-
-
-def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, str]:
-    """The sequence up to the end of its last whole step, and how many steps were left out."""
-    ends = np.flatnonzero(sequence.arrays["outcomes"]).tolist()
-    kept = [t for t in ends if t < limit]
-    if not kept:
-        raise UserError(f"{sequence.source}: {what}: not one step fits: raise max_length, or drop")
-    lost = len(ends) - len(kept)
-    said = f"{lost} of {len(ends)} steps left out" if lost else "the end token left out"
-    return _part(sequence, 0, kept[-1] + 1), said
-
-
-# --- prompts ------------------------------------------------------------------------------------------------------
-
-
-def _cut_prompt(
-    row: Preference | Ranking | Labelled | Prompt, function: Callable[[Any], Draft[Example]], limit: int, what: str
-) -> Draft[tuple[Example, str]]:
-    """The example of the row with as much of its prompt as fits, and what was left out."""
-
-    def with_prompt(messages: Messages) -> Draft[Example | None]:
-        changed = replace(row, messages=messages) if isinstance(row, Prompt) else replace(row, prompt=messages)
-        example = yield from function(changed)
-        return example if _longest(example) <= limit else None
-
-    prompt = row.messages if isinstance(row, Prompt) else row.prompt
-    first = 1 if prompt[0]["role"] == "system" else 0
-    head, turns = prompt[:first], prompt[first:]
-    # A conversation that begins with an answer is refused by many templates, so cuts fall before a user's turn.
-    starts = [i for i in range(1, len(turns)) if turns[i]["role"] == "user"]
-    for start in starts:
-        if fitting := (yield from with_prompt(head + turns[start:])):
-            return fitting, f"{start} of {len(turns)} turns of the prompt left out"
-    start = starts[-1] if starts else 0
-    if not turns or turns[start]["role"] == "assistant":
-        raise UserError(f"{row.source}: {what}: there is no turn of the prompt to cut: raise max_length, or drop")
-    whole = turns[start]["content"]
-
-    def without(characters: int) -> Draft[Example | None]:
-        return with_prompt((*head, {**turns[start], "content": whole[characters:].lstrip()}, *turns[start + 1 :]))
-
-    low, high = 0, len(whole) - 1  # the least that is cut keeps a character
-    fitting = yield from without(high)
-    if fitting is None:
-        raise UserError(f"{row.source}: {what}: it does not fit even without its prompt: raise max_length, or drop")
-    while low < high:
-        middle = (low + high) // 2
-        if shorter := (yield from without(middle)):
-            fitting, high = shorter, middle
-        else:
-            low = middle + 1
-    dropped = f"{start} of {len(turns)} turns and " if start else ""
-    return fitting, f"{dropped}{low} of {len(whole)} characters of the last turn left out"
+    return track(starts, "Encoding rows", console=Console(stderr=True), transient=True)
 
 
 # --- cache --------------------------------------------------------------------------------------------------------
@@ -260,14 +136,13 @@ def cache_key(tokenizer: PreTrainedTokenizerBase, *options: Any) -> str:
     import tokenizers
     import transformers
 
-    from burnish.render.templates import Renderer
-
+    rust: Any = tokenizer.backend_tokenizer
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     parts = [
         hashlib.sha256(code).hexdigest(),
         transformers.__version__,
         tokenizers.__version__,
-        Renderer(tokenizer).rust.to_str(),
+        rust.to_str(),
         repr(tokenizer.chat_template),
         repr(sorted(tokenizer.special_tokens_map.items())),
         repr(options),
@@ -283,9 +158,9 @@ def _digest(parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(rows: list[Row], length: Truncation, key: str) -> str:
+def _fingerprint(rows: list[Row], truncation: Truncation, key: str) -> str:
     plain = (replace(row, columns={}) if isinstance(row, Prompt) else row for row in rows)
-    return _digest([key, repr(length), *(repr(row) for row in plain)])
+    return _digest([key, repr(truncation), *(repr(row) for row in plain)])
 
 
 def cache_folder() -> Path:
@@ -293,7 +168,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
 
 
-def _keep(encoded: Encoded, path: Path) -> None:
+def _write(encoded: Encoded, path: Path) -> None:
     """Write the examples as arrays, whole or not at all."""
     from safetensors.numpy import save
 
@@ -321,7 +196,7 @@ def _keep(encoded: Encoded, path: Path) -> None:
 
 def _checksum(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> str:
     """The SHA-256 of arrays and notes, whatever their order."""
-    parts = [f"{name} {found.dtype} {found.shape}".encode() for name, found in sorted(tensors.items())]
+    parts = [f"{name} {array.dtype} {array.shape}".encode() for name, array in sorted(tensors.items())]
     parts += [f"{name} {text}".encode() for name, text in sorted(notes.items())]
     return files.digest([*parts, *(tensor.data for _, tensor in sorted(tensors.items()))])
 
@@ -352,12 +227,3 @@ def _read(path: Path) -> Encoded | None:
         compared = (next(pairs) for _ in range(pair_count))
         examples.append(Example(tuple(made), tuple(Pair(int(a), int(b), *rest) for a, b, *rest in compared)))
     return Encoded(examples, [Changed(*change) for change in json.loads(notes["changed"])])
-
-
-def _progress(found: Iterable[T], total: int) -> Iterable[T]:
-    if not sys.stderr.isatty():
-        return found
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(found, "Encoding rows", total, console=Console(stderr=True), transient=True)

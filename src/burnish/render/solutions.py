@@ -1,6 +1,6 @@
-"""Solutions in steps to sequences: each step tokenized by itself, with its value on its last token.
+"""Solutions in steps to sequences: each step is tokenized by itself, with its value on its last token.
 
-Training and search build their tokens by the same two functions, ``chat.prompt`` for the question and ``step_tokens``
+Training and search build their tokens from the same two parts, ``Renderer.prompt`` for the question and ``step_tokens``
 for a step, so that the model meets the same ids in both.
 """
 
@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from burnish.errors import UserError
-from burnish.render import chat
-from burnish.render.drafts import Draft, OneRow
-from burnish.render.templates import Renderer, check_text
-from burnish.types import Conversation, Sequence, Steps
+from burnish.render.renderer import Renderer
+from burnish.types import Conversation, Prompt, Sequence, Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,30 +20,39 @@ if TYPE_CHECKING:
 Learn = Literal["steps", "everything"]
 
 
-@OneRow
-def step_tokens(writer: Renderer, text: str, delimiter: str = "\n") -> Draft[tuple[int, ...]]:
-    r"""The ids of one step: its stripped text and one delimiter, such as those of ``"3 + 8 = 11\n"``.
-
-    No special token is added, and one that the step spells stays text.
+def step_text(step: str, delimiter: str = "\n") -> str:
+    r"""A step as it is tokenized: stripped, with one delimiter, such as ``"3 + 8 = 11\n"``.
 
     Raises:
-        ValueError: the step is empty, or holds the delimiter and so would be several; or the tokenizer cannot write as
-            text a special token that it spells.
+        ValueError: the step is empty, or contains the delimiter and so would be several.
     """
-    stripped = text.strip()
+    stripped = step.strip()
     if not stripped:
         raise ValueError("a step is empty")
     if delimiter in stripped:
         raise ValueError(f"a step holds the delimiter {delimiter!r}, which ends it: {stripped[:80]!r}")
-    ((ids, _),) = yield writer.of_text, [stripped + delimiter]
-    check_text(writer, ids, "a step")
+    return stripped + delimiter
+
+
+def step_tokens(renderer: Renderer, step: str, delimiter: str = "\n") -> tuple[int, ...]:
+    """The ids of one step and its delimiter; a special token that the step spells stays text.
+
+    Raises:
+        ValueError: as ``step_text``; or the tokenizer cannot keep a special token that the step spells as text.
+    """
+    (ids,) = renderer.encode_text([step_text(step, delimiter)])
+    renderer.special.check_absent(ids, "a step")
     return tuple(ids)
 
 
 def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
-    """Raise a UserError where a step's tokens do not give the delimiter back, so that no step would be seen to end."""
+    """Check that a step's tokens give the delimiter back, so that the end of a step can be seen.
+
+    Raises:
+        UserError: they do not.
+    """
     try:
-        tokens = step_tokens(tokenizer, "1", delimiter)
+        tokens = step_tokens(Renderer(tokenizer), "1", delimiter)
     except ValueError as error:
         raise UserError(f"method.delimiter: {error}") from error
     if step_ends(tokenizer, tokens, delimiter) != [len(tokens) - 1]:
@@ -56,58 +63,86 @@ def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
         )
 
 
-@OneRow
 def solution(
-    writer: Renderer,
-    row: Steps,
-    learn: Learn = "steps",
-    learn_eos: bool = True,
-    delimiter: str = "\n",
-) -> Draft[Sequence]:
-    r"""A question under the model's template, its steps, and the end token where it is learned.
+    renderer: Renderer, row: Steps, learn: Learn = "steps", learn_eos: bool = True, delimiter: str = "\n"
+) -> Sequence:
+    r"""A question under the model's template, its steps, and the end token if it is learned.
 
-    Three arrays are 0 but on the last token of each step: ``targets``, its Q; ``outcomes``, 1 in a correct solution and
-    -1 in another, which also tells a Q of 0 from no Q; ``depths``, k / K at step k of K. A target judges what stands up
-    to and including its token, and is not shifted.
+    Three arrays are 0 except on the last token of each step: ``targets``, its Q; ``outcomes``, 1 in a correct solution
+    and -1 in an incorrect one, which also tells a Q of 0 from no Q; ``depths``, k / K at step k of K. A target judges
+    the text up to and including its token, and is not shifted.
 
     Args:
-        writer: of a tokenizer with a chat template.
-        row: the solution. The tokens of a correct one are learned; of another one only its values are.
-        learn: ``steps``, or ``everything``: the question too, where the solution is correct.
+        renderer: of a tokenizer with a chat template.
+        row: the solution. The tokens of a correct one are learned; of an incorrect one only its values are.
+        learn: ``steps``, or ``everything``: the question too, if the solution is correct.
         learn_eos: a correct solution ends with the token that ends the assistant's turn, and it is learned.
         delimiter: ends every step.
 
     Raises:
-        UserError: the template refuses the question or writes no end token; a step is empty or holds the delimiter; a
-            special token that is spelled cannot be written as text.
+        UserError: the template refuses the question or writes no end token; a step is empty or contains the delimiter;
+            a special token that a step spells cannot be kept as text.
     """
-    question = yield from chat.prompt.draft(writer, row.question, row.source)
-    tokens = list(question)
-    targets, outcomes, depths = ([0.0] * len(question) for _ in range(3))
-    for k, (text, value) in enumerate(zip(row.steps, row.values, strict=True), start=1):
-        try:
-            step = yield from step_tokens.draft(writer, text, delimiter)
-        except ValueError as error:
-            raise UserError(f"{row.source}: step {k} of {len(row.steps)}: {error}") from error
-        tokens += step
-        here = (value, 1.0 if row.correct else -1.0, k / len(row.steps))
-        for array, number in zip((targets, outcomes, depths), here, strict=True):
-            array += [0.0] * (len(step) - 1) + [number]
-    if row.correct and learn_eos:
-        tokens.append((yield from _end(writer, row)))
-        for array in (targets, outcomes, depths):
-            array.append(0.0)
-    first = 1 if learn == "everything" else len(question)
-    loss_mask = tuple(row.correct and t >= first for t in range(len(tokens)))
-    arrays = {"targets": tuple(targets), "outcomes": tuple(outcomes), "depths": tuple(depths)}
-    return Sequence(tuple(tokens), loss_mask, row.source, arrays)
+    return solutions(renderer, [row], learn, learn_eos, delimiter)[0]
+
+
+def solutions(
+    renderer: Renderer, rows: list[Steps], learn: Learn = "steps", learn_eos: bool = True, delimiter: str = "\n"
+) -> list[Sequence]:
+    """As ``solution``, for many rows."""
+    questions = renderer.prompts([Prompt(row.question, {}, row.source) for row in rows])
+    steps = _steps(renderer, rows, delimiter)
+    ended = [row for row in rows if row.correct and learn_eos]
+    end_ids = dict(zip(map(id, ended), _end_ids(renderer, ended), strict=True))
+    sequences = []
+    for row, question, its_steps in zip(rows, questions, steps, strict=True):
+        end = [end_ids[id(row)]] if id(row) in end_ids else []
+        tokens = [*question, *(token for step in its_steps for token in step), *end]
+        last = len(question) - 1 + np.cumsum([len(step) for step in its_steps])  # the last token of each step
+        targets, outcomes, depths = np.zeros((3, len(tokens)))
+        targets[last] = row.values
+        outcomes[last] = 1.0 if row.correct else -1.0
+        depths[last] = np.arange(1, len(its_steps) + 1) / len(its_steps)
+        loss_mask = np.zeros(len(tokens), np.bool_)
+        if row.correct:
+            loss_mask[1 if learn == "everything" else len(question) :] = True
+        arrays = {"targets": targets, "outcomes": outcomes, "depths": depths}
+        sequences.append(Sequence(tokens, loss_mask, row.source, arrays))
+    return sequences
+
+
+def _steps(renderer: Renderer, rows: list[Steps], delimiter: str) -> list[list[list[int]]]:
+    """The ids of each step of each row."""
+    texts, places = [], []
+    for row in rows:
+        for k, step in enumerate(row.steps, start=1):
+            place = f"{row.source}: step {k} of {len(row.steps)}"
+            try:
+                texts.append(step_text(step, delimiter))
+            except ValueError as error:
+                raise UserError(f"{place}: {error}") from error
+            places.append(place)
+    encoded = renderer.encode_text(texts)
+    for place, ids in zip(places, encoded, strict=True):
+        renderer.special.check_absent(ids, f"{place}: a step")
+    remaining = iter(encoded)
+    return [[next(remaining) for _ in row.steps] for row in rows]
+
+
+def _end_ids(renderer: Renderer, rows: list[Steps]) -> list[int]:
+    """For each row the token that the template ends an assistant's turn with: the last one learned of such a turn."""
+    turns = [
+        Conversation((*row.question, {"role": "assistant", "content": row.steps[-1]}), None, row.source) for row in rows
+    ]
+    sequences = renderer.conversations(turns, "last", learn_eos=True)
+    return [int(sequence.tokens[np.flatnonzero(sequence.loss_mask)[-1]]) for sequence in sequences]
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], delimiter: str = "\n") -> list[int]:
-    r"""Where the steps of a completion end: the index of each token that completes a delimiter, found on the ids.
+    r"""Where the steps of a completion end: the index of each token that completes a delimiter.
 
     ``"3+4=7\n7-2=5"`` as characters gives ``[5]``. The delimiter may be a part of its token (``".\n"``), or several
-    tokens long. What a model left unfinished has no end, and blank lines are no steps.
+    tokens long. A step that the model left unfinished has no end, and blank lines are no steps.
     """
     ends, start = [], 0
     for t in range(len(tokens)):
@@ -117,11 +152,3 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], delim
                 ends.append(t)
             start = t + 1
     return ends
-
-
-def _end(writer: Renderer, row: Steps) -> Draft[int]:
-    """The token that the template ends an assistant's turn with: the last one that is learned of such a turn."""
-    turn = Conversation((*row.question, {"role": "assistant", "content": row.steps[-1]}), None, row.source)
-    sequence = yield from chat.conversation.draft(writer, turn, "last", learn_eos=True)
-    learned = np.flatnonzero(sequence.loss_mask)
-    return int(sequence.tokens[learned[-1] if learned.size else -1])

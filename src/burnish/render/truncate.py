@@ -1,20 +1,27 @@
-"""The longest sequence, and what happens to longer ones."""
+"""Rows that are too long: what is kept of them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
-from burnish.types import Config
+from burnish.errors import UserError
+from burnish.types import Config, Example, Labelled, Messages, Preference, Prompt, Ranking, Row, Sequence, Steps
+
+ToExamples = Callable[[list[Any]], list[Example]]
+"""Rows to one example each, not truncated; raises a UserError if any row cannot be encoded."""
 
 
 class Truncation(Config):
-    """The longest sequence, and what happens to longer ones; each change is counted with its row.
+    """The longest sequence, and what happens to longer ones; each change is counted and reported with its row.
 
-    What a row is cut to never gets an end token that it did not have. Of preferences, rankings, labelled answers and
-    prompts only the prompt is cut, and only by ``truncate_left``: its oldest turns first, then the beginning of its
-    last one; never a system message or an answer. Of a solution in steps only whole steps are left out, by
+    Truncation never adds an end token to what is left. If a preference, a ranking, a labelled answer or a prompt is too
+    long, only its prompt is truncated, and only by ``truncate_left``: its oldest turns first, then the beginning of its
+    last turn, but never a system message or an answer. A solution in steps loses only whole steps, by
     ``truncate_right``.
     """
 
@@ -29,3 +36,121 @@ class Truncation(Config):
         default="error",
         description="error stops at a row that cannot be read or encoded; skip leaves it out and names it",
     )
+
+
+def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation) -> tuple[list[Example], str]:
+    """The examples that one row makes, and what was done to make them fit ("" if nothing was).
+
+    Args:
+        row: the row.
+        example: what ``function`` makes of the row.
+        function: encodes the row again with a shorter prompt.
+        truncation: the longest sequence, and what to do.
+
+    Raises:
+        UserError: the row is too long and may not be truncated, or has nothing left to learn.
+    """
+    limit, too_long = truncation.max_length, truncation.too_long or "error"
+    if limit is None or (longest := _longest(example)) <= limit:
+        return [example], ""
+    what = f"{longest} tokens, max_length {limit}"
+    has_prompt = isinstance(row, Preference | Ranking | Labelled | Prompt)
+    if too_long == "error":
+        ways = "drop or truncate_left" if has_prompt else "drop, truncate_left, truncate_right or split"
+        ways = "drop or truncate_right" if isinstance(row, Steps) else ways
+        raise UserError(f"{row.source}: {what}: raise it, or set too_long: {ways}")
+    if too_long == "drop":
+        return [], f"drop: {what}"
+    if has_prompt:
+        if too_long != "truncate_left":
+            detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
+            raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_left or drop")
+        shorter, left_out = _truncate_prompt(row, function, limit, what)
+        return [shorter], f"truncate_left: {what}: {left_out}"
+    (sequence,) = example.sequences
+    if isinstance(row, Steps):
+        if too_long != "truncate_right":
+            detail = "would part steps from their question; of a solution only its last steps are left out"
+            raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_right or drop")
+        shorter, left_out = _whole_steps(sequence, limit, what)
+        return [Example((shorter,))], f"truncate_right: {what}: {left_out}"
+    pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, too_long)]
+    learned = [piece for piece in pieces if piece.loss_mask.any()]
+    if not learned:
+        raise UserError(f"{row.source}: {what}: {too_long} leaves nothing to learn: raise max_length, or drop")
+    without = len(pieces) - len(learned)
+    note = f" into {len(pieces)}" + (f", {without} of them with nothing to learn" if without else "")
+    return [Example((piece,)) for piece in learned], f"{too_long}: {what}" + (note if len(pieces) > 1 else "")
+
+
+def _longest(example: Example) -> int:
+    return max(len(sequence) for sequence in example.sequences)
+
+
+def _spans(size: int, limit: int, too_long: str) -> list[tuple[int, int]]:
+    if too_long == "truncate_left":
+        return [(size - limit, size)]
+    if too_long == "truncate_right":
+        return [(0, limit)]
+    return [(start, min(start + limit, size)) for start in range(0, size - 1, limit - 1)]
+
+
+def _part(sequence: Sequence, start: int, end: int) -> Sequence:
+    """Tokens ``start`` to ``end``; the first has lost its predecessor and is not learned."""
+    return Sequence(
+        sequence.tokens[start:end],
+        sequence.loss_mask[start:end] & (np.arange(end - start) > 0),
+        sequence.source,
+        {name: values[start:end] for name, values in sequence.arrays.items()},
+    )
+
+
+def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, str]:
+    """The sequence up to the end of its last whole step, and how many steps were left out."""
+    ends = np.flatnonzero(sequence.arrays["outcomes"]).tolist()
+    kept = [t for t in ends if t < limit]
+    if not kept:
+        raise UserError(f"{sequence.source}: {what}: not one step fits: raise max_length, or drop")
+    lost = len(ends) - len(kept)
+    left_out = f"{lost} of {len(ends)} steps left out" if lost else "the end token left out"
+    return _part(sequence, 0, kept[-1] + 1), left_out
+
+
+def _truncate_prompt(
+    row: Preference | Ranking | Labelled | Prompt, function: ToExamples, limit: int, what: str
+) -> tuple[Example, str]:
+    """The example of the row with as much of its prompt as fits, and what was left out."""
+
+    def with_prompt(messages: Messages) -> Example | None:
+        changed = replace(row, messages=messages) if isinstance(row, Prompt) else replace(row, prompt=messages)
+        (example,) = function([changed])
+        return example if _longest(example) <= limit else None
+
+    prompt = row.messages if isinstance(row, Prompt) else row.prompt
+    first = 1 if prompt[0]["role"] == "system" else 0
+    head, turns = prompt[:first], prompt[first:]
+    # Many templates refuse a conversation that begins with an answer, so the prompt is cut before a user's turn.
+    starts = [i for i in range(1, len(turns)) if turns[i]["role"] == "user"]
+    for start in starts:
+        if fitting := with_prompt(head + turns[start:]):
+            return fitting, f"{start} of {len(turns)} turns of the prompt left out"
+    start = starts[-1] if starts else 0
+    if not turns or turns[start]["role"] == "assistant":
+        raise UserError(f"{row.source}: {what}: there is no turn of the prompt to cut: raise max_length, or drop")
+    whole = turns[start]["content"]
+
+    def without(characters: int) -> Example | None:
+        return with_prompt((*head, {**turns[start], "content": whole[characters:].lstrip()}, *turns[start + 1 :]))
+
+    low, high = 0, len(whole) - 1  # at least one character is kept
+    fitting = without(high)
+    if fitting is None:
+        raise UserError(f"{row.source}: {what}: it does not fit even without its prompt: raise max_length, or drop")
+    while low < high:
+        middle = (low + high) // 2
+        if shorter := without(middle):
+            fitting, high = shorter, middle
+        else:
+            low = middle + 1
+    dropped = f"{start} of {len(turns)} turns and " if start else ""
+    return fitting, f"{dropped}{low} of {len(whole)} characters of the last turn left out"

@@ -13,9 +13,9 @@ from burnish.errors import UserError, did_you_mean
 from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.chat import Renderer, answer, results
+from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Example, Trajectory
+from burnish.types import Conversation, Example, Message, Trajectory
 
 TOKEN_BUDGET = 8192
 """Tokens, padding included, that are scored in one forward pass."""
@@ -73,9 +73,11 @@ class ModelReward:
         Raises:
             UserError: the template refuses a completion, or it is too long even without its prompt.
         """
-        writer = Renderer(self.tokenizer)
-        drafts = (answer.draft(writer, t.prompt, t.text, self.length, source=t.source) for t in trajectories)
-        examples = [Example((sequence,)) for sequence in results(drafts)]
+        rows = [
+            Conversation((*t.prompt, Message(role="assistant", content=t.text)), len(t.prompt), t.source)
+            for t in trajectories
+        ]
+        examples = [Example((sequence,)) for sequence in Renderer(self.tokenizer).answers(rows, self.length)]
         rewards = [0.0] * len(trajectories)
         with torch.no_grad():
             passes = self.layout.passes(

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from burnish.errors import UserError
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import Layout
-from burnish.render import chat
+from burnish.render.renderer import Renderer
 from burnish.render.solutions import step_ends
 from burnish.rewards.model import TOKEN_BUDGET
-from burnish.types import Example, Sequence, Trajectory
+from burnish.types import Example, Prompt, Sequence, Trajectory
 
 FAILED = -1.0  # what tree search gives a state that leads nowhere
 
@@ -92,8 +92,7 @@ class StepReward:
     @torch.no_grad()
     def values(self, trajectories: list[Trajectory]) -> list[list[float]]:
         """V of every prefix of each solution, one number for each sampled token."""
-        writer = chat.Renderer(self.tokenizer)
-        prompts = chat.results(chat.prompt.draft(writer, t.prompt, t.source) for t in trajectories)
+        prompts = Renderer(self.tokenizer).prompts([Prompt(t.prompt, {}, t.source) for t in trajectories])
         examples = [_example(prompt, t) for prompt, t in zip(prompts, trajectories, strict=True)]
         values: list[list[float]] = [[] for _ in trajectories]
         passes = self.layout.passes(

@@ -27,7 +27,9 @@ from burnish.math.losses import truncated_importance
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Context
-from burnish.render import chat
+from burnish.render.encode import cache_key, encode
+from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import collect
 from burnish.rl.metrics import evaluation, sample_rows, summary
@@ -71,23 +73,23 @@ class Sampler:
         """The distribution that is sampled from."""
         return SamplingTransform(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
-    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, length: chat.Truncation) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Prompts, of which nothing is learned, with room for the completion."""
-        writer = chat.Renderer(tokenizer)
+        renderer = Renderer(tokenizer)
 
-        def encode(row: Any) -> chat.Draft[Example]:
-            tokens = yield from chat.prompt.draft(writer, row)
-            return Example((Sequence(tokens, (False,) * len(tokens), row.source),))
+        def to_examples(rows: list[Prompt]) -> list[Example]:
+            prompts = zip(rows, renderer.prompts(rows), strict=True)
+            return [Example((Sequence(tokens, (False,) * len(tokens), row.source),)) for row, tokens in prompts]
 
-        if length.max_length is not None:
-            room = length.max_length - self.sampling.longest
+        if truncation.max_length is not None:
+            room = truncation.max_length - self.sampling.longest
             if room < 1:
                 raise UserError(
-                    f"data.max_length: {length.max_length} leaves no room for a prompt beside a completion "
+                    f"data.max_length: {truncation.max_length} leaves no room for a prompt beside a completion "
                     f"of {self.sampling.longest} tokens"
                 )
-            length = length.model_copy(update={"max_length": room})
-        return chat.encode(rows, encode, length, chat.cache_key(tokenizer, "prompts"))
+            truncation = truncation.model_copy(update={"max_length": room})
+        return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"))
 
     def prompts(self, rows: list[Row], context: Context) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts that fit and their tokens, one to one."""

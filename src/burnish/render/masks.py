@@ -1,0 +1,205 @@
+"""Which tokens of a conversation are learned.
+
+All ids of a row come from one tokenization. If the template marks what the assistant writes (``{% generation %}``), the
+mask follows the marks. Otherwise a turn's tokens are those that it adds to the prompt before it, and the ids of that
+prompt must be a prefix of the row's ids, or the mask would silently be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from burnish.errors import UserError
+from burnish.render.special_tokens import SpecialTokens, Tokens
+from burnish.types import Conversation
+
+Learn = Literal["last", "all", "completion", "everything"]
+"""``last``: the last assistant turn; ``all``: all of them; ``completion``: those after the prompt; ``everything``:
+every token that has a predecessor."""
+
+
+class Turn(NamedTuple):
+    """Tokens ``start`` to ``end`` are what the assistant says; ``end_id`` ends it, if anything: ``Turn(5, 8, 2)``."""
+
+    start: int
+    end: int
+    end_id: int | None
+
+
+class Prefix(NamedTuple):
+    """The first messages of a conversation, alone: ``Prefix(1, opens_turn=True)`` is the prompt of the first answer.
+
+    ``opens_turn`` says whether the opening of an assistant's turn follows them.
+    """
+
+    messages: int
+    opens_turn: bool
+
+
+def learned_messages(row: Conversation, learn: Learn | None) -> list[int]:
+    """Indices of the messages to learn; ``learn=None``: the completion if the row has one, else all turns.
+
+    Raises:
+        UserError: the assistant says nothing, or the row has no completion to learn.
+    """
+    turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    start = row.completion_start
+    if learn == "completion" and start is None:
+        raise UserError(
+            f"{row.source}: learn: completion: the row has no prompt and completion: set learn: last or all"
+        )
+    if learn == "completion" or (learn is None and start is not None):
+        turns = [i for i in turns if i >= (start or 0)]
+    if not turns:
+        raise UserError(f"{row.source}: no assistant turn: there is nothing to learn")
+    return turns[-1:] if learn in ("last", "everything") else turns
+
+
+def prefixes(row: Conversation, learned: list[int], opened: bool, closed: bool) -> list[Prefix]:
+    """The prefixes to tokenize: each learned turn's prompt if ``opened``, and with the turn itself if ``closed``."""
+    needed = []
+    for i in learned:
+        if opened:
+            needed.append(Prefix(i, opens_turn=True))
+        if closed and i + 1 < len(row.messages):
+            needed.append(Prefix(i + 1, opens_turn=False))
+    return needed
+
+
+def turns_by_marks(
+    row: Conversation,
+    learned: list[int],
+    tokens: Tokens,
+    generated: tuple[tuple[int, int], ...],
+    special: SpecialTokens,
+) -> list[Turn]:
+    """The learned turns, by the characters that the template marks as generated.
+
+    Raises:
+        UserError: the template marks another number of turns than the assistant has, or nothing of one.
+    """
+    said = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    if len(generated) != len(said):
+        raise UserError(
+            f"{row.source}: the chat template marks {len(generated)} turns as generated, the conversation has"
+            f" {len(said)} by the assistant: fix its {{% generation %}} marks, or take them out"
+        )
+    offsets = np.array(tokens.offsets).reshape(-1, 2)
+    spans = {i: _tokens_inside(offsets, first, last) for i, (first, last) in zip(said, generated, strict=True)}
+    ends = set(special.eos)
+    last_end = spans[said[-1]]
+    if last_end is not None and last_end[1] < len(tokens.ids) and tokens.ids[last_end[1]] in special.ids:
+        ends.add(tokens.ids[last_end[1]])  # nothing follows the last turn except what ends it
+    turns = []
+    for i in said:
+        span = spans[i]
+        if span is None:
+            raise UserError(f"{row.source}: message {i}: the chat template marks nothing of it as generated")
+        if i in learned:
+            start, stop = span
+            turn = _without_end(tokens.ids, start, stop, special)
+            ended_outside = turn.end_id is None and stop < len(tokens.ids) and tokens.ids[stop] in ends
+            turns.append(turn._replace(end_id=tokens.ids[stop]) if ended_outside else turn)
+    return turns
+
+
+def _tokens_inside(offsets: np.ndarray, first: int, last: int) -> tuple[int, int] | None:
+    """The first token inside these characters and the one after the last; None if there is none.
+
+    Byte-level tokenizers may leave white space out of a token's characters, so a token can have none.
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    empty = starts == ends
+    inside = np.flatnonzero(np.where(empty, (first < ends) & (ends <= last), (starts < last) & (ends > first)))
+    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
+
+
+def turns_by_prefixes(
+    row: Conversation, learned: list[int], ids: list[int], of_prefix: Mapping[Prefix, list[int]], special: SpecialTokens
+) -> list[Turn]:
+    """The learned turns, by what each adds to the ids of its prompt.
+
+    Raises:
+        UserError: the ids of a prefix are not a prefix of the row's ids, or the template adds nothing for a turn.
+    """
+    check_prefixes(row, ids, of_prefix, special)
+    turns = []
+    for i in learned:
+        start = len(of_prefix[Prefix(i, opens_turn=True)])
+        stop = len(of_prefix[Prefix(i + 1, opens_turn=False)]) if i + 1 < len(row.messages) else len(ids)
+        turns.append(_without_end(ids, start, stop, special))
+    if any(turn.start >= turn.end for turn in turns):
+        raise UserError(f"{row.source}: the chat template adds nothing for a turn of the assistant")
+    return turns
+
+
+def check_prefixes(
+    row: Conversation, ids: list[int], of_prefix: Mapping[Prefix, list[int]], special: SpecialTokens
+) -> None:
+    """Check that each prefix has, alone, the ids that it has in the whole conversation.
+
+    Raises:
+        UserError: one has not; the message shows both.
+    """
+    for prefix, before in of_prefix.items():
+        if ids[: len(before)] == before:
+            continue
+        differ = (t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
+        same = next(differ, min(len(before), len(ids)))
+        start = max(0, same - 8)
+        alone, whole = (special.show(part[start : same + 8]) for part in (before, ids))
+        raise UserError(
+            f"{row.source}: the first {prefix.messages} messages alone do not have the ids that they have in the whole"
+            f" conversation, so what the model learns is not what it is asked; from token {start} on\n"
+            f"  alone:    {alone}\n  in whole: {whole}\n"
+            "Set learn: last, use a template that marks {% generation %}, or let the completion begin with the space"
+            " that the prompt ends with"
+        )
+
+
+def _without_end(ids: list[int], start: int, stop: int, special: SpecialTokens) -> Turn:
+    """The turn in ``ids[start:stop]``, without its end token and the white space after that."""
+    for end in range(stop - 1, start - 1, -1):
+        if ids[end] in special.ids:
+            return Turn(start, end, ids[end])
+        if not special.is_blank(ids[end]):
+            break
+    return Turn(start, stop, None)
+
+
+def loss_mask(
+    row: Conversation, ids: list[int], turns: list[Turn], learn: Learn | None, learn_eos: bool, special: SpecialTokens
+) -> np.ndarray:
+    """The mask (T,) of learned tokens; the first token has no predecessor and is never learned.
+
+    Raises:
+        UserError: an end token is to be learned and the template writes none, or there is nothing to learn.
+    """
+    if learn_eos and any(turn.end_id is None for turn in turns):
+        raise UserError(
+            f"{row.source}: the chat template writes no end token after the assistant's turn, so the model would not"
+            " learn to stop: use a template that does, or set learn_eos: false"
+        )
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    if learn == "everything":
+        mask[:] = _everything(ids, turns[-1].end_id, learn_eos, special)
+    else:
+        for turn in turns:
+            mask[turn.start : turn.end + learn_eos] = True
+    mask[0] = False
+    if not mask.any():
+        raise UserError(f"{row.source}: nothing to learn")
+    return mask
+
+
+def _everything(ids: list[int], end_id: int | None, learn_eos: bool, special: SpecialTokens) -> list[bool]:
+    """Every token, except white space after an end token, and except end tokens if they are not to be learned."""
+    mask, after_end = [], False
+    for id in ids:
+        blank = after_end and special.is_blank(id)
+        after_end = id == end_id or blank
+        mask.append(not blank and (learn_eos or id != end_id))
+    return mask

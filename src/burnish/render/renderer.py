@@ -1,0 +1,311 @@
+"""Rows to token ids: prompts, conversations with their loss masks, texts, and answers that are compared.
+
+Each method takes many rows and goes through the same steps: render all texts, tokenize them in one batch, make masks.
+The singular forms (``conversation``, ``prompt``, ...) do the same for one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import combinations
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from burnish.errors import UserError
+from burnish.render import masks
+from burnish.render.masks import Learn, Prefix
+from burnish.render.special_tokens import LiteralEncoder, SpecialTokens, Tokens
+from burnish.render.templates import ChatTemplate, Rendered
+from burnish.render.truncate import Truncation, fit
+from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class Renderer:
+    """Turns rows into token ids by a tokenizer and its chat template.
+
+    ``Renderer(tokenizer).prompt(({"role": "user", "content": "Hi"},))`` is ``(1, 4093, 198, ...)``. Special tokens that
+    a message spells stay text. The tokenizer and its template are read once; make a new renderer after changing them.
+
+    Raises:
+        UserError: the tokenizer is not a fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        rust: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if rust is None:
+            raise UserError(f"{tokenizer.name_or_path}: {type(tokenizer).__name__} is not a fast tokenizer")
+        self.tokenizer = tokenizer
+        self.special = SpecialTokens(tokenizer, rust)
+        self._rust = rust
+        self._usual: dict[tuple[str | bool, ...], list[int] | None] = {}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template."""
+        return ChatTemplate(self.tokenizer)
+
+    # --- prompts and conversations --------------------------------------------------------------------------------
+
+    def prompt(self, messages: Messages, source: str = "prompt") -> tuple[int, ...]:
+        """The ids that a model is given before it answers, up to the opening of the assistant's turn.
+
+        Raises:
+            UserError: the template refuses the messages.
+        """
+        return self.prompts([Prompt(messages, {}, source)])[0]
+
+    def prompts(self, rows: list[Prompt]) -> list[tuple[int, ...]]:
+        """As ``prompt``, for many rows."""
+        rendered = [self.template.render(row.messages, row.source, add_generation_prompt=True) for row in rows]
+        return [tuple(tokens.ids) for tokens in self._tokenize(rendered)]
+
+    def conversation(self, row: Conversation, learn: Learn | None = None, learn_eos: bool = True) -> Sequence:
+        """A conversation whose assistant turns are learned.
+
+        Args:
+            row: the conversation.
+            learn: ``last`` the last assistant turn; ``all`` of them; ``completion`` those after the prompt;
+                ``everything`` every token that has a predecessor. None: ``completion`` if the row has one, else
+                ``all``.
+            learn_eos: learn the token that ends a turn too. White space after it is never learned.
+
+        Raises:
+            UserError: the template refuses the messages, does not keep a prompt's ids when its answer follows, marks
+                another number of turns, or never ends a turn; or there is nothing to learn.
+        """
+        return self.conversations([row], learn, learn_eos)[0]
+
+    def conversations(
+        self, rows: list[Conversation], learn: Learn | None = None, learn_eos: bool = True
+    ) -> list[Sequence]:
+        """As ``conversation``, for many rows; the error is that of any row that has one."""
+        template, special = self.template, self.special
+        by_marks = template.marks_generation
+        learned = [masks.learned_messages(row, learn) for row in rows]
+        # The masks of a template without marks need the ids of prefixes. A plain template joins a prompt and its
+        # answer without a special token between them, so its prompts are checked too.
+        needed = [
+            masks.prefixes(row, messages, opened=not by_marks or template.plain, closed=not by_marks)
+            for row, messages in zip(rows, learned, strict=True)
+        ]
+        rendered: list[Rendered] = []
+        for row, its_prefixes in zip(rows, needed, strict=True):
+            rendered.append(template.render(row.messages, row.source))
+            for prefix in its_prefixes:
+                rendered.append(template.render(row.messages[: prefix.messages], row.source, prefix.opens_turn))
+        tokenized = zip(rendered, self._tokenize(rendered), strict=True)
+        sequences = []
+        for row, messages, its_prefixes in zip(rows, learned, needed, strict=True):
+            text, tokens = next(tokenized)
+            of_prefix: dict[Prefix, list[int]] = {prefix: next(tokenized)[1].ids for prefix in its_prefixes}
+            if by_marks:
+                turns = masks.turns_by_marks(row, messages, tokens, text.generated, special)
+                masks.check_prefixes(row, tokens.ids, of_prefix, special)
+            else:
+                turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
+            mask = masks.loss_mask(row, tokens.ids, turns, learn, learn_eos, special)
+            sequences.append(Sequence(tokens.ids, mask, row.source))
+        return sequences
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def answer(self, row: Conversation, truncation: Truncation | None = None) -> Sequence:
+        """A prompt with one answer, as a reward model sees it in training and in scoring; nothing is learned.
+
+        Args:
+            row: the prompt and its completion, which begins at ``row.completion_start``.
+            truncation: the longest sequence; only the prompt is truncated, never the answer.
+
+        Raises:
+            UserError: the template refuses the messages, or they are too long and may not be truncated.
+        """
+        return self.answers([row], truncation)[0]
+
+    def answers(self, rows: list[Conversation], truncation: Truncation | None = None) -> list[Sequence]:
+        """As ``answer``, for many rows."""
+        tokenized = self._tokenize([self.template.render(row.messages, row.source) for row in rows])
+        sequences = [
+            Sequence(tokens.ids, np.zeros(len(tokens.ids), np.bool_), row.source)
+            for row, tokens in zip(rows, tokenized, strict=True)
+        ]
+        if truncation is None or truncation.max_length is None:
+            return sequences
+        return [self._fit_answer(row, one, truncation) for row, one in zip(rows, sequences, strict=True)]
+
+    def _fit_answer(self, row: Conversation, sequence: Sequence, truncation: Truncation) -> Sequence:
+        prompt, completion = row.messages[: row.completion_start], row.messages[row.completion_start :]
+
+        def with_prompts(prompts: list[Prompt]) -> list[Example]:
+            shorter = [Conversation(p.messages + completion, len(p.messages), row.source) for p in prompts]
+            return [Example((sequence,)) for sequence in self.answers(shorter)]
+
+        examples, _ = fit(Prompt(prompt, {}, row.source), Example((sequence,)), with_prompts, truncation)
+        if not examples:
+            longest = truncation.max_length
+            raise UserError(f"{row.source}: longer than max_length {longest}: set too_long: truncate_left")
+        return examples[0].sequences[0]
+
+    def comparison(
+        self, row: Preference | Ranking, *, ties: Literal["drop", "half"] = "drop", learned: bool = False
+    ) -> Example:
+        """The answers of a row, with the pairs that are compared.
+
+        Args:
+            row: two answers of which one is preferred, or K answers with scores. A ranking makes all its K (K - 1) / 2
+                pairs, each of weight 1 / (K (K - 1) / 2).
+            ties: answers of equal score make no pair (``drop``), or one with p = 0.5 (``half``).
+            learned: the assistant's part of the answers is learned (DPO); otherwise nothing is (reward models).
+
+        Raises:
+            UserError: no pair is left, or the template refuses the messages.
+        """
+        return self.comparisons([row], ties=ties, learned=learned)[0]
+
+    def comparisons(
+        self, rows: list[Preference | Ranking], *, ties: Literal["drop", "half"] = "drop", learned: bool = False
+    ) -> list[Example]:
+        """As ``comparison``, for many rows."""
+        answers = [(row.chosen, row.rejected) if isinstance(row, Preference) else row.completions for row in rows]
+        flat = [
+            Conversation(row.prompt + answer, len(row.prompt), row.source)
+            for row, its_answers in zip(rows, answers, strict=True)
+            for answer in its_answers
+        ]
+        sequences = iter(self.conversations(flat, "completion") if learned else self.answers(flat))
+        return [
+            Example(tuple(next(sequences) for _ in its_answers), _pairs(row, ties))
+            for row, its_answers in zip(rows, answers, strict=True)
+        ]
+
+    # --- text -----------------------------------------------------------------------------------------------------
+
+    def text(self, row: Text) -> Sequence:
+        """Text and EOS, all of it learned except the first token, which has no predecessor.
+
+        The tokenizer adds its own BOS, or ``[CLS]`` and ``[SEP]``.
+
+        Raises:
+            UserError: the tokenizer cannot keep a special token that the text spells as text, or the text is a single
+                token.
+        """
+        return self.texts([row])[0]
+
+    def texts(self, rows: list[Text]) -> list[Sequence]:
+        """As ``text``, for many rows."""
+        before, after = self._frame
+        sequences = []
+        for row, ids in zip(rows, self.encode_text((row.text for row in rows), framed=True), strict=True):
+            self.special.check_absent(ids[len(before) : len(ids) - len(after)], f"{row.source}: the text")
+            if ids[-len(self.special.eos) :] != self.special.eos:
+                ids = ids + self.special.eos
+            if len(ids) < 2:
+                raise UserError(f"{row.source}: one token: there is nothing to learn")
+            mask = np.ones(len(ids), np.bool_)
+            mask[0] = False
+            sequences.append(Sequence(ids, mask, row.source))
+        return sequences
+
+    def encode_text(self, texts: Iterable[str], framed: bool = False) -> list[list[int]]:
+        """The ids of texts in which special tokens are text; ``framed``: with those that the tokenizer puts around."""
+        encodings = self._backend(as_text=True).encode_batch_fast(list(texts), add_special_tokens=framed)
+        return [encoding.ids for encoding in encodings]
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def _backend(self, as_text: bool) -> Tokenizer:
+        """The Rust tokenizer, set to neither truncate nor pad, whatever its file or another caller has set."""
+        rust = self._rust
+        if rust.truncation is not None:
+            rust.no_truncation()
+        if rust.padding is not None:
+            rust.no_padding()
+        if rust.encode_special_tokens != as_text:
+            rust.encode_special_tokens = as_text
+        return rust
+
+    def _tokenize(self, rendered: list[Rendered]) -> list[Tokens]:
+        """Tokenize rendered conversations in one batch; those with special tokens spelled by messages, one by one."""
+        texts = [one.text for one in rendered]
+        with_offsets = self.template.marks_generation
+        tokenized = self._tokens_with_offsets(texts) if with_offsets else self._tokens_in_pieces(texts)
+        return [
+            self._framed(one, tokens if self._only_the_templates(one, tokens) else self._literal.encode(one))
+            for one, tokens in zip(rendered, tokenized, strict=True)
+        ]
+
+    def _tokens_with_offsets(self, texts: list[str]) -> Iterator[Tokens]:
+        for encoding in self._backend(as_text=False).encode_batch(texts, add_special_tokens=False):
+            yield Tokens(encoding.ids, encoding.offsets)
+
+    def _tokens_in_pieces(self, texts: list[str]) -> Iterator[Tokens]:
+        """Tokens without offsets: texts are cut before special tokens, and each distinct piece is tokenized once.
+
+        Rows share system messages and the openings of turns, and the prefixes of a row repeat its own text.
+        """
+        pieces = [self.special.split(text) for text in texts]
+        distinct = list(dict.fromkeys(piece for its_pieces in pieces for piece in its_pieces))
+        encodings = self._backend(as_text=False).encode_batch_fast(distinct, add_special_tokens=False)
+        ids_of = {piece: encoding.ids for piece, encoding in zip(distinct, encodings, strict=True)}
+        for its_pieces in pieces:
+            yield Tokens([id for piece in its_pieces for id in ids_of[piece]], [])
+
+    def _only_the_templates(self, rendered: Rendered, tokens: Tokens) -> bool:
+        """Whether all special tokens are the template's own; False also if that is not certain."""
+        special = self.special
+        roles = [message["role"] for message in rendered.messages]
+        key = (rendered.add_generation_prompt, *roles)
+        if key not in self._usual:
+            self._usual[key] = self._literal.usual(rendered)
+        return (
+            special.within(tokens.ids) == self._usual[key]
+            and special.unknown not in tokens.ids
+            and special.fragile.isdisjoint(tokens.ids)
+            and special.spelled.search("".join([message["content"] for message in rendered.messages])) is None
+        )
+
+    @cached_property
+    def _literal(self) -> LiteralEncoder:
+        return LiteralEncoder(self._rust, self.template, self.special)
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer itself puts before and after a text."""
+        (framed,), (bare,) = self.encode_text(["a"], framed=True), self.encode_text(["a"])
+        first = next(t for t in range(len(framed)) if framed[t : t + len(bare)] == bare)
+        return framed[:first], framed[first + len(bare) :]
+
+    def _framed(self, rendered: Rendered, tokens: Tokens) -> Tokens:
+        """Under a plain template, the tokenizer's own special tokens stand around the text, and never twice after it.
+
+        Other templates write their special tokens themselves.
+        """
+        before, after = self._frame if self.template.plain else ([], [])
+        if rendered.add_generation_prompt or (after and tokens.ids[-len(after) :] == after):
+            after = []
+        if not before and not after:
+            return tokens
+        end = len(rendered.text)
+        offsets = [*[(0, 0)] * len(before), *tokens.offsets, *[(end + 1, end + 1)] * len(after)]
+        return Tokens(before + tokens.ids + after, offsets)
+
+
+def _pairs(row: Preference | Ranking, ties: Literal["drop", "half"]) -> tuple[Pair, ...]:
+    if isinstance(row, Preference):
+        p_chosen = 1.0 if row.p_chosen is None else row.p_chosen
+        return (Pair(0, 1, margin=row.margin or 0.0, p_better=p_chosen),)
+    every = list(combinations(range(len(row.completions)), 2))
+    pairs = []
+    for i, j in every:
+        better, worse = (i, j) if row.scores[i] >= row.scores[j] else (j, i)
+        tie = row.scores[i] == row.scores[j]
+        if not tie or ties == "half":
+            pairs.append(Pair(better, worse, weight=1 / len(every), p_better=0.5 if tie else 1.0))
+    if not pairs:
+        raise UserError(f"{row.source}: all answers have the same score: there is nothing to prefer")
+    return tuple(pairs)
