@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import string
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,20 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-CHATML = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
-{%- else -%}{{- message['content'] + eos_token -}}
-{%- endif -%}
-{{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+import builders
+from builders import character_tokenizer, llama
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeTrainer = Callable[..., Any]
@@ -44,23 +33,6 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["BURNISH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    special = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|unk|>", "<|im_start|>"]
-    vocabulary = {token: number for number, token in enumerate([*special, *string.printable])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        bos_token="<|bos|>",
-        eos_token="<|im_end|>",
-        unk_token="<|unk|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
-    )
-
-
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable character; pad, bos and eos differ; the template is ChatML with marked turns."""
@@ -70,28 +42,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tiny_llama() -> MakeLlama:
     """Makes Llamas with random weights: ``tiny_llama(seed, dtype, **config)``, fit for ``tiny_tokenizer``."""
-
-    def make(seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> LlamaForCausalLM:
-        settings = {
-            "vocab_size": 105,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.2,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = LlamaForCausalLM(LlamaConfig(**{**settings, **config}))
-        model.to(dtype=dtype)
-        return model.eval()
-
-    return make
+    return llama
 
 
 @pytest.fixture(scope="session")
@@ -193,30 +144,7 @@ def artifacts() -> Callable[..., dict[str, dict[str, list[float]]]]:
     return logits
 
 
-CHATML_OF_BYTES = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def make_byte_tokenizer(template: str | None = CHATML_OF_BYTES, merges: tuple[tuple[str, str], ...] = ()) -> Any:
-    """One token a byte, and those merged; the end token is also the padding."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
-    vocab = {token: id for id, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # white space has no characters of its own
-    backend.decoder = decoders.ByteLevel()
-    special = [AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")]
-    backend.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[..., Any]:
     """``byte_tokenizer(template, merges)``: one token a byte, which ChatML is the template of unless said otherwise."""
-    return make_byte_tokenizer
+    return builders.byte_tokenizer

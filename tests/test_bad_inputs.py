@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from builders import byte_tokenizer
 from burnish.cli import app
 
 SFT = """\
@@ -36,15 +36,11 @@ PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "Bye"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    vocabulary = {token: i for i, token in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
         "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=template)
-    fast.save_pretrained(folder)
+    byte_tokenizer(template, special=("<|end|>",), eos_token="<|end|>").save_pretrained(folder)
     LlamaConfig(vocab_size=300, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
     return folder
 

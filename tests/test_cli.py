@@ -6,10 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from builders import byte_tokenizer
 from burnish import cli, machine
 from burnish.errors import UserError
 
@@ -34,18 +34,8 @@ stages:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    special = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        extra_special_tokens=special[2:],
-        chat_template=TEMPLATE,
-    )
+    special = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")
+    fast = byte_tokenizer(TEMPLATE, special=special, eos_token="<|end|>", pad_token="<|pad|>")
     folder = tmp_path_factory.mktemp("model")
     fast.save_pretrained(folder)
     config = LlamaConfig(
@@ -137,7 +127,7 @@ def test_run_refuses_several_processes_before_it_writes(rank, here, pipeline, mo
     result = call("run", "tiny.yaml")
     assert result.exit_code == 2
     assert "WORLD_SIZE=2: torchrun or accelerate launch started 2 processes" in result.stderr
-    assert "start burnish run without it" in result.stderr and "burnish.Trainer" in result.stderr
+    assert "start burnish run without them" in result.stderr and "burnish.Trainer" in result.stderr
     assert "Traceback" not in result.output
     assert sorted(here.rglob("*")) == before
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.main import get_command
 
 from burnish import cli
@@ -14,6 +13,7 @@ from burnish.config import Stage, load, method_spec, shipped
 from burnish.config.evaluation import load_evaluation
 from burnish.config.loading import RECIPES
 from burnish.config.schema import MethodChoice
+from burnish.config.yaml import read
 from burnish.data.readers import parse
 from burnish.methods import METHODS
 from burnish.types import Prompt, Row
@@ -39,7 +39,7 @@ def stages_that_pages_run() -> set[tuple[str, str]]:
     """Every (run, stage) of the shipped recipes and of the recipes on pages, the runs that a page may refer to."""
     texts = [path.read_text("utf-8") for path in RECIPES.glob("*.yaml")]
     texts += [block for page in ALL for block in blocks(page, "yaml") if block.startswith("name:")]
-    recipes = [yaml.safe_load(text) for text in texts]
+    recipes = [read(text, "docs").value for text in texts]
     # a recipe of one stage may leave out the level of stages; its stage is named after its method
     return {
         (recipe["name"], stage["name"] if "stages" in recipe else stage["method"]["name"])
@@ -71,7 +71,7 @@ def make_what_the_user_has(recipe: str) -> None:
 
 def part_of_one(block: str) -> MethodChoice | None:
     """The method in a few lines of a recipe."""
-    part = yaml.safe_load(block)
+    part = read(block, "docs").value
     assert set(part) <= set(Stage.model_fields)
     return MethodChoice(**part["method"]) if "method" in part else None
 

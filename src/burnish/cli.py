@@ -16,13 +16,9 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
+from burnish import kernels
 from burnish.errors import UserCodeError, UserError
 
-# Forked tokenizers would warn at every data loader; the GGUF reader draws a progress bar into any file.
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
-# Read by torch's OpenMP when it is imported. Idle threads that spin slow down everything beside them; those that sleep
-# at once take a quarter longer for a step of many small products: wait a tenth of a millisecond, then sleep.
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 STOPPED = 130
 
 
@@ -34,9 +30,7 @@ class Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        waiting = {} if "OMP_WAIT_POLICY" in os.environ else WAITING
-        for name, value in (ENVIRONMENT | waiting).items():
-            os.environ.setdefault(name, value)
+        kernels.set_environment()
         try:
             return super().invoke(ctx)
         except UserError as error:

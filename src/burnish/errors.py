@@ -1,4 +1,4 @@
-"""The two errors that are not faults of Burnish, and suggestions for words that are misspelled."""
+"""Errors that are not faults of Burnish, and suggestions for misspelled words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ class UserCodeError(RuntimeError):
         self.traceback = traceback
 
 
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that resembles the given one most; None if none does."""
+    return next(iter(difflib.get_close_matches(word, list(known), 1)), None)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'learning_rate'?`` where a known word is close to the given one, else nothing."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """``; did you mean 'learning_rate'?`` if a known word resembles the given one, else nothing."""
+    near = closest(word, known)
+    return f"; did you mean {near!r}?" if near is not None else ""

@@ -1,4 +1,4 @@
-"""Folders that are complete or absent, files that are replaced in one step, and checksums that tell damage."""
+"""Writes files and folders atomically, and finds damage by checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CHECKSUMS = "checksums.json"
-PARTIAL, OLD = ".partial", ".old"  # endings of what is being written and of what is being removed
+PARTIAL, OLD = ".partial", ".old"  # suffixes while a file or folder is written, and while it is removed
 
 
 def sha256(path: Path) -> str:
@@ -23,16 +23,16 @@ def sha256(path: Path) -> str:
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:
     """The SHA-256, in hex, of the lengths and the bytes of several parts."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
         view = memoryview(part)
-        found.update(view.nbytes.to_bytes(8, "little"))
-        found.update(view)
-    return found.hexdigest()
+        hasher.update(view.nbytes.to_bytes(8, "little"))
+        hasher.update(view)
+    return hasher.hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by new text in one step, on disk before this returns."""
+    """Replace the content of a file atomically. It is on disk when this returns."""
     aside = path.with_name(f".{path.name}{PARTIAL}")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -55,31 +55,31 @@ def sync(path: Path) -> None:
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder, by relative path; the list itself is left out."""
+    """The SHA-256 of every file below a folder by relative path, except of the list itself."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
 def listed(folder: Path) -> dict[str, str]:
-    """The checksums that a sealed folder was written with: ``{"model.safetensors": "9f86d0..."}``.
+    """The checksums that a sealed folder lists: ``{"model.safetensors": "9f86d0..."}``.
 
     Raises:
-        ValueError: it has no list of them, or the list is damaged.
+        ValueError: the folder has no list, or the list is damaged.
     """
     path = folder / CHECKSUMS
     if not path.is_file():
         raise ValueError(f"it has no {CHECKSUMS}")
     try:
-        found = json.loads(path.read_text("utf-8"))
+        by_name = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{CHECKSUMS} is damaged") from error
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    if not isinstance(by_name, dict) or not all(isinstance(value, str) for value in by_name.values()):
         raise ValueError(f"{CHECKSUMS} is damaged")
-    return found
+    return by_name
 
 
 def seal(folder: Path) -> None:
-    """List the checksums of a folder's files in it, and put all of it on disk."""
+    """Write the list of a folder's checksums into it, and flush all of it to disk."""
     write_text(folder / CHECKSUMS, json.dumps(checksums(folder), indent=1))
     for path in folder.rglob("*"):
         sync(path)
@@ -87,18 +87,18 @@ def seal(folder: Path) -> None:
 
 
 def staging(folder: Path) -> Path:
-    """Where a folder is written before it takes its name."""
+    """The path that a folder has while it is written."""
     return folder.with_name(f".{folder.name}{PARTIAL}")
 
 
 def removing(folder: Path) -> Path:
-    """Where a folder is while it is removed."""
+    """The path that a folder has while it is removed."""
     return folder.with_name(f".{folder.name}{OLD}")
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into, which takes the place of ``folder`` once the context ends without an error."""
+    """A context with a folder to write into. It replaces ``folder`` if the context ends without an error."""
     aside, old = staging(folder), removing(folder)
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
@@ -113,7 +113,7 @@ def writing(folder: Path) -> Iterator[Path]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, None where nothing is; files that it was not sealed with do not matter."""
+    """What is wrong with a sealed folder, or None. Files that are not in its list do not matter."""
     try:
         expected = listed(folder)
     except ValueError as error:
@@ -128,7 +128,7 @@ def damage(folder: Path) -> str | None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder so that it is gone at once: under its own name there is never a part of it."""
+    """Remove a folder atomically: it is never there in part."""
     old = removing(folder)
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
@@ -136,7 +136,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left in a stage's folder: folders that it was writing or removing."""
+    """Remove the folders that a killed process was writing or removing in a stage's folder."""
     for path in folder.glob(".*"):
         if path.is_dir() and not path.is_symlink() and path.name.endswith((PARTIAL, OLD)):
             shutil.rmtree(path)
@@ -146,38 +146,38 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of a stage's folder, the one with the highest step first, whether or not they are complete."""
-    found = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    """The checkpoints in a stage's folder, the latest first, whether or not they are complete."""
+    paths = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def latest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The complete checkpoint with the highest step, None where there is none, and what is wrong with later ones."""
+    """The latest complete checkpoint, or None, and what is wrong with each later one."""
     damaged = []
     for path in checkpoints(folder):
-        wrong = damage(path)
-        if wrong is None:
+        fault = damage(path)
+        if fault is None:
             return path, damaged
-        damaged.append(f"{path}: {wrong}")
+        damaged.append(f"{path}: {fault}")
     return None, damaged
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint was saved after: 30 for ``checkpoint-30``."""
+    """The number of optimizer steps before a checkpoint: 30 for ``checkpoint-30``."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def rotate(folder: Path, limit: int | None, best: Path | None, step: int) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left; the best and the newest always stay.
+    """Remove the oldest checkpoints until ``limit`` are left. The best and the latest are never removed.
 
-    Checkpoints after ``step``, the one that training has reached, do not count: training has started over since, and
-    will replace them.
+    Checkpoints after ``step``, which training has reached, do not count: they are from before training started over,
+    and will be replaced.
     """
     if not limit:
         return
-    found = [path for path in checkpoints(folder) if step_of(path) <= step]
-    others = [path for path in found if path != best]
-    kept = found[:limit] if best in (None, *found[:limit]) else [*others[: max(limit - 1, 1)], best]
-    for path in found:
+    paths = [path for path in checkpoints(folder) if step_of(path) <= step]
+    others = [path for path in paths if path != best]
+    kept = paths[:limit] if best in (None, *paths[:limit]) else [*others[: max(limit - 1, 1)], best]
+    for path in paths:
         if path not in kept:
             remove(path)

@@ -1,4 +1,4 @@
-"""What this machine can do: cores, memory, accelerators, measured speed, and advice."""
+"""Facts about this machine: cores, memory, GPU, measured speed; and advice about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
-    """Floating-point operations a second of (size, size) matrix products: 2 size^3 each, the best of several."""
+    """Floating-point operations per second in (size, size) matrix products of 2 size^3 each; the best of several."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.randn(size, size, device=device).to(dtype)
     best, began = float("inf"), time.perf_counter()
@@ -33,7 +33,7 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> f
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the limit of its container."""
+    """Memory that this process may use: that of the machine, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [Path(name).read_text().strip() for name in MEMORY_LIMITS if Path(name).is_file()]
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
@@ -45,22 +45,22 @@ def cores() -> int:
 
 
 def refuse_processes() -> None:
-    """Refuse to be one of several processes, which torchrun and accelerate launch tell each of them by WORLD_SIZE.
+    """Refuse to run as one of several processes.
 
     Raises:
-        UserError: WORLD_SIZE is above 1.
+        UserError: WORLD_SIZE, which torchrun and accelerate launch set, is above 1.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:
         raise UserError(
             f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, and each of them would write "
-            "the same run: start burnish run without it, in one process. burnish.Trainer trains in several: start a "
-            f"Python script of your own with torchrun --nproc-per-node {size} SCRIPT.py"
+            "the same run: start burnish run without them, in one process. To train in several processes, use "
+            f"burnish.Trainer in a Python script and start it with torchrun --nproc-per-node {size} SCRIPT.py"
         )
 
 
 def examine() -> dict[str, str]:
-    """Facts by name; takes about a second, most of it to measure matrix products."""
+    """Facts by name. This takes about a second, most of it for measuring matrix products."""
     facts = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
     for name in PACKAGES:
         try:
@@ -87,18 +87,18 @@ def examine() -> dict[str, str]:
 
 
 def advice(facts: dict[str, str]) -> list[str]:
-    """What would make this machine faster or safer, in full sentences."""
-    found = []
+    """Advice on how to run faster or more safely on this machine, in full sentences."""
+    lines = []
     if facts["OMP_WAIT_POLICY"].upper() != "PASSIVE":
-        found.append(
-            "set OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000: threads that wait then sleep, instead of slowing"
-            " down all others."
+        lines.append(
+            "set OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000: waiting threads then sleep and do not slow down"
+            " others."
         )
     usable = int(facts["cores"].split()[0])
     if int(facts["threads"]) > usable:
-        found.append(f"{facts['threads']} threads share {usable} cores: set threads: {usable} in the recipe.")
+        lines.append(f"{facts['threads']} threads share {usable} cores: set threads: {usable} in the recipe.")
     if facts["GPU"] == "none" and facts["bfloat16"] == "emulated":
-        found.append("keep dtype: float32: this processor has no bfloat16 instructions.")
+        lines.append("keep dtype: float32: this processor has no bfloat16 instructions.")
     if float(facts["memory"].split()[0]) < 4:
-        found.append("less than 4 GiB of memory: set a small token_budget: in the recipe.")
-    return found
+        lines.append("less than 4 GiB of memory: set a small token_budget: in the recipe.")
+    return lines

@@ -1,4 +1,4 @@
-"""Calls code of the user: a reward, a stage's function, or the import of a file that holds one.
+"""Runs the user's code: a reward, a stage's function, or the import of a file that holds one.
 
 The result of a run must not depend on the side effects of a reward. ``user_code`` restores what would change the run,
 and turns an exception into a ``UserCodeError`` that names the code that raised it.
@@ -32,7 +32,7 @@ def user_code(
     keep_environment: bool = False,
     timeout: float | None = None,
 ) -> Iterator[None]:
-    """Call the user's code in the body, and restore afterwards what it changed in the process.
+    """A context for the user's code, which restores afterwards what the code changed in the process.
 
     Restored: the working directory, environment variables and warnings filters; torch's grad mode, default dtype,
     default device, number of threads, deterministic mode, float32 matmul precision, and cuDNN's deterministic and
@@ -82,7 +82,7 @@ def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
 
 
 def _matmul_precision() -> str | None:
-    """None if it cannot be read because it was set both by this function's setter and by ``fp32_precision``."""
+    """The precision, or None: it cannot be read if it was set both by its setter and by ``fp32_precision``."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -128,12 +128,12 @@ def isolated(keep_environment: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(folder)  # always: the current folder may be gone, so that it cannot be compared
+        os.chdir(folder)  # without a comparison: the current folder may be gone
         for before, read, write in settings:
             if read() != before:
                 write(before)
         set_random_states(states)
-        # after the settings: torch imports modules there that set environment variables and filters
+        # After the settings, because torch imports modules there that set environment variables and filters.
         if not keep_environment:
             _set_environment(environment)
         if warnings.filters is not filters or list(filters) != listed:
@@ -176,7 +176,7 @@ def set_random_states(states: RandomStates) -> None:
     torch.set_rng_state(states.torch)
     if states.cuda is not None:
         torch.cuda.set_rng_state_all(states.cuda)
-    else:  # CUDA was not in use yet: restore the seed, which torch.manual_seed sets for CPU and CUDA alike
+    else:  # CUDA was not in use: restore the seed, because torch.manual_seed sets it for CPU and CUDA alike
         torch.cuda.manual_seed_all(states.torch_seed)
 
 

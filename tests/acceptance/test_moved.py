@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import burnish
+from burnish.config.yaml import read
 from burnish.report.metrics import is_timing
 
 RECIPE = Path(__file__).parent / "everything.yaml"
@@ -154,7 +154,9 @@ def test_killed_and_moved_ten_times_ends_with_the_same_bytes(
     finish(straight)
     record_property("straight run", f"{time.monotonic() - began:.0f} s")
     expected, total = results(straight), lines(straight)
-    trained = [stage["name"] for stage in yaml.safe_load(RECIPE.read_text("utf-8"))["stages"] if "method" in stage]
+    trained = [
+        stage["name"] for stage in read(RECIPE.read_text("utf-8"), "recipe").value["stages"] if "method" in stage
+    ]
     weights = [expected[f"{stage}/model/model.safetensors"] for stage in trained]
     assert len(set(weights)) == len(trained) == 11
     adapted = ("sft-lora", "reward", "ppo-shared", "ppo-separate", "kto")

@@ -127,7 +127,13 @@ def test_commands(tiny_folder: Path) -> None:
         cli.app, ["chat", str(tiny_folder), "--max-new-tokens", "4"], input="".join(f"{line}\n" for line in lines)
     )
     assert done.exit_code == 0, done.output
-    for text in ("[system message set]", "[forgotten]", "did you mean /reset?", "no command /nothing", "/system TEXT"):
+    for text in (
+        "[system message set]",
+        "[forgotten]",
+        "did you mean '/reset'?",
+        "no command /nothing",
+        "/system TEXT",
+    ):
         assert text in done.output
 
 

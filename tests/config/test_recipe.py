@@ -1,18 +1,26 @@
+import dataclasses
 import inspect
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from transformers import Trainer, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, _get_bitsandbytes_optimizer
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from burnish.config import StageData, StageModel, json_schema, load, shipped
-from burnish.config.checks import OPTIM_ARGS, _unread
+from burnish.config import RewardSource, StageData, StageModel, json_schema, load, shipped
+from burnish.config.checks import RENAMED
 from burnish.config.loading import RECIPES
 from burnish.config.yaml import read
 from burnish.errors import UserError
+from burnish.methods.settings import PPOConfig
+from burnish.models.settings import AdapterConfig
+from burnish.render.truncate import Truncation
+from burnish.training.arguments import ABSENT, OPTIM_ARGS, Tracker, TrainerConfig
 
 PIPELINE = """\
 # Two stages
@@ -57,7 +65,7 @@ def test_a_pipeline_is_read(folder):
     assert tune.method.name == "sft" and tune.method.settings == {"learn": "last"}
     assert tune.data.train == StageData(stage="make", file="train.jsonl")
     assert (tune.data.max_length, tune.data.too_long) == (16, None)
-    assert tune.trainer == {"learning_rate": 0.0001, "report_to": "none", "eval_strategy": "no"}
+    assert tune.trainer == TrainerConfig(learning_rate=0.0001)
     assert prefer.model == StageModel(stage="tune")
 
 
@@ -102,8 +110,8 @@ def test_overrides_reach_stages_by_name_and_by_index(folder):
     )
     tune = recipe.stages[1]
     assert recipe.seed == 3
-    assert tune.trainer["learning_rate"] == 1e-5
-    assert tune.trainer["report_to"] == "none"
+    assert tune.trainer.learning_rate == 1e-5
+    assert tune.trainer.report_to == "none"
     assert tune.method and tune.method.settings == {"learn": "all"}
     assert tune.generation.stop == ["a"]
 
@@ -122,6 +130,24 @@ def test_an_override_with_null_takes_a_block_away(folder):
 def test_scalars_are_those_of_yaml_1_2(text, value):
     assert read(text, "x").value == value
     assert type(read(text, "x").value) is type(value)
+
+
+def test_what_is_no_plain_yaml_is_named_with_its_line():
+    for text, expected in {
+        "a: 1\nb:\n  c: 1\n  c: 2": "r.yaml:4: c: this key is written twice, first in line 3",
+        "a: 1\n2: b": "r.yaml:2: a key must be text, got 2",
+        "a: !own x": "r.yaml:1: expected text, a number",
+        "a: [1\nb: 2": "r.yaml:2: not valid YAML",
+        "a: *b": "r.yaml:1: not valid YAML: found undefined alias 'b'",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(expected)):
+            read(text, "r.yaml")
+
+
+def test_keys_of_a_merged_block_have_the_line_of_the_block():
+    document = read("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2\n", "r.yaml")
+    assert document.value["c"] == {"b": 1, "d": 2}
+    assert document.where(("c", "b")) == "r.yaml:2"
 
 
 def test_every_key_has_its_line():
@@ -181,7 +207,7 @@ def test_trackers_are_known_and_installed(folder, monkeypatch):
         "transformers.integrations.integration_utils.get_available_reporting_integrations", lambda: ["wandb"]
     )
     at = "stages.tune.trainer.report_to"
-    assert load("two.yaml", [f"{at}=[wandb]"]).stages[1].trainer["report_to"] == ["wandb"]
+    assert load("two.yaml", [f"{at}=[wandb]"]).stages[1].trainer.report_to == ["wandb"]
     assert "did you mean 'tensorboard'?" in message("two.yaml", [f"{at}=tensorbord"])
     assert "mlflow is not installed" in message("two.yaml", [f"{at}=mlflow"])
 
@@ -207,7 +233,7 @@ def test_the_schema_knows_methods_and_training_arguments():
     made = json_schema()
     names = [block["properties"]["name"].get("const") for block in made["$defs"]["MethodChoice"]["oneOf"]]
     assert names[-1] is None and {"pretrain", "sft", "reward", "ppo"} <= set(names)
-    trainer = made["$defs"]["Stage"]["properties"]["trainer"]["properties"]
+    trainer = made["$defs"]["TrainerConfig"]["properties"]
     assert "learning_rate" in trainer and "output_dir" not in trainer
     assert [set(way["required"]) for way in made["anyOf"]] == [{"stages"}, set()]
     assert json.loads(json.dumps(made)) == made
@@ -228,6 +254,56 @@ def test_shipped_recipes_are_described_by_their_first_line(tmp_path, monkeypatch
 def test_a_field_of_the_trainer_that_does_nothing_is_refused(folder):
     said = message("two.yaml", ["stages.tune.trainer.label_smoothing_factor=0.1"])
     assert "trainer.label_smoothing_factor: this key is not for recipes: a method whose loss" in said
+
+
+def test_every_field_of_training_arguments_is_a_setting_or_has_a_reason():
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)} | {"on_non_finite"}
+    renamed = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    assert set(TrainerConfig.model_fields) | set(ABSENT) | renamed == fields
+    assert not set(TrainerConfig.model_fields) & set(ABSENT)
+
+
+def test_defaults_of_the_trainer_are_those_of_transformers_but_for_four():
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    ours = {name: field.default for name, field in TrainerConfig.model_fields.items() if name != "on_non_finite"}
+    different = {name for name, value in ours.items() if value != theirs[name] and (value or theirs[name])}
+    assert different == {"num_train_epochs", "logging_steps", "save_steps", "save_total_limit"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType), ("save_strategy", SaveStrategy),
+     ("eval_strategy", IntervalStrategy), ("logging_strategy", IntervalStrategy), ("hub_strategy", HubStrategy)],
+)  # fmt: skip
+def test_choices_of_the_trainer_are_those_of_transformers(setting, kind):
+    assert set(get_args(TrainerConfig.model_fields[setting].annotation)) == {str(one.value) for one in kind}
+
+
+def test_trackers_are_those_of_transformers():
+    assert set(get_args(Tracker)) == {*INTEGRATION_TO_CALLBACK, "all", "none"}
+
+
+def test_settings_of_the_trainer_reach_training_arguments(tmp_path):
+    config = TrainerConfig.model_validate({"warmup_steps": 3, "optim": "sgd", "report_to": ["none"]})
+    arguments = TrainingArguments(str(tmp_path), **config.arguments())
+    assert (arguments.warmup_steps, arguments.optim, arguments.save_steps) == (3, "sgd", 0.25)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_key_that_was_renamed_is_an_error_with_the_new_name(folder, old):
+    place = {
+        "gradient_checkpointing": "trainer", "gradient_checkpointing_kwargs": "trainer", "on_long": "data",
+        "quantise": "adapter", "normalise": "reward.0", "max_gap": "method", "score_normalise": "method",
+    }[old]  # fmt: skip
+    scored = ["stages.prefer.method={name: ppo}", "stages.prefer.reward=[{model: {stage: tune}}]"]
+    said = message("two.yaml", [*scored, f"stages.prefer.{place}.{old}=1"])
+    assert said == f"command line: stages.prefer.{place}.{old}: this key was renamed: write {RENAMED[old]}"
+
+
+def test_a_new_name_is_a_key():
+    known = {*TrainerConfig.model_fields, *Truncation.model_fields, *AdapterConfig.model_fields}
+    known |= {*RewardSource.model_fields, *PPOConfig.model_fields}
+    assert set(RENAMED.values()) <= known
 
 
 def test_names_that_are_kept_are_in_the_schema():
@@ -251,6 +327,7 @@ READ_WITH = [
     ("adam_epsilon=0.1", "optim=adamw_torch", "optim=lion_32bit"),
     ("weight_decay=0.1", "optim=sgd", "optim=galore_adamw"),
     ("optim_target_modules=all-linear", "optim=galore_adamw"),
+    ("torch_compile_mode=default", "torch_compile=true"),
     ("activation_checkpointing_kwargs={use_reentrant: false}", "activation_checkpointing=true"),
     ("hub_model_id=me/mine", "push_to_hub=true"),
     ("optim_args=momentum=0.9", "optim=sgd"),
@@ -309,6 +386,7 @@ def test_which_optimizers_read_betas_is_what_transformers_reads():
             )[1]
             for beta in (0.1, 0.2)
         )
-        unread = {key for key in reads if _unread(key, {"optim": name})}
+        config = TrainerConfig.model_validate({"optim": name} | dict.fromkeys(reads, 0.5))
+        unread = {key for key, _ in config.conflicts()}
         assert (plain != other) == (unread == set())
         assert plain != other or unread == reads - {"weight_decay"}

@@ -36,5 +36,16 @@ def test_a_module_of_settings_imports_no_torch(module: str) -> None:
     assert imported(f"import burnish.{module}") == set()
 
 
+@pytest.mark.parametrize("command", ["recipes", "schema"])
+def test_a_command_about_recipes_imports_no_torch(command: str) -> None:
+    call = f"from burnish.cli import app\nfrom typer.testing import CliRunner\nCliRunner().invoke(app, [{command!r}])"
+    assert imported(call) == set()
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "grpo", "dpo", "pretrain", "step_value", "reinforce"])
+def test_a_recipe_is_checked_without_torch(recipe: str) -> None:
+    assert imported(f"from burnish.config import load\nload({recipe!r}).resolved()") == set()
+
+
 def test_what_this_measures_sees_torch() -> None:
     assert "torch" in imported("import burnish.math.losses")

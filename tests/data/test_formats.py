@@ -178,7 +178,11 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
     ("record", "kind", "said"),
     [
         ({"prompt": "Hi", "completion": "a", "label": True}, Conversation, "r:1: label: unknown column"),
-        ({"prompt": "Hi", **ANSWERS, "margn": 1}, Preference, "margn: unknown column: did you mean 'margin'?"),
+        (
+            {"prompt": "Hi", **ANSWERS, "margn": 1},
+            Preference,
+            r"margn: unknown column: remove it, .*; did you mean 'margin'\?",
+        ),
         (
             {"prompt": "Hi", **ANSWERS, "score_chosen": 2, "id": 1, "score_rejected": 1},
             Preference,

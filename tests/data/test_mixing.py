@@ -80,6 +80,6 @@ def test_weights_that_would_repeat_the_others_beyond_reason_are_told():
     ]
     assert len(mix(found, ["big", "small"], [1.0, 1.0], 0).rows) == 999  # the last row of big is drawn first of a turn
     with pytest.raises(
-        UserError, match="big: with these weights all of its 500 rows have been drawn after 500,500 draws"
+        UserError, match="big: with these weights it takes 500,500 draws until all of its 500 rows have been drawn"
     ):
         mix(found, ["big", "small"], [0.001, 1.0], 0)

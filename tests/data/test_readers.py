@@ -143,7 +143,7 @@ PREFERENCES = (Preference, Ranking)
         ({"messages": [{"rol": "user", "content": "x"}]}, CONVERSATIONS, "messages[0]", "did you mean 'role'"),
         ({"messages": []}, CONVERSATIONS, "messages", "empty conversation"),
         ({"messages": [USER]}, CONVERSATIONS, "messages", "no assistant turn"),
-        ({"messages": [USER, YES, USER]}, CONVERSATIONS, "messages", "last message not by the assistant"),
+        ({"messages": [USER, YES, USER]}, CONVERSATIONS, "messages", "last message is not by the assistant"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, CONVERSATIONS, "messages[1].content", "empty"),
         ({"messages": [USER, {"role": "assistant", "content": 7}]}, CONVERSATIONS, "messages[1].content", "not text"),
         ({"messages": [USER, YES | {"tool_calls": [1]}]}, CONVERSATIONS, "messages[1]", "'tool_calls' would be lost"),
@@ -191,7 +191,7 @@ def test_format_chooses_between_shapes_and_is_checked() -> None:
 
 def test_renames_do_not_hide_a_column() -> None:
     record = {"question": "Hi", "prompt": "hidden"}
-    with pytest.raises(UserError, match=r"a:1: prompt: two columns of one name"):
+    with pytest.raises(UserError, match=r"a:1: prompt: two columns have this name"):
         parsed(record, (Prompt,), "a:1", keys={"prompt": "question"})
     row = parsed(record, (Prompt,), "a:1", keys={"prompt": "question", "old": "prompt"})
     assert row == Prompt((USER,), {"old": "hidden"}, "a:1")

@@ -8,21 +8,14 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
+import builders
 from burnish.data.batching import collate
 from burnish.kernels import attention
 from burnish.models import forward
 from burnish.models.forward import has_varlen, hidden_states, prefers_packed
 from burnish.types import Example, MicroBatch, Segments, Sequence
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = builders.SIZES | {"num_key_value_heads": 2}
 WITH = [getattr(hf, f"{name}Config") for name in ("Llama", "Qwen2", "Qwen3", "Granite", "Cohere", "GPTNeoX", "Olmo")]
 WITHOUT = [hf.Gemma2Config, hf.MptConfig, hf.Lfm2Config]
 PADDED = {"side": "left", "pad_to": 90}
@@ -110,6 +103,21 @@ def test_recomputed_activations_see_the_same_runs():
     found = last_states(model, batch)
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+def test_half_precision_on_a_cpu_is_computed_in_float32():
+    runs = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, 20, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
+    results = []
+    for wide in (True, False):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=not wide):
+            q, k, v = (x.float() for x in leaves) if wide else leaves
+            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, runs=runs)
+        states.bfloat16().float().square().sum().backward()
+        results.append([states.bfloat16(), *(x.grad for x in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):

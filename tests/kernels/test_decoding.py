@@ -2,17 +2,18 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from burnish.generate import session
+from builders import llama
+from burnish import kernels
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, complete
 from burnish.generate.sampling import Sampling
-from burnish.kernels.decoding import ROWS, attend, by_rows
+from burnish.kernels.decoding import ROWS, attend
 
 ROWS_OF_CACHE = ROWS + 3  # a second group, which is not full
 
@@ -54,18 +55,8 @@ def test_what_it_does_not_know_is_left_to_transformers():
 
 
 def test_generations_are_those_of_fused_attention(monkeypatch):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes: dict[str, Any] = {"vocab_size": 50, "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": None}
+    model = llama(**sizes, bos_token_id=None, pad_token_id=None)
     sampling, ends, pads = Sampling(max_new_tokens=30), frozenset({3, 5, 8}), SimpleNamespace(pad_token_id=0)
     wanted = [Request(tuple(range(2, 3 + length)), length, sampling, ends) for length in range(1, 41)]
 
@@ -74,7 +65,7 @@ def test_generations_are_those_of_fused_attention(monkeypatch):
 
     found = run()
     assert model.config._attn_implementation == "sdpa", "the model has its own attention back"
-    monkeypatch.setattr(session, "by_rows", lambda config, wanted: nullcontext())
+    monkeypatch.setattr(kernels, "decoding_attention", lambda config, on: nullcontext())
     expected = run()
     assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
     for a, b in zip(found, expected, strict=True):
@@ -83,9 +74,9 @@ def test_generations_are_those_of_fused_attention(monkeypatch):
 
 def test_the_models_attention_comes_back_after_an_error():
     config = SimpleNamespace(_attn_implementation="sdpa")
-    with pytest.raises(RuntimeError), by_rows(config, True):
+    with pytest.raises(RuntimeError), kernels.decoding_attention(config, True):
         assert config._attn_implementation != "sdpa"
         raise RuntimeError
-    with by_rows(config, False):
+    with kernels.decoding_attention(config, False):
         assert config._attn_implementation == "sdpa"
     assert config._attn_implementation == "sdpa"

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from burnish import kernels
 from burnish.kernels import linear as module
-from burnish.kernels.linear import Linear, has_onednn, use_onednn
+from burnish.kernels.linear import Linear, has_onednn
 
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="no oneDNN for AVX-512 on this processor")
 SHAPES = [(1, 24), (9, 24), (3, 1, 24), (2, 64, 24), (0, 24)]
@@ -20,7 +21,7 @@ SHAPES = [(1, 24), (9, 24), (3, 1, 24), (2, 64, 24), (0, 24)]
 def pair(size: int, bias: bool, width: int = 24) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(0)
     plain = nn.Linear(width, size, bias=bias)
-    quick = use_onednn(copy.deepcopy(plain))
+    quick = kernels.enable(copy.deepcopy(plain))
     assert type(quick) is Linear
     assert type(plain) is nn.Linear
     return plain, quick
@@ -81,7 +82,7 @@ def test_only_plain_layers_change_and_only_for_what_the_kernel_takes(known, monk
     monkeypatch.setattr(module, "has_onednn", lambda: known)
     model: Any = nn.Sequential(nn.Linear(4, 4), Quantized(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
     model[3].forward = lambda input: input  # another library's
-    use_onednn(model)
+    kernels.enable(model)
     quick = Linear if known else nn.Linear
     assert [type(layer) for layer in model] == [quick, Quantized, quick, nn.Linear]
     x = torch.randn(32, 4)
@@ -94,14 +95,14 @@ def test_only_plain_layers_change_and_only_for_what_the_kernel_takes(known, monk
 EVER_NEW_LENGTHS = """
 import torch
 from torch import nn
-from burnish.kernels.linear import use_onednn
+from burnish import kernels
 
 def resident():
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * 4096 / 2**20
 
 torch.set_num_threads(1)
-layers = use_onednn(nn.Sequential(nn.Linear(256, 832), nn.Linear(832, 256), nn.Linear(256, 256)))
+layers = kernels.enable(nn.Sequential(nn.Linear(256, 832), nn.Linear(832, 256), nn.Linear(256, 256)))
 for length in range(100, 240):
     layers(torch.randn(length, 256, requires_grad=True)).sum().backward()
     if length == 110:

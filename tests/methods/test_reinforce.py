@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from pydantic import ValidationError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from burnish import Reinforce, Trainer, UserError
+from burnish.config.yaml import read
 from burnish.render.truncate import Truncation
 from burnish.types import Row, Scored, Sequence
 
@@ -225,7 +225,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_on_its_page_are_valid() -> None:
-    found = [yaml.safe_load(block)["method"] for block in blocks("yaml")]
+    found = [read(block, "docs").value["method"] for block in blocks("yaml")]
     assert [method.pop("name") for method in found] == ["reinforce"] * 4
     assert [Reinforce(**method).settings.baseline for method in found] == [
         "mean", "rloo", "group_std", "batch_whitened"

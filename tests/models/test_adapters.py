@@ -108,7 +108,7 @@ def test_an_error_gives_the_adapter_back(tiny_llama):
 
 
 def test_a_plain_model_has_no_base(tiny_llama):
-    with pytest.raises(ValueError, match="only a model with an adapter"), disabled(tiny_llama()):
+    with pytest.raises(ValueError, match="expected a model with an adapter"), disabled(tiny_llama()):
         pass
 
 
@@ -152,8 +152,11 @@ def test_a_merged_adapter_leaves_no_trace(config, tiny_llama):
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["q_proj", "qproj"], "no module 'qproj': linear layers of LlamaForCausalLM are down_proj, gate_proj, k_proj"),
-        ("q_proj", "A text is a pattern of whole names"),
+        (
+            ["q_proj", "qproj"],
+            "no module 'qproj': the linear layers of LlamaForCausalLM are down_proj, gate_proj, k_proj",
+        ),
+        ("q_proj", "A string is a pattern that has to match whole names"),
         (["input_layernorm"], "is not supported"),
         ([], "No `target_modules` passed"),
     ],

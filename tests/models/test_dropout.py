@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 
+from builders import SIZES
 from burnish import SFT
 from burnish.data.batching import collate
 from burnish.models.adapters import add_adapter, without_warning
@@ -19,13 +20,6 @@ from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, k
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, MicroBatch, Sequence
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 GPT2: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 

@@ -10,6 +10,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from builders import SIZES
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models.adapters import add_adapter
@@ -26,14 +27,6 @@ from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 
 
 def classifier(tiny_llama, seed: int = 0, labels: int = 1) -> hf.PreTrainedModel:

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+import builders
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models import loading
@@ -31,11 +32,9 @@ from burnish.types import Example, Sequence
 
 BATCH = collate([Example((Sequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), "x"),)) for n in (6, 4)], 0)
 SIZES: dict[str, Any] = {
+    **builders.SIZES,
     "vocab_size": 105,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -235,7 +234,7 @@ def edit(settings: Path, **values: Any) -> None:
 DAMAGE: dict[str, Any] = {
     "no adapter_model.safetensors beside": lambda config, weights: weights.unlink(),
     "damaged, or not an adapter of": lambda config, weights: weights.write_bytes(weights.read_bytes()[:500]),
-    "not the settings of an adapter": lambda config, weights: config.write_text("{"),
+    "cannot be read as settings of an adapter": lambda config, weights: config.write_text("{"),
     "size mismatch": lambda config, weights: edit(config, r=8),
     "Found missing adapter keys": lambda config, weights: edit(config, target_modules=["q_proj", "lm_head"]),
     "Target modules .*nope.* not found": lambda config, weights: edit(config, target_modules=["nope"]),
@@ -327,7 +326,7 @@ def test_a_model_without_a_score_is_no_reward(llama):
 
 def test_another_number_of_labels_is_told(tmp_path):
     folder = saved(classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES), labels=3), tmp_path)
-    with pytest.raises(UserError, match="another number of labels than is asked for"):
+    with pytest.raises(UserError, match="requested number of labels"):
         load_reward_model(folder, labels=1)
     model: Any = load_reward_model(folder, labels=None)
     assert model.classifier.out_features == 3

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from burnish import cli
 from burnish.errors import UserError
-from burnish.models import bases
+from burnish.models import bases, loading
 from burnish.models.adapters import add_adapter, wrap
 from burnish.models.heads import Network, SharedCritic
 from burnish.models.loading import describe, load_policy, load_reward_model, load_tokenizer
@@ -86,7 +86,7 @@ def test_the_hash_does_not_depend_on_files_but_on_every_weight(sft, tmp_path):
 
 
 def test_a_folder_without_safetensors_cannot_be_hashed(tmp_path):
-    with pytest.raises(UserError, match="no weights as safetensors"):
+    with pytest.raises(UserError, match="no weights in safetensors files"):
         bases.weights_hash(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
@@ -140,6 +140,21 @@ def test_a_base_that_has_changed_since_is_refused_wherever_the_adapter_is_used(s
     for use in (merge, load_policy, load_reward_model):
         with pytest.raises(UserError, match="which has changed since: its weights are now"):
             use(str(tmp_path / "adapter"))
+
+
+def test_a_run_with_relative_paths_can_be_used_from_anywhere_and_moved(sft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(sft, Path("work/runs/x/sft"))
+    monkeypatch.chdir("work")
+    trained(Path("runs/x/sft"), Path("runs/x/more/adapter"))
+    monkeypatch.chdir("..")
+    assert loading.base_of("work/runs/x/more/adapter") == str(tmp_path / "work" / "runs" / "x" / "sft")
+    Path("work").rename("elsewhere")
+    assert loading.base_of("elsewhere/runs/x/more/adapter") == str(tmp_path / "elsewhere" / "runs" / "x" / "sft")
+    loading.load_policy("elsewhere/runs/x/more/adapter")
+    shutil.rmtree("elsewhere/runs/x/sft")
+    with pytest.raises(UserError, match="its base runs/x/sft is not there"):
+        loading.base_of("elsewhere/runs/x/more/adapter")
 
 
 def test_a_base_that_was_moved_is_the_same_base(sft, tmp_path):
@@ -204,7 +219,7 @@ def test_nothing_is_overwritten(sft, tmp_path):
     trained(sft, tmp_path / "adapter")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="there is something already"):
+    with pytest.raises(UserError, match="exists already"):
         merge(str(tmp_path / "adapter"), output=tmp_path / "thesis")
     assert (tmp_path / "thesis" / "thesis.txt").read_text() == "mine"
 
@@ -214,7 +229,7 @@ def test_what_is_no_adapter_is_told(sft, tmp_path):
         merge(str(sft))
     trained(sft, tmp_path / "adapter")
     trained(sft, tmp_path / "other")
-    with pytest.raises(UserError, match="other: it is an adapter itself"):
+    with pytest.raises(UserError, match="other is an adapter itself"):
         merge(str(tmp_path / "adapter"), base=str(tmp_path / "other"))
     (tmp_path / "adapter" / "base.json").write_text(json.dumps({"base": 3}))
     with pytest.raises(UserError, match=r"base\.json: expected base and sha256 of weights"):
@@ -224,6 +239,6 @@ def test_what_is_no_adapter_is_told(sft, tmp_path):
 def test_a_failed_merge_leaves_nothing(sft, tmp_path, monkeypatch):
     trained(sft, tmp_path / "adapter")
     monkeypatch.setattr("burnish.models.merge._logits", lambda model: torch.full((1,), math.nan))
-    with pytest.raises(AssertionError, match="moved the logits"):
+    with pytest.raises(AssertionError, match="merging changed the logits"):
         merge(str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter-merged").exists()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 
+import builders
 from burnish import RewardModel
 from burnish.models.loading import load_reward_model
 from burnish.render.renderer import Renderer
@@ -14,14 +15,7 @@ from burnish.render.truncate import Truncation
 from burnish.rewards.model import ModelReward
 from burnish.types import Conversation, Message, Trajectory
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 105,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
+SIZES: dict[str, Any] = builders.SIZES | {"vocab_size": 105, "num_hidden_layers": 1, "max_position_embeddings": 128}
 DEBERTA: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 FAMILIES = {
     "llama": lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from burnish.config import loading
 
@@ -47,7 +47,7 @@ def test_every_folder_of_the_run_loads_without_burnish(tiny, artifacts):
 
 def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
     folder, _ = tiny
-    stage = yaml.safe_load((loading.RECIPES / "tiny.yaml").read_text())["stages"][-1]
+    stage = YAML(typ="safe").load(loading.RECIPES / "tiny.yaml")["stages"][-1]
     functions = loading.RECIPES / "tiny.py"
     stage |= {
         "model": str(folder / "sft" / "model"),
@@ -59,7 +59,7 @@ def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
                  for split, file in (("train", "prompts.jsonl"), ("eval", "prompts-eval.jsonl"))},
     }  # fmt: skip
     recipe = tmp_path / "control.yaml"
-    recipe.write_text(yaml.safe_dump({"name": "control", "threads": 1, "stages": [stage]}))
+    YAML(typ="safe").dump({"name": "control", "threads": 1, "stages": [stage]}, recipe)
     result = run(recipe, tmp_path / "run")["ppo"]
     before, after = result["before"], result["after"]
     assert before["eval_reward_exact_low"] <= after["eval_reward_exact"] <= before["eval_reward_exact_high"]

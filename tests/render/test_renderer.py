@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from builders import word_tokenizer
 from burnish.errors import UserError
 from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
@@ -218,9 +219,7 @@ def test_private_characters_of_the_user_are_kept(byte_tokenizer: Any) -> None:
 
 
 def test_a_tokenizer_that_cannot_spell_a_special_token_says_so() -> None:
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "Hi": 2}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    tokenizer = word_tokenizer("<unk>", "</s>", "Hi", unk_token="<unk>", eos_token="</s>")
     set_template(tokenizer, "text")
     assert Renderer(tokenizer).prompt((user("Hi"),)) == (2,)
     with pytest.raises(UserError, match="a:1: a message spells </s>, which this tokenizer cannot write as text"):

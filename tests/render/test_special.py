@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from builders import word_tokenizer
 from burnish.errors import UserError
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import solution, step_tokens
@@ -196,10 +197,8 @@ def test_pairs_and_solutions_keep_special_tokens_as_text() -> None:
 
 
 def test_what_the_models_own_vocabulary_makes_special_is_refused_everywhere() -> None:
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "Hi": 2}, unk_token="<unk>"))
-    backend.normalizer = normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    lowercase = normalizers.Lowercase()
+    tokenizer = word_tokenizer("<unk>", "</s>", "Hi", normalizer=lowercase, unk_token="<unk>", eos_token="</s>")
     set_template(tokenizer, "text")
     for typed in ("Hi </s>", "Hi </S>"):
         with pytest.raises(UserError, match="a:1: the text spells </s>, which this tokenizer cannot write as text"):

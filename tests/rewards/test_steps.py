@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from builders import word_tokenizer
 from burnish import PPO, StepValue, config
 from burnish.config import run as pipeline
 from burnish.errors import UserError
@@ -120,11 +120,7 @@ def test_another_tokenizer_is_told(reward, answer):
 
 def merged(*pieces: str) -> PreTrainedTokenizerFast:
     """A tokenizer of whole words and their ends, in which a delimiter may be a part of a token."""
-    words = {"<unk>": 0, "<end>": 1} | {piece: i for i, piece in enumerate(pieces, start=2)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
+    return word_tokenizer("<unk>", "<end>", *pieces, eos_token="<end>", unk_token="<unk>")
 
 
 def test_steps_end_where_their_delimiter_is_complete(tiny_tokenizer):

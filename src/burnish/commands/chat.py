@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import signal
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import typer
 
 from burnish.commands.generate import Loaded
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, request_seed
 from burnish.generate.sampling import Sampling
@@ -208,5 +207,4 @@ def _command(talk: Talk, line: str) -> str:
     if name == "/help":
         return "\n".join(f"{command:<14} {what}" for command, what in HELP.items())
     names = [command.split()[0] for command in HELP]
-    near = difflib.get_close_matches(name, names, 1)
-    return _note(f"no command {name}: " + (f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"))
+    return _note(f"no command {name}" + (did_you_mean(name, names) or f"; commands are {', '.join(names)}"))

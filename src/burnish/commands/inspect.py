@@ -305,11 +305,11 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     )
     longest = max(len(s.tokens) for e in examples for s in e.sequences)
     longest += stage.generation.longest if stage.reward else 0
-    batch = stage.trainer.get("per_device_train_batch_size", 8) * max(len(e.sequences) for e in examples)
+    batch = stage.trainer.per_device_train_batch_size * max(len(e.sequences) for e in examples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = min(max(stage.token_budget or default_budget(device) or longest * batch, longest), longest * batch)
     text = config.get_text_config()
-    each = CHECKPOINTED if stage.trainer.get("gradient_checkpointing") else ACTIVATION
+    each = CHECKPOINTED if stage.trainer.activation_checkpointing else ACTIVATION
     activations = each * size // 2 * tokens * text.num_hidden_layers * text.hidden_size
     parts = {
         f"weights ({networks + frozen} x {parameters / 1e6:,.1f} M parameters)": size

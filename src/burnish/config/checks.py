@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
-import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pydantic
 
@@ -23,257 +21,86 @@ from burnish.config.schema import (
     is_module,
     method_spec,
 )
-from burnish.config.yaml import Keys, Problem, find, mistakes, shown
+from burnish.config.yaml import Keys, Problem, find, mistakes
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.methods import METHODS
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import PLAIN_TEMPLATES
-from burnish.training.arguments import IGNORED, OWN
+from burnish.training.arguments import ABSENT, TrainerConfig
 from burnish.types import Prompt
 
-# Keys of TrainingArguments that a recipe may not set, and what to write instead.
-OWNED = IGNORED | {
-    "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
-    "seed": "one seed rules a run: set seed: at the top of the recipe",
-    "data_seed": "one seed rules a run: set seed: at the top of the recipe",
-    "gradient_accumulation_steps": "per_device_train_batch_size is the rows of a step; token_budget: bounds the memory",
-    "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is done again",
-    "resume_from_checkpoint": "an unfinished run goes on by itself; --fresh starts over",
-    "ignore_data_skip": "the state of the data loader is saved and restored",
-    "remove_unused_columns": "a method decides which columns it reads",
-    "label_names": "a method decides what it learns",
-    "parallelism_config": "it can only be given from Python",
-    "use_cpu": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES= before the command hides it",
-    "do_train": "a stage always trains",
-    "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",
-    "do_predict": "use burnish generate",
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "max_gap": "max_sampler_mismatch",
+    "normalise": "normalize",
+    "on_long": "too_long",
+    "quantise": "quantize",
+    "score_normalise": "score_normalize",
 }
-LOW_RANK = ("galore", "apollo")
-# Beginnings of the names of optimizers that have no betas.
-NOT_ADAM = ("adafactor", "adagrad", "adalomo", "galore", "grokadamw", "lomo", "rmsprop", "schedule_free_sgd", "sgd")
-_GALORE = ("rank", "update_proj_gap", "scale", "proj_type")
-# What each optimizer of transformers reads in optim_args; any other reads nothing. None: all of it is passed on.
-OPTIM_ARGS: dict[str, tuple[str, ...] | None] = {
-    "sgd": ("momentum", "dampening", "nesterov"),
-    "adagrad": ("lr_decay", "eps"),
-    "rmsprop": ("momentum", "alpha", "eps", "centered"),
-    "adamw_anyprecision": (
-        "use_kahan_summation",
-        "momentum_dtype",
-        "variance_dtype",
-        "compensation_buffer_dtype",
-    ),
-    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("block_size", "bf16_stochastic_round")),
-    **dict.fromkeys(
-        ("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
-        ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3"),
-    ),
-    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")),
-    **{f"galore_{kind}{each}": _GALORE for each in ("", "_layerwise") for kind in ("adamw", "adamw_8bit", "adafactor")},
-    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), (*_GALORE, "proj", "scale_type")),
-    "grokadamw": ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping"),
-    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), ("weight_lr_power", "r")),
-    "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
-}
+"""Old names of keys, wherever they stood, and their new names. An old name is an error."""
 
 
 # --- checks of values ---------------------------------------------------------------------------------------------
 
 
 def shape_problems(value: dict[str, Any]) -> Iterator[Problem]:
-    """Unknown keys, wrong types and wrong values, all over the recipe."""
+    """Unknown keys, wrong types and wrong values, anywhere in the recipe."""
+    for problem in renamed([*_schema_problems(value), *_method_problems(value)]):
+        hint = _explained(problem.path, value) if problem.text.startswith("unknown key") else None
+        yield Problem(problem.path, hint or problem.text)
+
+
+def renamed(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The problems, with the new name of every unknown key that was renamed."""
+    for path, text in problems:
+        new = RENAMED.get(str(path[-1])) if path and text.startswith("unknown key") else None
+        yield Problem(path, f"this key was renamed: write {new}" if new else text)
+
+
+def _schema_problems(value: dict[str, Any]) -> list[Problem]:
     try:
         Recipe.model_validate(value)
     except pydantic.ValidationError as error:
-        for path, text in mistakes(error, Recipe, value):
-            home = _home(path, value) if text.startswith("unknown key") else None
-            yield Problem(path, f"unknown key here; it belongs to {home}" if home else text)
+        return mistakes(error, Recipe, value)
+    return []
+
+
+def _method_problems(value: dict[str, Any]) -> Iterator[Problem]:
+    """Mistakes in the settings of methods, which the schema of a recipe leaves open."""
     stages = value["stages"] if isinstance(value["stages"], list) else []
     for index, stage in enumerate(stages):
-        at = ("stages", index)
-        if isinstance(name := find(stage, ("method", "name")), str):
-            yield from _method_problems(name, stage["method"], (*at, "method"))
-        if isinstance(trainer := find(stage, ("trainer",)), dict):
-            yield from _trainer_problems(trainer, (*at, "trainer"))
+        at = ("stages", index, "method")
+        if not isinstance(name := find(stage, ("method", "name")), str):
+            continue
+        settings = {key: setting for key, setting in stage["method"].items() if key != "name"}
+        try:
+            config = method_spec(name).config
+        except UserError as error:
+            yield Problem((*at, "name"), str(error))
+            continue
+        try:
+            config.model_validate(settings)
+        except pydantic.ValidationError as error:
+            yield from (Problem((*at, *path), text) for path, text in mistakes(error, config, settings))
 
 
-def _home(path: Keys, value: dict[str, Any]) -> str | None:
-    """Where a key that stands one level too high belongs: ``trainer.learning_rate``."""
-    from transformers import TrainingArguments
-
+def _explained(path: Keys, value: dict[str, Any]) -> str | None:
+    """Why an unknown key is not for recipes, or the block that it belongs to; None where neither is known."""
     key = str(path[-1])
+    if path[-2:-1] == ("trainer",) and key in ABSENT:
+        return f"this key is not for recipes: {ABSENT[key]}"
     if len(path) == 1:
-        return f"a stage: stages.NAME.{key}" if key in Stage.model_fields else None
+        return f"unknown key here; it belongs to a stage: stages.NAME.{key}" if key in Stage.model_fields else None
     if len(path) != 3:
         return None
-    blocks: dict[str, Any] = {"data": Data, "generation": Sampling, "adapter": AdapterConfig}
-    name = find(value, (*path[:2], "method", "name"))
-    if name in METHODS:
+    blocks = {"data": Data, "generation": Sampling, "adapter": AdapterConfig, "trainer": TrainerConfig}
+    if (name := find(value, (*path[:2], "method", "name"))) in METHODS:
         blocks["method"] = METHODS[name].config
-    fields = {block: set(config.model_fields) for block, config in blocks.items()}
-    fields["trainer"] = {field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED) | set(OWN)
-    return next((f"{block}: {block}.{key}" for block, known in fields.items() if key in known), None)
-
-
-def _method_problems(name: str, value: dict[str, Any], at: Keys) -> Iterator[Problem]:
-    try:
-        config = method_spec(name).config
-    except UserError as error:
-        yield Problem((*at, "name"), str(error))
-        return
-    settings = {key: value[key] for key in value if key != "name"}
-    try:
-        config.model_validate(settings)
-    except pydantic.ValidationError as error:
-        yield from (Problem((*at, *path), text) for path, text in mistakes(error, config, settings))
-
-
-def _trainer_problems(trainer: dict[str, Any], at: Keys) -> Iterator[Problem]:
-    from transformers import TrainingArguments
-
-    types = get_type_hints(TrainingArguments)
-    fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
-    for key, value in trainer.items():
-        if key in OWN:
-            if value not in OWN[key]:
-                near = did_you_mean(value, OWN[key]) if isinstance(value, str) else ""
-                yield Problem((*at, key), f"expected {' or '.join(OWN[key])}, got {shown(value)}{near}")
-        elif key in OWNED:
-            yield Problem((*at, key), f"this key is not for recipes: {OWNED[key]}")
-        elif key not in fields:
-            free = [*OWN, *(name for name in fields if name not in OWNED)]
-            yield Problem((*at, key), f"no field of TrainingArguments{did_you_mean(key, free)}")
-        elif key == "report_to":
-            yield from (Problem((*at, key), text) for text in _tracker_problems(value))
-        elif (expected := _unfit(value, types[key], fields[key].default)) is not None:
-            near = did_you_mean(value, expected.split(", ")) if isinstance(value, str) else ""
-            yield Problem((*at, key), f"expected {expected}, got {shown(value)}{near}")
-        elif value != fields[key].default and (text := _unread(key, trainer)):
-            yield Problem((*at, key), text)
-        elif key == "optim_args" and value:
-            yield from (Problem((*at, key), text) for text in _optim_args_problems(value, trainer))
-
-
-def _optim_args_problems(written: str, trainer: dict[str, Any]) -> Iterator[str]:
-    """Optimizers take what they know of optim_args and leave the rest; most of them know nothing."""
-    from transformers import TrainingArguments
-
-    optimizer = trainer.get("optim", TrainingArguments.optim)
-    if optimizer not in OPTIM_ARGS:
-        yield f"{optimizer} reads no optim_args; those that do are {', '.join(OPTIM_ARGS)}"
-        return
-    known = OPTIM_ARGS[optimizer]
-    for part in written.replace(" ", "").split(","):
-        name, equals, value = part.partition("=")
-        if not (name and equals and value) or "=" in value:
-            yield f"expected name=value, name=value, got {written!r}"
-        elif name == "weight_decay":
-            yield "weight_decay is overruled by trainer.weight_decay: set it there"
-        elif known is not None and name not in known:
-            yield f"{optimizer} does not read {name!r}{did_you_mean(name, known)}; it reads {', '.join(known)}"
-
-
-def _unread(key: str, trainer: dict[str, Any]) -> str | None:
-    """Why a field of TrainingArguments does nothing beside the others, None where it is read."""
-    from transformers import TrainingArguments
-
-    reasons = _read_with().get(key, {})
-    given = {other: trainer.get(other, getattr(TrainingArguments, other)) for other in reasons}
-    for other, values in reasons.items():
-        if any(value in values for value in (given[other] if isinstance(given[other], list) else [given[other]])):
-            return None
-    here = " and ".join(f"{other}: {str(value).lower()}" for other, value in given.items())
-    ways = " or ".join(f"{other}: {_first(values)}" for other, values in reasons.items())
-    return f"nothing reads it with {here}; it belongs to {ways}" if reasons else None
-
-
-def _first(values: list[Any], count: int = 6) -> str:
-    names = [str(value).lower() for value in values]
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
-
-
-def _read_with() -> dict[str, dict[str, list[Any]]]:
-    """Fields that are read only where another field has one of these values; one of several fields is enough."""
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
-
-    schedules = [str(kind.value) for kind in SchedulerType]
-    optimizers = [str(kind.value) for kind in OptimizerNames]
-    adam = [name for name in optimizers if not name.startswith(NOT_ADAM)]
-    decays = [name for name in schedules if name not in ("constant", "reduce_lr_on_plateau", "greedy")]
-    best = {"load_best_model_at_end": [True], "save_strategy": ["best"]}
-    best |= {"lr_scheduler_type": ["reduce_lr_on_plateau", "greedy"]}
-    saves = {"save_strategy": ["steps", "epoch", "best"]}
-    checkpointing = {"activation_checkpointing": [True], "gradient_checkpointing": [True]}
-    hub = ("hub_always_push", "hub_model_id", "hub_revision", "hub_strategy", "hub_token")
-    trackio = ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id")
-    return {
-        "activation_checkpointing_kwargs": checkpointing,
-        "adam_beta1": {"optim": adam},
-        "adam_beta2": {"optim": adam},
-        "adam_epsilon": {"optim": [name for name in adam if "lion" not in name]},
-        "eval_delay": {"eval_strategy": ["steps", "epoch"]},
-        "eval_steps": {"eval_strategy": ["steps"]},
-        "gradient_checkpointing_kwargs": checkpointing,
-        "greater_is_better": best,
-        "liger_kernel_config": {"use_liger_kernel": [True]},
-        "logging_steps": {"logging_strategy": ["steps"], "eval_strategy": ["steps"]},
-        "lr_scheduler_kwargs": {
-            "lr_scheduler_type": [name for name in schedules if not name.startswith("constant")],
-        },
-        "metric_for_best_model": best,
-        "optim_target_modules": {"optim": [name for name in optimizers if name.startswith(LOW_RANK)]},
-        "save_only_model": saves,
-        "save_steps": {"save_strategy": ["steps"]},
-        "save_total_limit": saves,
-        "warmup_steps": {"lr_scheduler_type": decays, "optim": ["schedule_free_adamw", "schedule_free_sgd"]},
-        "weight_decay": {"optim": [name for name in optimizers if not name.startswith((*LOW_RANK, "lomo", "adalomo"))]},
-        **{key: {"push_to_hub": [True]} for key in hub},
-        **{key: {"report_to": ["trackio", "all"]} for key in trackio},
-        "hub_private_repo": {"push_to_hub": [True], "report_to": ["trackio", "all"]},
-    }
-
-
-def _tracker_problems(value: Any) -> Iterator[str]:
-    from transformers.integrations.integration_utils import (
-        INTEGRATION_TO_CALLBACK,
-        get_available_reporting_integrations,
-    )
-
-    for name in value if isinstance(value, list) else [value]:
-        known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
-        if name is not None and name not in known:
-            near = did_you_mean(name, known) if isinstance(name, str) else ""
-            yield f"expected {', '.join(known)}, got {shown(name)}{near}"
-        elif name in INTEGRATION_TO_CALLBACK and name not in get_available_reporting_integrations():
-            yield f"{name} is not installed: pip install {name}"
-
-
-_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-
-
-def _unfit(value: Any, hint: Any, default: Any) -> str | None:
-    """What was expected of a TrainingArguments field, or None where the value is right.
-
-    The fields have no bounds: a number below 0 is taken for a mistake where the default is not below 0 itself.
-    """
-    branches = get_args(hint) or (hint,)
-    kinds = [branch for branch in branches if isinstance(branch, type) and issubclass(branch, enum.Enum)]
-    if kinds:
-        choices = [str(member.value) for member in kinds[0]]
-        return None if value in choices else ", ".join(choices)
-    adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True))
-    try:
-        adapter.validate_python(value)
-    except pydantic.ValidationError:
-        names = (_NAMES.get(b) or ("a list" if "list" in str(b) else "a block of keys") for b in branches)
-        return " or ".join(dict.fromkeys(names))
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and value < 0 and not (isinstance(default, int | float) and default < 0):
-        return "0 or more"
-    return None
+    home = next((block for block, config in blocks.items() if key in config.model_fields), None)
+    return f"unknown key here; it belongs to {home}: {home}.{key}" if home else None
 
 
 # --- checks of what values refer to -------------------------------------------------------------------------------
@@ -315,16 +142,29 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("stages", index, "reward"), text)
         if stage.method and stage.data and stage.data.stream:
             yield from (Problem(("stages", index, *path), text) for path, text in _stream_problems(stage))
-        evaluates = stage.trainer.get("eval_strategy", "no") != "no"
-        if stage.data and evaluates and stage.data.eval is None:
+        for key, text in stage.trainer.conflicts():
+            yield Problem(("stages", index, "trainer", key), text)
+        for text in _tracker_problems(stage.trainer):
+            yield Problem(("stages", index, "trainer", "report_to"), text)
+        if stage.data and stage.trainer.eval_strategy != "no" and stage.data.eval is None:
             yield Problem(("stages", index, "trainer", "eval_strategy"), "no rows for it: data.eval is missing")
+
+
+def _tracker_problems(trainer: TrainerConfig) -> Iterator[str]:
+    """Trackers whose packages are not installed; transformers, which knows them, is imported only if one is named."""
+    named = [trainer.report_to] if isinstance(trainer.report_to, str) else trainer.report_to
+    if trackers := [name for name in named if name not in ("none", "all")]:
+        from transformers.integrations import integration_utils
+
+        installed = integration_utils.get_available_reporting_integrations()
+        yield from (f"{name} is not installed: pip install {name}" for name in trackers if name not in installed)
 
 
 def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     assert stage.method is not None
     if not method_spec(stage.method.name).streams:
         yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once; take this key away"
-    if stage.trainer.get("max_steps", -1) <= 0:
+    if stage.trainer.max_steps <= 0:
         yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the steps of the run"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from pydantic import Field
 
-from burnish.config.checks import data_problem, function_problem, model_problem
+from burnish.config.checks import data_problem, function_problem, model_problem, renamed
 from burnish.config.loading import document
 from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, locate
 from burnish.config.yaml import OVERRIDE, Document, Keys, Problem, complain, mistakes, override
@@ -72,7 +72,7 @@ def load_evaluation(arguments: Sequence[str]) -> Evaluation:
     try:
         evaluation = Evaluation.model_validate(found.value)
     except pydantic.ValidationError as error:
-        complain(found, mistakes(error, Evaluation, found.value))
+        complain(found, list(renamed(mistakes(error, Evaluation, found.value))))
         raise
     evaluation._home = file.parent.resolve()
     complain(found, list(_problems(evaluation)))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.config.checks import OWNED, file_problems, reference_problems, shape_problems
+from burnish.config.checks import file_problems, reference_problems, shape_problems
 from burnish.config.schema import Recipe
 from burnish.config.yaml import Document, complain, find, override, read, shown
 from burnish.errors import UserError, did_you_mean
 from burnish.methods import METHODS
-from burnish.training.arguments import OWN
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -81,9 +79,7 @@ def _with_stages(document: Document, name: str) -> Document:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of recipes, with the settings of every method and the fields of TrainingArguments."""
-    from transformers import TrainingArguments
-
+    """JSON schema of recipes, with the settings of every method."""
     whole = Recipe.model_json_schema()
     blocks = whole["$defs"]
     methods = []
@@ -94,10 +90,7 @@ def json_schema() -> dict[str, Any]:
         methods.append(block | {"required": ["name", *block.get("required", [])]})
     own = {"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"], "type": "object"}
     blocks["MethodChoice"] = {"oneOf": [*methods, own]}
-    fields = sorted({field.name for field in dataclasses.fields(TrainingArguments)} - set(OWNED))
     stage = blocks["Stage"]
-    known = {key: {} for key in fields} | {key: {"enum": list(values)} for key, values in OWN.items()}
-    stage["properties"]["trainer"] |= {"properties": known, "additionalProperties": False}
     top = {name: value for name, value in whole["properties"].items() if name != "stages"}
     flat = stage | {"title": "Recipe of one stage", "properties": stage["properties"] | top, "required": []}
     several = {key: value for key, value in whole.items() if key != "$defs"} | {"required": ["stages"]}

@@ -51,21 +51,10 @@ from burnish.report.metrics import Recorder, read_metrics
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.training.arguments import OWN
 from burnish.training.trainer import Trainer
 from burnish.types import Config, Prompt, Reward
 from burnish.user_code import user_code
 
-# what a stage's trainer does unless the recipe says otherwise
-DEFAULTS: dict[str, Any] = {
-    "logging_steps": 1,
-    "logging_nan_inf_filter": False,
-    "save_steps": 0.25,
-    "save_total_limit": 1,
-    "num_train_epochs": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
 MANIFEST = "manifest.json"
 REMOVING = ".manifest.json.removing"
 FORMAT = 1  # of a run's folder
@@ -435,7 +424,9 @@ class _Training:
                 output_dir=str(self.folder),
                 seed=self.recipe.seed,
                 use_cpu=self.device == "cpu",
-                **{name: value for name, value in (DEFAULTS | self.stage.trainer).items() if name not in OWN},
+                logging_nan_inf_filter=False,
+                disable_tqdm=True,
+                **self.stage.trainer.arguments(),
             )
         except (ValueError, RuntimeError, ImportError) as error:
             raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
@@ -508,7 +499,7 @@ class _Training:
             length=self.data.length,
             token_budget=self.stage.token_budget,
             packed=self.stage.packed,
-            **{name: value for name, value in self.stage.trainer.items() if name in OWN},
+            on_non_finite=self.stage.trainer.on_non_finite,
             recorder=recorder,
             show_samples=screen.samples,
             callbacks=[RunCallback(recorder, screen)],

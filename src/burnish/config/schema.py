@@ -16,6 +16,7 @@ from burnish.methods import METHODS
 from burnish.models.settings import AdapterConfig
 from burnish.protocols import MethodSpec
 from burnish.render.truncate import Truncation
+from burnish.training.arguments import TrainerConfig
 from burnish.types import Config
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
@@ -208,8 +209,8 @@ class Stage(Config, use_attribute_docstrings=True):
     packed: bool | None = None
     """Several sequences in one row of a micro-batch, which do not see each other: the result is the same. Absent: where
     it is fastest."""
-    trainer: dict[str, Any] = Field({})
-    """Fields of transformers.TrainingArguments."""
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    """Learning rate, batch size, checkpoints: the fields of transformers.TrainingArguments that have a meaning here."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:

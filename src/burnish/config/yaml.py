@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import pydantic
-import yaml
+from ruamel.yaml import YAML, RoundTripConstructor
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from burnish.errors import UserError, did_you_mean
 
@@ -15,21 +17,6 @@ Keys = tuple[str | int, ...]
 """The way to a value: ``("stages", 0, "method")``."""
 OVERRIDE = "command line"
 DEEPEST = 32
-
-
-class _Loader(yaml.SafeLoader):
-    """The scalars of YAML 1.2: ``1e-4`` is a number; ``no`` and ``2026-01-01`` are text."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own way)
-
-
-for _tag, _pattern in {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][0-9_]*)",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), None)
 
 
 @dataclass(frozen=True)
@@ -56,44 +43,71 @@ class Problem(NamedTuple):
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
+class _DuplicateKey(YAMLError):
+    """``_DuplicateKey(3, "seed: this key is written twice, first in line 2")``."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.line = line
+
+
+class _Constructor(RoundTripConstructor):
+    """Keeps dates as text, and names both lines of a key that is written twice."""
+
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        if key in mapping:
+            first, second = mapping.lc.key(key)[0] + 1, key_node.start_mark.line + 1
+            raise _DuplicateKey(second, f"{key}: this key is written twice, first in line {first}")
+        return True
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
+
+
 def read(text: str, label: str) -> Document:
-    """Parse YAML. Raises UserError with the line for a syntax error and for a key that is written twice."""
+    """Parse YAML 1.2. ``label`` names the file in messages.
+
+    Raises:
+        UserError: a syntax error, a key that is written twice, or a value that is no plain YAML, with its line.
+    """
+    yaml = YAML()
+    yaml.Constructor = _Constructor
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
+        root = yaml.load(text)
+    except _DuplicateKey as error:
+        raise UserError(f"{label}:{error.line}: {error}") from error
+    except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{label}{line}: not valid YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
     places: dict[Keys, str] = {(): label}
-    return Document(None if node is None else _plain(loader, node, (), places, label), places)
+    return Document(_plain(root, (), places, label), places)
 
 
-def _plain(loader: _Loader, node: yaml.Node, path: Keys, places: dict[Keys, str], label: str) -> Any:
+def _plain(value: Any, path: Keys, places: dict[Keys, str], label: str) -> Any:
+    """Values of Python's own types for those of ruamel.yaml, which know their lines; ``places`` collects these."""
+    at = next(places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in places)
     if len(path) > DEEPEST:
-        raise UserError(f"{label}:{node.start_mark.line + 1}: more than {DEEPEST} blocks inside each other")
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            places[(*path, index)] = f"{label}:{item.start_mark.line + 1}"
-        return [_plain(loader, item, (*path, i), places, label) for i, item in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        try:
-            return loader.construct_object(node)
-        except yaml.MarkedYAMLError as error:
-            raise UserError(f"{label}:{node.start_mark.line + 1}: not valid YAML: {error.problem}") from error
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        place = f"{label}:{key_node.start_mark.line + 1}"
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise UserError(f"{place}: a key must be a plain word, not a list or a block")
-        key = str(key_node.value)
-        if key in result:
-            first = places[(*path, key)].rpartition(":")[2]
-            raise UserError(f"{place}: {dotted((*path, key))}: this key is written twice, first in line {first}")
-        places[(*path, key)] = place
-        result[key] = _plain(loader, value_node, (*path, key), places, label)
-    return result
+        raise UserError(f"{at}: more than {DEEPEST} blocks inside each other")
+    if isinstance(value, CommentedMap):
+        lines = {key: f"{label}:{place[0] + 1}" for key, place in (value.lc.data or {}).items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise UserError(f"{lines.get(key, at)}: a key must be text, got {shown(key)}: put it in quotes")
+            if key in lines:  # a key that << brings has no line here
+                places[(*path, key)] = lines[key]
+        return {str(key): _plain(item, (*path, str(key)), places, label) for key, item in value.items()}
+    if isinstance(value, CommentedSeq):
+        for index in range(len(value)):
+            places[(*path, index)] = f"{label}:{value.lc.item(index)[0] + 1}"
+        return [_plain(item, (*path, index), places, label) for index, item in enumerate(value)]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is not None:
+        raise UserError(f"{at}: expected text, a number, true, false, null, a list or keys, got {value}")
+    return None
 
 
 def override(document: Document, text: str) -> Document:

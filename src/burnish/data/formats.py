@@ -1,9 +1,9 @@
-"""The shapes that rows are written in, and their checks."""
+"""The shapes of rows in files, and the checks of their values."""
 
 from __future__ import annotations
 
-import difflib
 import functools
+import itertools
 import json
 import math
 import re
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from burnish.errors import UserError
+from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import (
     Conversation,
     Labelled,
@@ -34,23 +34,23 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
 }
-# Columns that are kept in a file and never read by training; the second line is of files that Burnish writes itself.
+# Columns that training ignores without data.keep. Those in the second line are in files that Burnish writes.
 PROVENANCE = frozenset(
     {"id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P"}
     | {"finish_reason", "logprob", "logprob_mean", "step", "kind", "score"}
 )
 TWICE = "duplicate key"
-LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards, margins and scores are computed
-EXACT = 1e-6  # how near a Q has to be to 1 or -1
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, the dtype of rewards, margins and scores
+EXACT = 1e-6  # a Q this close to 1 or -1 counts as 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
 Record = Mapping[str, Any]
 
 
 class Decoder(json.JSONDecoder):
-    """JSON in which no object may have a key twice; ``json`` takes the last of them in silence.
+    """A JSON decoder that notices duplicate keys, of which ``json`` silently keeps the last.
 
-    ``twice`` holds such keys of the text that was decoded last.
+    ``twice`` lists the duplicate keys of the text that was decoded last.
     """
 
     def __init__(self) -> None:
@@ -58,16 +58,16 @@ class Decoder(json.JSONDecoder):
         super().__init__(object_pairs_hook=self._object)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        record = dict(pairs)
+        if len(record) < len(pairs):
             self.twice += [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        return found
+        return record
 
     def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
-        """The value that begins at ``idx``, and where it ends.
+        """The value that begins at ``idx``, and the position after it.
 
         Raises:
-            JSONDecodeError: it is not JSON, is nested too deep, or holds a number of too many digits.
+            JSONDecodeError: the text is not JSON, is nested too deeply, or has a number with too many digits.
         """
         self.twice = []
         try:
@@ -79,9 +79,9 @@ class Decoder(json.JSONDecoder):
 
 
 class BadRow(UserError):
-    """One row is wrong: ``BadRow("chat.jsonl:17", "messages[0]", "unknown role", "got 'usr', did you mean 'user'?")``.
+    """A row is wrong: ``BadRow("chat.jsonl:17", "messages[0]", "unknown role", "got 'usr'; did you mean 'user'?")``.
 
-    ``reason`` is what rows skipped for the same fault have in common.
+    Skipped rows are counted by ``reason``.
     """
 
     def __init__(self, source: str, key: str, reason: str, detail: str = "") -> None:
@@ -90,9 +90,9 @@ class BadRow(UserError):
 
 
 class At(NamedTuple):
-    """Where a value stands: ``At("chat.jsonl:17", "messages[0].content")``; a row itself has no key.
+    """The place of a value: ``At("chat.jsonl:17", "messages[0].content")``; the key of a whole row is empty.
 
-    ``keep`` are the names that the user wants kept unread, in the row and in its messages and steps.
+    ``keep`` holds the keys to ignore in the row and in its messages and steps.
     """
 
     source: str
@@ -100,7 +100,7 @@ class At(NamedTuple):
     keep: frozenset[str] = frozenset()
 
     def inside(self, key: str | int) -> At:
-        """The place of an item or of a key of the value."""
+        """The place of an item or key inside the value."""
         name = f"[{key}]" if isinstance(key, int) else f".{key}" if self.key else key
         return At(self.source, self.key + name, self.keep)
 
@@ -125,7 +125,7 @@ def _number(value: Any, at: At) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         raise at.bad("not a number", f"got {shown(value)}") from None
-    except OverflowError:  # a whole number of more than 308 digits
+    except OverflowError:  # an integer of more than 308 digits
         number = LARGEST * 2
     if not math.isfinite(number):
         raise at.bad("not a finite number", f"got {shown(value)}")
@@ -135,7 +135,7 @@ def _number(value: Any, at: At) -> float:
 
 
 def _list(value: Any, at: At) -> list[Any]:
-    """A list; files that hold only strings (csv) write it as JSON."""
+    """A list, or its JSON text as in csv files."""
     if isinstance(value, str):
         decoder = Decoder()
         try:
@@ -159,16 +159,15 @@ def _message(value: Any, at: At) -> Message:
             raise at.bad("missing key", missing(value, (name,)))
     role, content = value[names[0]], value[names[1]]
     if not isinstance(role, str) or role not in ROLES:
-        near = difflib.get_close_matches(str(role), ROLES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ROLES)}"
-        raise at.bad("unknown role", f"got {shown(role)}: {hint}")
+        hint = did_you_mean(str(role), ROLES) or f"; expected one of {', '.join(ROLES)}"
+        raise at.bad("unknown role", f"got {shown(role)}{hint}")
     if len(value) > len(names):
         _no_other_keys(value, names, at, f"write it into {names[1]!r}, ")
     return {"role": ROLES[role], "content": _text(content, at.inside(names[1]))}
 
 
 def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, advice: str = "") -> None:
-    """Raise a BadRow for a key of a message or step that says something and is not read; a weight of 1 says nothing."""
+    """Raise a BadRow for a key of a message or step that nothing reads, unless it is empty or a weight of 1."""
     known = {*names, *PROVENANCE, *at.keep}
     for key in value:
         if key not in known and not empty(value[key]) and not (key == "weight" and value[key] == 1):
@@ -177,7 +176,10 @@ def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, adv
 
 
 def empty(value: Any) -> bool:
-    """Whether a value says nothing: a file with fixed columns has every key in every row, perhaps as JSON in a text."""
+    """Whether a value is null, empty, or the JSON text of an empty list or object.
+
+    Files with fixed columns have every key in every row, so that an empty value means nothing.
+    """
     return value is None or (isinstance(value, str | list | tuple | dict) and (not value or value in ("[]", "{}")))
 
 
@@ -189,12 +191,12 @@ def _messages(value: Any, at: At) -> Messages:
 
 
 def _turns(value: Any, at: At, role: str) -> Messages:
-    """A string is one turn by ``role``."""
+    """Messages, or a string as one turn of ``role``."""
     return ({"role": role, "content": _text(value, at)},) if isinstance(value, str) else _messages(value, at)
 
 
 def _with_system(record: Record, row: At, messages: Messages, key: str = "system") -> Messages:
-    """The messages, after the record's system prompt where it has one."""
+    """The messages, with the record's system prompt, if it has one, as the first."""
     system = record.get(key)
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
@@ -202,22 +204,22 @@ def _with_system(record: Record, row: At, messages: Messages, key: str = "system
     if messages[0]["role"] != "system":
         return (first, *messages)
     if messages[0] != first:
-        raise row.inside(key).bad("two system prompts", "the messages begin with another one")
+        raise row.inside(key).bad("two system prompts", "the messages begin with a different one")
     return messages
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it."""
+    """A value with its type, shortened for a message."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=repr)
-    except ValueError:  # a whole number of thousands of digits, or a list that holds itself
+    except ValueError:  # an integer of thousands of digits, or a list that contains itself
         text = "..."
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def missing(record: Record, names: tuple[str, ...]) -> str:
-    """What keys there are and which of them may have been meant: "has keys 'instructon': did you mean ...?"."""
-    near = [name for name in names if difflib.get_close_matches(name, map(str, record), 1)]
+    """The keys of a record, and the missing ones that may be misspelled: "has keys 'promt': did you mean 'prompt'?"."""
+    near = [name for name in names if closest(name, map(str, record))]
     hint = f": did you mean {' and '.join(map(repr, near))}?" if near else ""
     return f"has keys {', '.join(map(repr, record)) or 'none'}{hint}"
 
@@ -233,7 +235,7 @@ def _learnable(messages: Messages, start: int | None, at: At) -> Conversation:
     if all(message["role"] != "assistant" for message in messages[start or 0 :]):
         raise at.bad("no assistant turn", "there is nothing to learn")
     if messages[-1]["role"] != "assistant":
-        raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
+        raise at.bad("last message is not by the assistant", f"it is by {messages[-1]['role']!r}")
     return Conversation(messages, start, at.source)
 
 
@@ -243,7 +245,7 @@ def _read_messages(record: Record, row: At, key: str = "messages") -> Conversati
 
 
 def _read_whole_prompt(record: Record, row: At) -> Conversation:
-    """OpenRLHF's message list with no output: the whole conversation under one key."""
+    """OpenRLHF's message list without an output: ``prompt`` holds the whole conversation."""
     if isinstance(record["prompt"], str):
         raise row.inside("completion").bad("missing key", missing(record, ("completion",)))
     return _read_messages(record, row, "prompt")
@@ -272,7 +274,7 @@ def _read_openorca(record: Record, row: At) -> Conversation:
 
 
 def _transcript(value: str, at: At) -> Messages:
-    """The turns of an Anthropic HH string, each led by ``Human:`` or ``Assistant:`` after a blank line."""
+    """The turns of an Anthropic HH string; each begins with ``Human:`` or ``Assistant:`` after a blank line."""
     pieces = TURN.split(value)
     if len(pieces) < 3 or pieces[0].strip():
         raise at.bad("not a transcript", "without a prompt, expected a message list or '\\n\\nHuman: ...' text")
@@ -284,7 +286,7 @@ def _transcript(value: str, at: At) -> Messages:
 
 
 def _answer(value: Any, at: At, prompt: Messages) -> Messages:
-    """What follows the prompt; a message list may repeat the prompt, or its end after a system message."""
+    """The messages after the prompt. A message list may repeat the prompt, also after a system message."""
     messages = _turns(value, at, "assistant")
     if messages[0]["role"] == "assistant":
         return messages
@@ -294,7 +296,7 @@ def _answer(value: Any, at: At, prompt: Messages) -> Messages:
     else:
         raise at.bad("does not follow the prompt", f"it begins with a turn by {messages[0]['role']!r}")
     if any(message["role"] != "system" for message in messages[:start]):
-        raise at.bad("does not follow the prompt", "it has turns before the prompt that 'prompt' has not")
+        raise at.bad("does not follow the prompt", "it has turns before the prompt that are not in 'prompt'")
     return messages[start + len(prompt) :]
 
 
@@ -315,7 +317,7 @@ def _compared(record: Record, row: At, prompt: Messages, chosen: Messages, rejec
 
 def _ends_with_assistant(messages: Messages, at: At) -> None:
     if messages[-1]["role"] != "assistant":
-        raise at.bad("last message not by the assistant", f"it is by {messages[-1]['role']!r}")
+        raise at.bad("last message is not by the assistant", f"it is by {messages[-1]['role']!r}")
 
 
 def _read_preference(record: Record, row: At) -> Preference:
@@ -325,7 +327,7 @@ def _read_preference(record: Record, row: At) -> Preference:
 
 
 def _read_pair(record: Record, row: At) -> Preference:
-    """Two conversations, as message lists or HH transcripts; the prompt is what they have in common."""
+    """Two conversations, as message lists or HH transcripts; their common beginning is the prompt."""
     chosen, rejected = (
         _transcript(record[key], row.inside(key))
         if isinstance(record[key], str)
@@ -334,21 +336,19 @@ def _read_pair(record: Record, row: At) -> Preference:
     )
     if chosen == rejected:
         raise row.inside("rejected").bad("equal to chosen", "there is nothing to prefer")
-    same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-        same += 1
+    same = next(i for i, (a, b) in enumerate(itertools.zip_longest(chosen, rejected)) if a != b)
     for key, answer in (("chosen", chosen[same:]), ("rejected", rejected[same:])):
         if not answer:
-            raise row.inside(key).bad("no answer of its own", "the other conversation begins with all of it")
+            raise row.inside(key).bad("no answer of its own", "it is the beginning of the other conversation")
         if answer[0]["role"] != "assistant":
-            raise row.inside(key).bad("parts from the other before an answer", f"at its turn {same}, by the user")
+            raise row.inside(key).bad("differs from the other before an answer", f"in turn {same}, by the user")
     if same == 0:
-        raise row.inside("chosen").bad("no common prompt", "chosen and rejected differ from their first message on")
+        raise row.inside("chosen").bad("no common prompt", "the first messages of chosen and rejected differ")
     return _compared(record, row, chosen[:same], chosen[same:], rejected[same:])
 
 
 def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
-    """Scores, or ranks with a sign of -1: the best rank is the lowest."""
+    """Completions with scores, or with ranks: the lowest is the best, so their ``sign`` is -1."""
     prompt = _turns(record["prompt"], row.inside("prompt"), "user")
     at = row.inside("completions")
     answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
@@ -359,7 +359,7 @@ def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
     numbers = _list(record[key], row.inside(key))
     scores = tuple(sign * _number(value, row.inside(key).inside(i)) for i, value in enumerate(numbers))
     if len(answers) < 2 or len(answers) != len(scores):
-        detail = f"{len(answers)} completions and {len(scores)} {key}: expected one each, of at least two"
+        detail = f"got {len(answers)} completions and {len(scores)} {key}: expected equally many, at least two"
         raise row.inside(key).bad("not one for each completion", detail)
     return Ranking(_with_system(record, row, prompt), answers, scores, row.source)
 
@@ -367,7 +367,7 @@ def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
 def _read_prompt(record: Record, row: At, key: str = "prompt") -> Prompt:
     messages = _with_system(record, row, _turns(record[key], row.inside(key), "user"))
     if messages[-1]["role"] == "assistant":
-        raise row.inside(key).bad("prompt ends with the assistant", "there is nothing left to answer")
+        raise row.inside(key).bad("prompt ends with the assistant", "there is nothing to answer")
     return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, row.source)
 
 
@@ -389,7 +389,7 @@ def _read_scored(record: Record, row: At, key: str = "text") -> Scored:
 
 
 def _read_steps(record: Record, row: At) -> Steps:
-    """AlphaMath's rows: steps with their Q; the prior P of a step is kept and not read."""
+    """AlphaMath's rows: reasoning steps with their Q. The prior P of a step is ignored."""
     question = _with_system(record, row, _turns(record["instruction"], row.inside("instruction"), "user"))
     at = row.inside("output")
     texts, values = [], []
@@ -408,15 +408,15 @@ def _read_steps(record: Record, row: At) -> Steps:
         raise at.bad("no steps")
     if abs(abs(values[-1]) - 1) > EXACT:
         last = at.inside(len(values) - 1).inside("Q")
-        raise last.bad("last Q is not 1 or -1", f"it is the outcome, got {values[-1]:g}")
+        raise last.bad("last Q is not 1 or -1", f"it is the outcome of the solution, got {values[-1]:g}")
     values[-1] = math.copysign(1.0, values[-1])
     return Steps(question, tuple(texts), tuple(values), row.source)
 
 
 class Shape(NamedTuple):
-    """One way to write a row: its name in ``format:``, the row it makes, the columns it needs and those it may have.
+    """A shape of rows: its name in ``format``, its row class, the columns it needs and the columns it may have.
 
-    A prompt may have any further column: it reaches the rewards.
+    A prompt may have any other column too, which rewards can read.
     """
 
     name: str

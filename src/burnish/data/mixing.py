@@ -1,7 +1,8 @@
-"""Mixtures: which rows of several sources come in which order."""
+"""Mixes the rows of several sources."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -9,14 +10,18 @@ from burnish.data.batching import permutation
 from burnish.data.readers import Mixed, Rows
 from burnish.errors import UserError
 
-LONGEST_EPOCH = 100  # draws for each row there is: beyond it a weight is a mistake
+LONGEST_EPOCH = 100  # draws per row; a mixture that needs more has a mistake in its weights
 
 
 def next_source(weights: Sequence[float], drawn: Sequence[int]) -> int:
-    """The source that is most behind its share after ``drawn`` rows of each; the first of equals.
+    """The source to draw from next: the one furthest behind its share, or the first of several.
 
-    ``next_source([2, 1], [1, 1])`` is 0: of three rows two are to be the first source's. Drawn one after another, each
-    source has its share of any beginning of the draws, to within a row for two sources.
+    ``next_source([2, 1], [1, 1])`` is 0, because two of three rows should come from the first source. In this way every
+    source has about its share at any time; with two sources, the difference is less than a row.
+
+    Args:
+        weights: relative share of each source.
+        drawn: rows drawn from each source so far.
     """
     total, done = sum(weights), sum(drawn) + 1
     behind = [done * weight - total * count for weight, count in zip(weights, drawn, strict=True)]
@@ -26,14 +31,13 @@ def next_source(weights: Sequence[float], drawn: Sequence[int]) -> int:
 def epoch(sizes: Sequence[int], weights: Sequence[float] | None, seed: int) -> list[tuple[int, int]]:
     """The draws of one epoch, as (source, row).
 
-    Without weights: every row once, source after source. With weights, rows are drawn in those proportions until every
-    row of every source has been drawn: the source with the most rows for its weight is drawn once over, the others
-    begin again in a fresh order each time they run out. So no row is left out; ``limit`` bounds a source that is too
-    large for its weight.
+    Without weights, every row is drawn once, source after source. With weights, rows are drawn in these proportions
+    until every row of every source has been drawn. The source with the most rows for its weight is drawn once; the
+    others are shuffled and drawn again each time they run out.
 
     Args:
-        sizes: rows of each source, at least 1.
-        weights: relative shares of the rows that are drawn, above 0.
+        sizes: number of rows of each source, at least 1.
+        weights: relative share of each source, above 0.
         seed: of the order in each source.
     """
     if weights is None:
@@ -48,21 +52,21 @@ def epoch(sizes: Sequence[int], weights: Sequence[float] | None, seed: int) -> l
     return draws
 
 
-def mix(found: Sequence[Rows], names: Sequence[str], weights: Sequence[float] | None, seed: int) -> Rows:
-    """The rows of an epoch over several sources, and how many each gave; a row that is drawn twice stands there twice.
+def mix(sources: Sequence[Rows], names: Sequence[str], weights: Sequence[float] | None, seed: int) -> Rows:
+    """The rows of one epoch over several sources. A row that is drawn twice is there twice.
 
-    A mixture is drawn once, before training; the order of its rows in each epoch is the loader's.
+    A mixture is drawn once, before training. The loader decides the order of its rows in each epoch.
 
     Raises:
-        UserError: the weights would repeat the other sources beyond reason until the slowest one has been read.
+        UserError: the weights are so uneven that an epoch would take more than ``LONGEST_EPOCH`` draws per row.
     """
-    sizes = [len(rows.rows) for rows in found]
+    sizes = [len(rows.rows) for rows in sources]
     _check_length(sizes, names, weights)
     draws = epoch(sizes, weights, seed)
     drawn = Counter(source for source, _ in draws)
-    mixed = [Mixed(name, len(rows.rows), drawn[i]) for i, (name, rows) in enumerate(zip(names, found, strict=True))]
-    skipped = [one for rows in found for one in rows.skipped]
-    return Rows([found[source].rows[row] for source, row in draws], skipped, tuple(mixed))
+    mixed = [Mixed(name, len(rows.rows), drawn[i]) for i, (name, rows) in enumerate(zip(names, sources, strict=True))]
+    skipped = [one for rows in sources for one in rows.skipped]
+    return Rows([sources[source].rows[row] for source, row in draws], skipped, tuple(mixed))
 
 
 def _check_length(sizes: Sequence[int], names: Sequence[str], weights: Sequence[float] | None) -> None:
@@ -72,14 +76,13 @@ def _check_length(sizes: Sequence[int], names: Sequence[str], weights: Sequence[
     slowest = needed.index(max(needed))
     if needed[slowest] > LONGEST_EPOCH * sum(sizes):
         raise UserError(
-            f"{names[slowest]}: with these weights all of its {sizes[slowest]:,} rows have been drawn after "
-            f"{needed[slowest]:,.0f} draws, of {sum(sizes):,} rows in all: give it a limit or a larger weight"
+            f"{names[slowest]}: with these weights it takes {needed[slowest]:,.0f} draws until all of its "
+            f"{sizes[slowest]:,} rows have been drawn, and there are {sum(sizes):,} rows in all: give it a limit or a "
+            "larger weight"
         )
 
 
 def _passes(size: int, seed: int, source: int) -> Iterator[int]:
-    """All rows of a source, over and over, each time in another order."""
-    turn = 0
-    while True:
-        yield from permutation(size, seed, source, turn)
-        turn += 1
+    """The rows of a source again and again, in another order each time."""
+    for repetition in itertools.count():
+        yield from permutation(size, seed, source, repetition)

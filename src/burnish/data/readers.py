@@ -1,15 +1,14 @@
-"""Files to rows; every row keeps the file and line that it came from.
+"""Reads files into rows. Every row knows the file and line that it came from.
 
-JSON, JSON lines and csv are read with the standard library, because ``datasets`` does not keep such rows as they are
-written: it makes ``1`` next to ``2.5`` a ``1.0``, the text ``"2024-01-01"`` a timestamp, the text ``"007"`` of a csv
-file a 7, adds the keys that other rows have, and forgets the line a row stood on. Parquet and Arrow files have types
-of their own; these, saved data sets and the hub are read by ``datasets``, and a row's number stands for its line.
+JSON, JSON lines and csv are read with the standard library, because ``datasets`` changes values: ``1`` next to ``2.5``
+becomes ``1.0``, the text ``"2024-01-01"`` a timestamp, and ``"007"`` in a csv file the number 7. It also adds the keys
+of other rows and does not know line numbers. Parquet and Arrow files, saved data sets and data sets of the hub store
+their types, so ``datasets`` reads them; their rows have numbers instead of lines.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import itertools
@@ -23,18 +22,18 @@ from typing import Any, Literal, NamedTuple
 
 from burnish.data.formats import TWICE, BadRow, Decoder
 from burnish.data.recognition import parse
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
 
 __all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "read"]
 
-Found = tuple[str, Any]
+Located = tuple[str, Any]  # a place and what stands there
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
 FIELD_LIMIT = 2**31 - 1
 
 
 class Skipped(NamedTuple):
-    """A row that was left out: ``Skipped("chat.jsonl:17", "unknown role", "chat.jsonl:17: messages[0]: ...")``."""
+    """A row that was skipped: ``Skipped("chat.jsonl:17", "unknown role", "chat.jsonl:17: messages[0]: ...")``."""
 
     source: str
     reason: str
@@ -42,7 +41,7 @@ class Skipped(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """A source of a mixture, its rows, and how many are drawn of it in an epoch: ``Mixed("a.jsonl", 100, 250)``."""
+    """A source of a mixture, its number of rows, and its draws in an epoch: ``Mixed("a.jsonl", 100, 250)``."""
 
     source: str
     rows: int
@@ -51,16 +50,16 @@ class Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that were read and rows that were left out: ``Rows([Text("Once", "books.jsonl:1")], [])``."""
+    """Rows that were read and rows that were skipped: ``Rows([Text("Once", "books.jsonl:1")], [])``."""
 
     rows: list[Row]
     skipped: list[Skipped]
     mixed: tuple[Mixed, ...] = ()
-    """The sources, where there are several."""
+    """The sources, if there are several."""
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many rows were left out for which reason: ``{"unknown role": 2}``."""
+        """Number of skipped rows by reason: ``{"unknown role": 2}``."""
         return Counter(skipped.reason for skipped in self.skipped)
 
 
@@ -74,18 +73,18 @@ def load(
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
 ) -> Rows:
-    """All rows of a source.
+    """Read all rows of a source.
 
     Args:
-        source: a .jsonl, .json or .csv file (.gz too) or a .parquet file; a folder of such files, or one that
-            ``datasets`` saved; a hub id, ``owner/name`` or ``owner/name/config``; a folder or id may end in
-            ``:split`` (default train); or dicts, or a ``datasets.Dataset``.
-        kinds: the row classes to read, for instance ``(Preference, Ranking)``.
-        format: the name of a shape, where the keys fit several.
-        keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
-        keep: columns that are no part of a row and no mistake: they are not read. A prompt has them among its columns.
-        on_bad_row: ``skip`` leaves bad rows out and lists them; ``error`` stops at the first.
-        limit: read this many good rows at most.
+        source: a .jsonl, .json or .csv file (also .gz) or a .parquet file; a folder of such files, or one that
+            ``datasets`` saved; a hub id, ``owner/name`` or ``owner/name/config``; or a list of dicts, or a
+            ``datasets.Dataset``. A folder or hub id may end in ``:split``; the default is train.
+        kinds: the row classes to read, such as ``(Preference, Ranking)``.
+        format: the name of a shape, needed if the keys fit several.
+        keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
+        keep: columns to ignore. Without this, a column that nothing reads is an error. Prompts keep all columns.
+        on_bad_row: ``skip`` skips bad rows and lists them; ``error`` stops at the first one.
+        limit: the largest number of good rows to read.
 
     Raises:
         UserError: the source cannot be read, changes while it is read, or has no good row; or a row is bad and
@@ -94,14 +93,16 @@ def load(
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for found in read(source, kinds, format=format, keys=keys, keep=keep, on_bad_row=on_bad_row, limit=limit):
-        if isinstance(found, Skipped):
-            skipped.append(found)
+    for row in read(source, kinds, format=format, keys=keys, keep=keep, on_bad_row=on_bad_row, limit=limit):
+        if isinstance(row, Skipped):
+            skipped.append(row)
         else:
-            rows.append(found)
+            rows.append(row)
     if not rows:
-        why = f": all {len(skipped)} rows were skipped, the first as {skipped[0].message}" if skipped else ""
-        raise UserError(f"{name}: no rows{why}")
+        reason = (
+            f": all {len(skipped)} rows were skipped, the first one because of {skipped[0].message}" if skipped else ""
+        )
+        raise UserError(f"{name}: no rows{reason}")
     return Rows(rows, skipped)
 
 
@@ -116,10 +117,10 @@ def read(
     limit: int | None = None,
     streaming: bool = False,
 ) -> Iterator[Row | Skipped]:
-    """Rows of a source one after another, and those left out among them; the arguments are those of ``load``.
+    """Iterate over the rows of a source, with skipped rows in their places; the arguments are those of ``load``.
 
-    JSON lines and parquet files are read as rows are asked for, and a hub id too where ``streaming`` is set; a JSON
-    list, a csv file and a saved data set are read whole.
+    JSON lines and parquet files are read lazily, as are hub ids if ``streaming`` is set. A JSON list, a csv file and a
+    saved data set are read whole at the start.
 
     Raises:
         UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
@@ -143,8 +144,8 @@ def read(
             yield row
 
 
-def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
-    """Records with their places; a record that cannot be read is the error that says so."""
+def _records(source: Any, streaming: bool = False) -> Iterator[Located]:
+    """Records with their places. The record of an unreadable line is a ``BadRow``."""
     if not isinstance(source, str | Path):
         return _numbered(source, "row ")
     path = Path(source)
@@ -156,13 +157,12 @@ def _records(source: Any, streaming: bool = False) -> Iterator[Found]:
     hub = HUB.fullmatch(place)
     if hub and Path(place).suffix not in (*READERS, ".gz"):
         return _hub(hub["path"], hub["config"], split or "train", streaming)
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
-    hint = f": did you mean {path.parent / near[0]}?" if near else ""
+    hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*")])
     raise UserError(f"{source}: no such file, folder or data set{hint}")
 
 
 def _place(source: str | Path) -> tuple[str, str]:
-    """A folder or a hub id, and the split that stands behind it: ``("owner/name", "test")``, or ``""``."""
+    """A folder or hub id, and the split named after it: ``("owner/name", "test")``; ``""`` if none is named."""
     if Path(source).exists() or ":" not in str(source):
         return str(source), ""
     place, _, split = str(source).rpartition(":")
@@ -170,7 +170,7 @@ def _place(source: str | Path) -> tuple[str, str]:
 
 
 def files_of(source: Any) -> list[Path]:
-    """The files that rows are read from; none for rows in memory and on the hub."""
+    """The files that rows are read from; none for rows in memory or on the hub."""
     if not isinstance(source, str | Path):
         return []
     path = Path(_place(source)[0])
@@ -180,15 +180,15 @@ def files_of(source: Any) -> list[Path]:
 
 
 class Unchanged:
-    """The files of a source as they were when it was first opened; other sources have none.
+    """Checks that the files of a source do not change while they are read.
 
-    A file is told by its inode, its size, and the time of its last change. As a context, the files are checked at its
-    end, and before an error about what was read in them leaves it.
+    Files are compared by inode, size and time of modification. Used as a context, it checks them at the end, also if
+    the context ends with a UserError: the error may come from a file that was only half written.
     """
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self.began = self._stamps()
+        self.before = self._stamps()
 
     def _stamps(self) -> dict[Path, tuple[int, int, int]]:
         stats = [(file, file.stat()) for file in files_of(self.source)]
@@ -202,21 +202,21 @@ class Unchanged:
             self.check()
 
     def check(self) -> None:
-        """Raise a UserError for a file that has been changed, taken away, or put beside the others."""
+        """Raise a UserError for the first file that was changed, removed or added."""
         try:
             now = self._stamps()
-        except OSError:  # taken away between listing and looking
+        except OSError:  # a file was removed between the listing and its stat
             now = {}
-        for file in sorted(self.began.keys() | now.keys()):
-            if self.began.get(file) != now.get(file):
+        for file in sorted(self.before.keys() | now.keys()):
+            if self.before.get(file) != now.get(file):
                 raise UserError(
-                    f"{file} changed while it was being read, so it is not known which rows were read: start again "
-                    "when no other program writes to it"
+                    f"{file} changed while it was being read, so the rows may be a mixture of old and new ones: start "
+                    "again when no other program writes to it"
                 )
 
 
-def _numbered(records: Iterable[Any], prefix: str) -> Iterator[Found]:
-    if isinstance(records, Mapping):  # a DatasetDict iterates over the names of its splits
+def _numbered(records: Iterable[Any], prefix: str) -> Iterator[Located]:
+    if isinstance(records, Mapping):  # iterating over a DatasetDict gives the names of its splits
         raise UserError(f"rows must be a list or one split of a data set, got a mapping with keys {', '.join(records)}")
     return ((f"{prefix}{number}", record) for number, record in enumerate(records, 1))
 
@@ -224,7 +224,7 @@ def _numbered(records: Iterable[Any], prefix: str) -> Iterator[Found]:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _file(path: Path) -> Iterator[Found]:
+def _file(path: Path) -> Iterator[Located]:
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if kind not in READERS:
         raise UserError(f"{path}: {kind or 'no'} suffix: expected one of {', '.join(READERS)}, or these with .gz")
@@ -232,7 +232,7 @@ def _file(path: Path) -> Iterator[Found]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str | BadRow]]:
-    """Lines as text, with their places."""
+    """Lines as text, with their places. A line that is not UTF-8 is a ``BadRow``."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -241,11 +241,11 @@ def _lines(path: Path) -> Iterator[tuple[str, str | BadRow]]:
                     yield place, line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     yield place, BadRow(place, "", "not UTF-8", f"byte {error.start + 1} of the line")
-    except (OSError, EOFError) as error:  # EOFError: a gzip file that was cut
+    except (OSError, EOFError) as error:  # EOFError: the gzip file is truncated
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _jsonl(path: Path) -> Iterator[Found]:
+def _jsonl(path: Path) -> Iterator[Located]:
     decoder = Decoder()
     for place, line in _lines(path):
         if isinstance(line, BadRow):
@@ -261,7 +261,7 @@ def _jsonl(path: Path) -> Iterator[Found]:
 
 
 def _once(record: Any, decoder: Decoder, place: str) -> Any:
-    """The record that was just decoded, or the error that one of its keys stands twice."""
+    """The record that was just decoded, or a ``BadRow`` if it has a key twice."""
     return BadRow(place, decoder.twice[0], TWICE, "write the key once") if decoder.twice else record
 
 
@@ -278,14 +278,14 @@ def _whole(path: Path) -> str:
     return "".join(pieces)
 
 
-def _json(path: Path) -> Iterator[Found]:
-    """A list of records; a file that does not begin with ``[`` holds JSON lines."""
+def _json(path: Path) -> Iterator[Located]:
+    """A list of records. A file that does not begin with ``[`` is read as JSON lines."""
     text = _whole(path)
     if not text.lstrip().startswith("["):
         yield from _jsonl(path)
         return
     decoder = Decoder()
-    position, line, counted = text.index("[") + 1, 1, 0
+    position, line, counted = text.index("[") + 1, 1, 0  # newlines before ``counted`` are in ``line``
     try:
         while True:
             position = _past_space(text, position)
@@ -312,15 +312,15 @@ def _past_space(text: str, position: int) -> int:
     return position
 
 
-def _csv(path: Path) -> Iterator[Found]:
-    """Rows of a csv file with a header; every cell is text, as it is written, and an empty one is absent."""
+def _csv(path: Path) -> Iterator[Located]:
+    """Rows of a csv file with a header. Every cell is text as it is written; an empty cell is a missing value."""
     csv.field_size_limit(FIELD_LIMIT)
     reader = csv.reader(io.StringIO(_whole(path), newline=""), strict=True)
     try:
         header = next(reader, [])
         twice = [name for name, count in Counter(header).items() if count > 1]
         if twice:
-            raise UserError(f"{path}:1: {twice[0]}: two columns of one name")
+            raise UserError(f"{path}:1: {twice[0]}: two columns have this name")
         start = reader.line_num + 1
         for cells in reader:
             place, start = f"{path}:{start}", reader.line_num + 1
@@ -335,20 +335,20 @@ def _csv(path: Path) -> Iterator[Found]:
 # --- datasets -----------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path) -> Iterator[Found]:
+def _parquet(path: Path) -> Iterator[Located]:
     import datasets
     import pyarrow
     from datasets.exceptions import DatasetsError
 
     try:
-        # Streaming reads the file where it stands, without a copy of it in the cache.
+        # Streaming reads the file itself, without a copy in the cache.
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         yield from _numbered(rows, f"{path}:")
     except (OSError, pyarrow.ArrowException, DatasetsError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _folder(path: Path, split: str) -> Iterator[Found]:
+def _folder(path: Path, split: str) -> Iterator[Located]:
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -364,7 +364,7 @@ def _folder(path: Path, split: str) -> Iterator[Found]:
     return itertools.chain.from_iterable(_file(Path(file)) for file in _one_of(files or {}, split, str(path)))
 
 
-def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator[Found]:
+def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator[Located]:
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -372,15 +372,15 @@ def _hub(path: str, config: str | None, split: str, streaming: bool) -> Iterator
         rows = datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, DatasetsError) as error:
         offline = datasets.config.HF_HUB_OFFLINE  # pyright: ignore[reportAttributeAccessIssue]
-        reason = "offline (HF_HUB_OFFLINE is set), and it is not in its cache" if offline else error
-        raise UserError(f"{path}: no such file or folder here, and not read from the hub: {reason}") from error
+        reason = "HF_HUB_OFFLINE is set, and it is not in the cache" if offline else error
+        raise UserError(f"{path}: no such file or folder, and it could not be read from the hub: {reason}") from error
     return _numbered(rows, f"{path}:")
 
 
 def _one_of(splits: Mapping[Any, Any], split: str, name: str) -> Any:
     if split not in splits:
-        near = f"{name}:{next(iter(splits))}" if splits else "another folder"
-        raise UserError(f"{name}: no split {split!r}; it has {', '.join(map(str, splits)) or 'none'}: try {near}")
+        suggestion = f"{name}:{next(iter(splits))}" if splits else "another folder"
+        raise UserError(f"{name}: no split {split!r}; it has {', '.join(map(str, splits)) or 'none'}: try {suggestion}")
     return splits[split]
 
 

@@ -1,15 +1,14 @@
-"""Which shape a record is written in, told from its keys."""
+"""Recognizes the shape of a record by its keys."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from burnish.data.formats import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
-from burnish.errors import UserError
+from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import Prompt, Row
 
 
@@ -21,21 +20,20 @@ def parse(
     keys: Mapping[str, str] | None = None,
     keep: Collection[str] = (),
 ) -> Row:
-    """One record as one of the rows that a method reads.
+    """Convert a record to a row.
 
     Args:
-        record: a mapping, as a line of a file holds it.
-        kinds: row classes to choose from, for instance ``(Preference, Ranking)``.
-        source: where the record stands, for messages: ``"chat.jsonl:17"``.
-        format: the name of a shape (``alpaca``, ``sharegpt``, ...) where the keys fit several.
-        keys: our name of a key to the file's name of it, ``{"prompt": "question"}``.
-        keep: names that are not read as a part of the row, in the record and in its messages and steps; the columns of
-            a prompt have them still.
+        record: a mapping, such as a line of a JSON lines file.
+        kinds: the row classes to choose from, such as ``(Preference, Ranking)``.
+        source: the place of the record, for messages: ``"chat.jsonl:17"``.
+        format: the name of a shape (``alpaca``, ``sharegpt``, ...), needed if the keys fit several.
+        keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
+        keep: keys to ignore, in the record and in its messages and steps. Prompts keep them among their columns.
 
     Raises:
-        BadRow: the record fits no shape, has a column that nothing reads, or a fault; the message names the key, and
-            the nearest one that is known.
-        UserError: ``format`` is not a shape that makes one of ``kinds``.
+        BadRow: the record fits no shape, has a column that nothing reads, or has a wrong value. The message names the
+            key and the most similar known one.
+        UserError: no shape for ``kinds`` is named ``format``.
     """
     if not isinstance(record, Mapping):
         raise BadRow(source, "", "not a record", f"expected an object with keys, got {shown(record)}")
@@ -56,7 +54,7 @@ def parse(
         return replace(row, columns={**row.columns, **kept}) if kept and isinstance(row, Prompt) else row
     if fitting:
         names = ", ".join(shape.name for shape in fitting)
-        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format:")
+        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format")
     shapes = _shapes(kinds, format)
     name, detail = _nearest(record, present, shapes)
     choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
@@ -66,10 +64,15 @@ def parse(
 def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
     for name, column in keys.items():
         if column not in record:
-            raise BadRow(source, column, "missing key", f"keys: says that it is {name!r}; {missing(record, (column,))}")
+            raise BadRow(
+                source,
+                column,
+                "missing key",
+                f"it should be {name!r} according to keys, but the row {missing(record, (column,))}",
+            )
         if name in record and name not in keys.values():
-            detail = f"keys: reads {column!r} as {name!r}: give this one another name, {name}_original: {name}"
-            raise BadRow(source, name, "two columns of one name", detail)
+            detail = f"keys reads {column!r} as {name!r}: rename this one with {name}_original: {name}"
+            raise BadRow(source, name, "two columns have this name", detail)
     rest = {name: value for name, value in record.items() if name not in keys.values()}
     return rest | {name: record[column] for name, column in keys.items()}
 
@@ -83,11 +86,9 @@ def _nothing_unread(
         return
     names = [str(name) for name in record if name in unread]  # in the order of the file
     known = {name for shape in _shapes(kinds, None) for name in (*shape.needs, *shape.may)} | at.keep
-    near = difflib.get_close_matches(names[0], sorted(known - present), 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise at.inside(names[0]).bad(
-        "unknown column", f"{hint}Remove it, or ignore it with data.keep: [{', '.join(names)}]"
-    )
+    hint = did_you_mean(names[0], sorted(known - present))
+    detail = f"remove it, or ignore it with data.keep: [{', '.join(names)}]{hint}"
+    raise at.inside(names[0]).bad("unknown column", detail)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -103,28 +104,33 @@ def _shapes(kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ..
         return shapes
     names = [shape.name for shape in shapes]
     if format not in names:
-        near = difflib.get_close_matches(format, names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+        hint = did_you_mean(format, names) or f"; expected one of {', '.join(names)}"
         rows = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"format: {format!r} is not a shape of {rows} rows: {hint}")
+        raise UserError(f"format: {format!r} is not a shape of {rows} rows{hint}")
     return tuple(shape for shape in shapes if shape.name == format)
 
 
 @functools.lru_cache(maxsize=1024)
 def _fitting(present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None) -> tuple[Shape, ...]:
-    """The shapes whose keys are all there, without those that need only a part of another's keys."""
+    """The shapes whose keys are all present, except those that need only some keys of another such shape."""
     shapes = [shape for shape in _shapes(kinds, format) if present.issuperset(shape.needs)]
     return tuple(s for s in shapes if not any(set(s.needs) < set(other.needs) for other in shapes))
 
 
 def _nearest(record: Record, present: frozenset[str], shapes: tuple[Shape, ...]) -> tuple[str, str]:
-    """The missing keys of the shape that the record all but fits, and what to say of them.
+    """The missing keys of the shape that the record probably has with misspelled keys, and a message about them.
 
-    Of shapes that lack equally many, the one with the most keys there: they are less likely to be there by chance.
+    This is the shape with the fewest missing keys; of several, the one with the most present keys.
     """
-    lacking = [tuple(name for name in shape.needs if name not in present) for shape in shapes]
-    found = [len(names) - len(shape.needs) for names, shape in zip(lacking, shapes, strict=True)]
-    for _, _, names in sorted(zip(map(len, lacking), found, lacking, strict=True), key=lambda shape: shape[:2]):
-        if all(difflib.get_close_matches(name, map(str, record), 1) for name in names):
+
+    def missing_keys(shape: Shape) -> tuple[str, ...]:
+        return tuple(name for name in shape.needs if name not in present)
+
+    def rank(shape: Shape) -> tuple[int, int]:
+        lacking = len(missing_keys(shape))
+        return lacking, lacking - len(shape.needs)
+
+    for names in map(missing_keys, sorted(shapes, key=rank)):
+        if all(closest(name, map(str, record)) for name in names):
             return ", ".join(names), missing(record, names)
     return "", missing(record, ())

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish import kernels
 from burnish.errors import UserError
 from burnish.generate.protocol import Completion, Handle, Request
 from burnish.generate.session import DecodingSession
-from burnish.kernels.linear import use_onednn
 from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import SharedCritic, StepValueHead, load_weights
 
@@ -78,7 +78,7 @@ class LocalGenerator:
         end = None if timeout is None else time.monotonic() + timeout
         done: list[tuple[Handle, Completion]] = []
         try:
-            with evaluating(use_onednn(self.model)):
+            with evaluating(kernels.enable(self.model)):
                 while not done and self._begun():
                     assert self._session is not None and self._current is not None
                     done = [(self._current + index, completion) for index, completion in self._session.step()]

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from burnish import kernels
 from burnish.generate.draw import draw
 from burnish.generate.kv_cache import SlotCache, layer_windows
 from burnish.generate.protocol import Completion, Request
 from burnish.generate.stop_strings import completes_stop
-from burnish.kernels.decoding import by_rows, suits
+from burnish.kernels import decoding
 from burnish.models.forward import SamplingTransform, backbone, head, unwrap
 from burnish.models.heads import head_values
 
@@ -53,7 +54,7 @@ class DecodingSession:
         self.device, self.dtype = base.device, base.dtype
         self.context: int | None = getattr(self.config, "max_position_embeddings", None)
         layers, self.windows = layer_windows(model)
-        self.by_rows = suits(base)
+        self.by_rows = decoding.is_faster(base)
         self.cache = SlotCache(layers, slots, self.device)
         self.held: list[np.ndarray] = [NOTHING] * slots
         self.slots, self.version, self.live, self.length = slots, version, 0, 0
@@ -293,7 +294,7 @@ class DecodingSession:
         self.length += 1
         positions = self.state["position"][: self.live, None]
         self.cache.at(positions, self.length)
-        with by_rows(self.config, self.by_rows):
+        with kernels.decoding_attention(self.config, self.by_rows):
             return self.body(
                 input_ids=self.state["input"][: self.live, None],
                 attention_mask=self._mask(positions, self.length),

@@ -1,8 +1,7 @@
-"""Attention over packed rows without a mask over all pairs of tokens: a sequence meets itself and the prompt it shares.
+"""Attention over packed rows: a sequence attends to itself and the prompt it shares, without a mask over all pairs.
 
-``varlen`` is registered with transformers as an attention implementation. Where a forward pass is told the ``runs`` of
-its row it computes these alone; without them it is transformers' own ``sdpa``, so that a model which uses it can do all
-that it could before.
+``varlen`` is an attention implementation for transformers. A forward pass that passes it the ``runs`` of a row gets
+attention within these. Without them it is transformers' own ``sdpa``, so that the model can do all it could before.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from burnish.math.tensors import upcast
 from burnish.types import Segments
 
 NAME = "burnish"
-"""Of the implementation, in ``config._attn_implementation``; it is not saved with a model."""
+"""The name of the implementation in ``config._attn_implementation``; it is not saved with a model."""
 
 UNKNOWN = frozenset({"softcap", "s_aux", "position_bias", "sliding_window"})
-"""What some models ask of attention that is not computed here."""
+"""Features of some models' attention that ``varlen`` does not have."""
 
 
 def varlen(
@@ -46,14 +44,14 @@ def varlen(
         query: (1, heads, T, size).
         key: (1, key heads, T, size).
         value: as ``key``.
-        attention_mask: read where there are no runs.
-        dropout: probability that a weight is left out.
-        scaling: of the products; 1 / sqrt(size) where None.
-        runs: of the T tokens.
-        kwargs: what transformers' ``sdpa`` takes besides.
+        attention_mask: used only without ``runs``.
+        dropout: probability of dropping an attention weight.
+        scaling: factor of the products; None means 1 / sqrt(size).
+        runs: the sequences in the row of T tokens.
+        kwargs: other arguments of transformers' ``sdpa``.
 
     Returns:
-        (1, T, heads, size), and None in the place of the weights.
+        The states (1, T, heads, size), and None in place of the attention weights.
 
     Raises:
         ValueError: the layer asks for a soft cap, a window, a bias or a sink.
@@ -65,6 +63,18 @@ def varlen(
     dtype = computed_in(query.dtype, query.device)
     if has_kernel(dtype, query.device) and not dropout:
         return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, runs), None
+    if query.device.type == "cpu":
+        # In half precision, the backward pass on a CPU takes three times as long as in float32, and is less accurate.
+        with torch.autocast("cpu", enabled=False):
+            states = _by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, runs)
+            return states.to(query.dtype), None
+    return _by_sequence(query, key, value, dropout, scaling, runs), None
+
+
+def _by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, runs: Segments
+) -> Tensor:
+    """One call of PyTorch's attention for each run."""
     groups = query.shape[1] // key.shape[1]
     parts = [x.split(runs.lengths, 2) for x in (query, repeat_kv(key, groups), repeat_kv(value, groups))]
     attended = []
@@ -75,34 +85,34 @@ def varlen(
             mask = _after(k.shape[2] - q.shape[2], q.shape[2], q.dtype, q.device)
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
         attended.append(out.transpose(1, 2))
-    return torch.cat(attended, 1), None
+    return torch.cat(attended, 1)
 
 
 def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What products of numbers are computed in: autocast's dtype where that is on, else their own."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else dtype
+    """The dtype of matrix products: autocast's if it is enabled, else that of the tensors."""
+    enabled = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else dtype
 
 
 def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether one call computes all runs: the flash kernel of a GPU, which knows half precision alone."""
+    """Whether one call can compute all runs: on a GPU with the flash kernel, which needs half precision."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)
 def _after(prefix: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive mask (length, prefix + length) of tokens that see a prefix, and each other causally."""
+    """The additive mask (length, prefix + length) of causal tokens that also attend to a whole prefix."""
     hidden = torch.ones(length, prefix + length, dtype=torch.bool, device=device).triu(prefix + 1)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, runs: Segments) -> Tensor:
-    """One call of the flash kernel; the keys of a parent are read in front of those of each of its children."""
+    """One call of the flash kernel; the keys of a parent are copied in front of those of each child."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     index, of_queries, of_keys, longest = _plan(runs, q.device)
     if index is not None:
         k, v = k[index], v[index]
-    # aligned at the last column, as it must be where there are more keys than queries
+    # With more keys than queries, the kernel aligns the causal mask at the last column, as needed here.
     out = varlen_attn(
         q,
         k,
@@ -120,25 +130,20 @@ def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, run
 
 @lru_cache(maxsize=8)
 def _plan(runs: Segments, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, int]:
-    """Columns that are read as keys, None for all in order; where queries and keys of each run begin; most keys.
+    """The columns to use as keys (None: all, in order), the offsets of each run's queries and keys, and the most keys.
 
-    The same for every layer of a pass, so that a device gets it once.
+    It is cached, so that it is copied to the device once for all layers of a pass.
     """
     starts, seen, sources = [], [], []
     column = 0
     for length, parent in zip(runs.lengths, runs.parents, strict=True):
         starts.append(column)
-        before = range(0) if parent is None else range(starts[parent], starts[parent] + runs.lengths[parent])
-        sources += [*before, *range(column, column + length)]
-        seen.append(len(before) + length)
+        prefix = range(0) if parent is None else range(starts[parent], starts[parent] + runs.lengths[parent])
+        sources += [*prefix, *range(column, column + length)]
+        seen.append(len(prefix) + length)
         column += length
     of_queries, of_keys = (
         torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (runs.lengths, seen)
     )
     index = torch.tensor(sources, device=device) if len(sources) > column else None
     return index, of_queries, of_keys, max(seen)
-
-
-# a compiled model leaves it out, else it would be compiled again for every set of lengths
-AttentionInterface.register(NAME, torch.compiler.disable(varlen))
-AttentionMaskInterface.register(NAME, sdpa_mask)

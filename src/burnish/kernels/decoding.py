@@ -1,26 +1,23 @@
-"""Attention of one query a row on a CPU, which reads no more of the cache than a row needs, by matrix products."""
+"""Attention of one query per row on a CPU, by matrix products that read only the part of the cache that rows need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from burnish.kernels import attention
 
-NAME = "burnish_rows"
-"""What transformers calls it while a step is decoded."""
+NAME = "burnish_decoding"
+"""The name of the implementation in ``config._attn_implementation`` during a decoding step."""
 
 UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models ask of attention that is left to transformers."""
+"""Features of some models' attention that are left to transformers."""
 
 ROWS = 16
-"""Rows that are read up to the longest of them; fewer cost more calls."""
+"""Rows that are computed together, up to the longest of them. Smaller groups take more calls."""
 
 
 def attend(
@@ -33,53 +30,42 @@ def attend(
     columns: list[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(q k scaling + mask) v, row by row, where transformers' models ask for attention.
+    """softmax(q k scaling + mask) v, with the signature of transformers' attention functions.
 
     Args:
         module: the layer.
         query: (B, heads, 1, size).
-        key: (B, key heads, L, size), of which there may be fewer heads.
+        key: (B, key heads, L, size).
         value: (B, key heads, L, size).
-        attention_mask: (B, 1, 1, L), additive, the lowest number for what is not seen.
-        scaling: 1 / sqrt(size) where it is None.
-        columns: of the first L columns, how many each row has (B); None where the model does not pass it on.
-        kwargs: what transformers' ``sdpa`` takes besides.
+        attention_mask: (B, 1, 1, L), additive, with the lowest number for hidden columns.
+        scaling: factor of the products; None means 1 / sqrt(size).
+        columns: number of cache columns that each of the B rows uses; None means all, if the model does not pass it.
+        kwargs: other arguments of transformers' ``sdpa``.
 
     Returns:
-        (B, 1, heads, size), and None in the place of the weights.
+        The states (B, 1, heads, size), and None in place of the attention weights.
     """
     if any(kwargs.get(name) is not None for name in UNKNOWN):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     rows, heads, _, size = query.shape
-    # Heads that share a key are several queries of it.
+    # Heads that share a key become several queries of it.
     scaled = query * (size**-0.5 if scaling is None else scaling)
     scaled = scaled.reshape(rows, key.shape[1], heads // key.shape[1], size)
-    found = []
+    states = []
     for start in range(0, rows, ROWS):
         here = slice(start, start + ROWS)
         length = key.shape[2] if columns is None else max(columns[here])
         weights = scaled[here] @ key[here, :, :length].transpose(2, 3)
         weights += attention_mask[here, :, :, :length]
-        found.append(weights.softmax(-1) @ value[here, :, :length])
-    return torch.cat(found).view(rows, 1, heads, value.shape[-1]), None
+        states.append(weights.softmax(-1) @ value[here, :, :length])
+    return torch.cat(states).view(rows, 1, heads, value.shape[-1]), None
 
 
-AttentionInterface.register(NAME, attend)
+def is_faster(model: Any) -> bool:
+    """Whether a transformers model can use ``attend`` and gains by it: on a CPU in float32 or wider.
 
-
-def suits(model: Any) -> bool:
-    """Whether a transformers model can use ``attend``, and is not faster with fused kernels as they are on a GPU."""
-    exact = model.dtype in (torch.float32, torch.float64)
-    now = model.config.get_text_config(decoder=True)._attn_implementation
-    return model.device.type == "cpu" and exact and now in ("sdpa", attention.NAME) and model.is_backend_compatible()
-
-
-@contextmanager
-def by_rows(config: Any, wanted: bool) -> Iterator[None]:
-    """Let the model of this configuration use ``attend`` as long as the context lasts, if it is wanted."""
-    before = config._attn_implementation
-    config._attn_implementation = NAME if wanted else before
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    A GPU's fused kernels are faster.
+    """
+    wide = model.dtype in (torch.float32, torch.float64)
+    current = model.config.get_text_config(decoder=True)._attn_implementation
+    return model.device.type == "cpu" and wide and current in ("sdpa", attention.NAME) and model.is_backend_compatible()

@@ -1,53 +1,32 @@
-"""Linear layers whose float32 products on a CPU are oneDNN's, which take half the time of MKL's on an AMD processor."""
+"""Linear layers that use oneDNN for float32 on a CPU; on AMD processors this takes half the time of MKL."""
 
 from __future__ import annotations
-
-import os
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 FEW_ROWS = 8
-"""Below so many rows oneDNN takes longer to start than it saves."""
+"""With fewer rows, oneDNN's overhead is larger than its gain."""
 
 FEW_COLUMNS = 64
-"""A result of fewer columns takes up to five times as long as its transpose."""
+"""A product with fewer columns takes up to five times as long as its transpose."""
 
 LARGE = 2**20
-"""Weights from which on it pays for few rows too."""
-
-# oneDNN, and PyTorch's own layer above it, keep what they made for the last 1,024 shapes; micro-batches have ever new
-# lengths, and what is kept for those came to 300 MB. A pass through a model has 15 shapes of its own, with adapters up
-# to 35: one fewer than those, and each would be made anew in every layer.
-for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_cache, "40")
+"""With this many weights oneDNN is faster for few rows too."""
 
 
 def has_onednn() -> bool:
-    """Whether oneDNN's kernels for AVX-512 are here."""
-    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return known and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def use_onednn(model: nn.Module) -> nn.Module:
-    """The model, its linear layers of the class below where this machine has the kernels.
-
-    Those of other classes, such as quantized ones, and those whose forward another library has wrapped stay as they
-    are.
-    """
-    if has_onednn():
-        for module in model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                module.__class__ = Linear
-    return model
+    """Whether this machine has oneDNN's kernels for AVX-512."""
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return available and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` by oneDNN where its numbers are float32 on a CPU, with or without gradients."""
+    """A ``torch.nn.Linear`` that uses oneDNN for float32 on a CPU, with or without gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., N) of (..., H)."""
+        """(..., H) to (..., N)."""
         plain = (
             input.dtype != torch.float32
             or self.weight.dtype != torch.float32
@@ -80,7 +59,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Of x g weight, of the weight g^T x, of the bias the sum of g over rows."""
+        """Gradients: g weight of x, g^T x of the weight, and the sum of g over rows of the bias."""
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
@@ -92,7 +71,7 @@ class Product(torch.autograd.Function):
 
 
 def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
-    """g^T x, (N, H); by its transpose where x has few columns, as in LoRA's second factor."""
+    """g^T x, (N, H); as the transpose of x^T g if x has few columns, as for LoRA's second factor."""
     if x.size(1) < FEW_COLUMNS:
         return product(x.t(), gradient.t()).t()
     return product(gradient.t(), x.t())

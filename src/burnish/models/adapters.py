@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from burnish import kernels
 from burnish.errors import UserError
-from burnish.kernels.linear import use_onednn
 from burnish.models.bases import Base
 from burnish.models.settings import AdapterConfig
 
@@ -23,17 +23,21 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base: Base | None = None) -> peft.PeftModel:
-    """The model with a fresh adapter, which gives the same logits, its base frozen; heads stay trainable.
+    """Put a fresh adapter on a model; the logits stay the same, the base is frozen, and heads stay trainable.
 
-    ``base`` says where the model's weights lie unchanged; it is written beside the adapter whenever that is saved.
+    Args:
+        model: the base.
+        config: of the adapter.
+        task: what kind of model it is.
+        base: the model that ``model`` was loaded from; it is recorded beside the adapter when that is saved.
 
     Raises:
-        UserError: the model has no module of a name in ``targets``, or one that cannot have an adapter.
+        UserError: the model has no module named in ``targets``, or one of them cannot have an adapter.
     """
     names = [f".{name}" for name, _ in model.named_modules()]
     listed = [] if isinstance(config.targets, str) else config.targets
     linear = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
-    hint = f"linear layers of {type(model).__name__} are {', '.join(linear)}"
+    hint = f"the linear layers of {type(model).__name__} are {', '.join(linear)}"
     if unknown := [target for target in listed if not any(name.endswith(f".{target}") for name in names)]:
         raise UserError(f"adapter.targets: no module {unknown[0]!r}: {hint}")
     lora = peft.LoraConfig(
@@ -49,25 +53,25 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, task: Task, base:
         adapted = wrap(model, lora)
     except ValueError as error:
         raise UserError(
-            f"adapter.targets: {str(error).splitlines()[0]} A text is a pattern of whole names: {hint}"
-        ) from (error)
+            f"adapter.targets: {str(error).splitlines()[0]} A string is a pattern that has to match whole names: {hint}"
+        ) from error
     adapted.trained_on = base  # type: ignore[assignment]
     return adapted
 
 
 def trained_on(model: nn.Module) -> Base | None:
-    """What is known of the base of an adapted model; None for one that another tool made."""
+    """The base that an adapter was trained on; None if it is not recorded, as with other tools' adapters."""
     return vars(model).get("trained_on")
 
 
 def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
-    """``peft.get_peft_model`` without its warning."""
+    """``peft.get_peft_model`` without peft's warning."""
     with without_warning():
         return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
 
 
 def save(model: peft.PeftModel, folder: str | Path, **kwargs: Any) -> None:
-    """Save an adapter as peft does, with its modules in an order that is the same in every process."""
+    """Save an adapter as peft does, but list its target modules in the same order in every process."""
     for config in model.peft_config.values():
         if isinstance(config, peft.LoraConfig) and isinstance(config.target_modules, set):
             config.target_modules = sorted(config.target_modules)
@@ -76,7 +80,7 @@ def save(model: peft.PeftModel, folder: str | Path, **kwargs: Any) -> None:
 
 @contextmanager
 def without_warning() -> Iterator[None]:
-    """Leave out a warning of peft's own: it asks transformers for activation checkpointing by an old name."""
+    """Hide a deprecation warning that peft causes: it reads an attribute that transformers has renamed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield
@@ -84,28 +88,28 @@ def without_warning() -> Iterator[None]:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[nn.Module]:
-    """The base of an adapted model, for as long as the context lasts, also when it is left by an error."""
+    """Disable a model's adapter within the context, so that the model computes what its base does."""
     if not isinstance(model, peft.PeftModel):
-        raise ValueError("only a model with an adapter has a base to go back to")
+        raise ValueError("expected a model with an adapter")
     with model.disable_adapter():
         yield model
 
 
 def is_fresh(model: peft.PeftModel) -> bool:
-    """Whether an adapter still changes nothing: every second factor is 0."""
+    """Whether an adapter is untrained and so changes nothing: the second factor of every layer is 0."""
     factors = [p for name, p in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
     return bool(factors) and not any(torch.any(p != 0) for p in factors)
 
 
 class Reference:
-    """The policy as it is now, kept to compare with: its base where its adapter is fresh, else a frozen copy."""
+    """The reference model: the policy as it is now. The base if the policy's adapter is fresh, else a frozen copy."""
 
     def __init__(self, policy: nn.Module) -> None:
         fresh = isinstance(policy, peft.PeftModel) and is_fresh(policy)
-        self.frozen = None if fresh else use_onednn(copy.deepcopy(policy)).eval().requires_grad_(False)
+        self.frozen = None if fresh else kernels.enable(copy.deepcopy(policy)).eval().requires_grad_(False)
 
     def equals(self, policy: nn.Module) -> bool:
-        """Whether ``policy`` has not moved since."""
+        """Whether the weights of ``policy`` are still those of the reference."""
         if self.frozen is None:
             return isinstance(policy, peft.PeftModel) and is_fresh(policy)
         with self.use(policy) as frozen:
@@ -113,7 +117,7 @@ class Reference:
 
     @contextmanager
     def use(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Give the reference of ``policy`` for as long as the context lasts."""
+        """Use the reference of ``policy`` within the context."""
         if self.frozen is None:
             with disabled(policy) as base:
                 yield base

@@ -1,7 +1,7 @@
-"""What an adapter was trained on: its base by name and by a hash of the base's weights, kept beside the adapter.
+"""Records which base an adapter was trained on: its name and a hash of its weights, in a file beside the adapter.
 
-An adapter is a change to one model's weights. On any other model, be it the raw base of the fine-tuned one that it was
-trained on, it loads without an error and computes something else. The hash is what tells them apart.
+An adapter changes the weights of one model. On any other model it loads without an error and computes something else;
+a common mistake is to put an adapter of a fine-tuned model on the pretrained one. The hash prevents it.
 """
 
 from __future__ import annotations
@@ -33,53 +33,55 @@ class Base(NamedTuple):
 
 
 def weights_hash(folder: str) -> str:
-    """SHA-256, in hex, of the weights of a model folder or of a hub id in the cache: of names, types, shapes and bytes.
+    """SHA-256, in hex, of a model's weights: of the names, dtypes, shapes and bytes of its tensors.
 
-    Tensors are read one at a time, in the order of their names, so neither sharding nor the order in a file matters.
+    The result does not depend on how tensors are split into files or ordered in them.
+
+    Args:
+        folder: a model folder, or the id of a model in the hub's cache.
 
     Raises:
-        UserError: it has no safetensors files, or one is damaged.
+        UserError: the model has no safetensors files, or one is damaged.
     """
-    files = _files(folder)
-    return _hash(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+    return _hash(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in _files(folder)))
 
 
 @functools.lru_cache(maxsize=8)
 def _hash(files: tuple[tuple[Path, int, int], ...]) -> str:
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path, _, _ in files:
         try:
             with safe_open(path, "pt") as stored:
-                for name in stored.keys():  # noqa: SIM118 - it is no dict
+                for name in stored.keys():  # noqa: SIM118 - not a dict
                     tensor = stored.get_tensor(name)
                     head = f"{name} {tensor.dtype} {list(tensor.shape)}\n"
                     digest = hashlib.sha256(head.encode())
                     digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-                    found[name] = digest.hexdigest()
+                    digests[name] = digest.hexdigest()
         except SafetensorError as error:
             raise UserError(f"{path}: cannot be read: {error}") from error
-    return hashlib.sha256("".join(f"{name} {found[name]}\n" for name in sorted(found)).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
 def _files(folder: str) -> list[Path]:
-    """The weight files of a folder, or of a hub id that has been fetched."""
-    where = cached_file(folder, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-    if where is not None:
-        return [Path(where)]
+    """The weight files of a model folder or of a model in the hub's cache."""
+    single = cached_file(folder, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is not None:
+        return [Path(single)]
     index = cached_file(folder, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is None:
-        raise UserError(f"{folder}: it has no weights as safetensors, which is what can be hashed and compared")
+        raise UserError(f"{folder}: it has no weights in safetensors files, which Burnish needs to compare bases")
     names = sorted(set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values()))
     return [Path(str(cached_file(folder, name))) for name in names]
 
 
 def record(folder: Path, base: Base) -> None:
-    """Write beside an adapter what it was trained on."""
+    """Write the base that an adapter was trained on into the adapter's folder."""
     (folder / BASE).write_text(json.dumps({"base": base.name, "sha256 of weights": base.weights}, indent=1) + "\n")
 
 
 def recorded(folder: str | Path) -> Base | None:
-    """What an adapter's folder says that it was trained on; None where another tool wrote it."""
+    """The base recorded in an adapter's folder; None if another tool wrote the adapter."""
     path = Path(folder) / BASE
     if not path.is_file():
         return None
@@ -91,18 +93,19 @@ def recorded(folder: str | Path) -> Base | None:
 
 
 def check(adapter: str | Path, candidate: Base) -> None:
-    """Refuse a model that is not the base that an adapter was trained on, whatever it is called.
+    """Check that a model is the base that an adapter was trained on. Only the weights count, not the name.
 
     Raises:
-        UserError: its weights have another hash than those that the adapter records.
+        UserError: the hash of the model's weights is not the recorded one.
     """
     base = recorded(adapter)
     if base is None or base.weights == candidate.weights:
         return
-    what = "which has changed since" if base.name == candidate.name else f"not on {candidate}"
     if base.name == candidate.name:
-        what += f": its weights are now {candidate.weights[:SHOWN]}"
+        difference = f"which has changed since: its weights are now {candidate.weights[:SHOWN]}"
+    else:
+        difference = f"not on {candidate}"
     raise UserError(
-        f"{adapter}: this adapter was trained on {base}, {what}. On other weights it would compute something else: "
-        "use it with the base it was trained on"
+        f"{adapter}: this adapter was trained on {base}, {difference}. On other weights it would compute something "
+        "else: use it with the base it was trained on"
     )

@@ -1,4 +1,4 @@
-"""Weights that are not numbers."""
+"""Finds weights that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 
 @torch.no_grad()
 def non_finite(model: nn.Module, *, trained: bool = False) -> str | None:
-    """The name of the first weight that holds NaN or infinity, None where there is none.
+    """The name of the first weight that holds NaN or infinity, or None.
 
     Args:
-        model: any module; weights stored in fewer bits have no NaN and are passed over.
-        trained: look at the weights that are trained, and at no others.
+        model: any module. Quantized weights cannot hold NaN and are skipped.
+        trained: check only the weights that require a gradient.
     """
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and (weight.requires_grad or not trained) and not weight.isfinite().all():

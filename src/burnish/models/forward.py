@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from burnish import kernels
 from burnish.data.batching import attention_mask, collate
 from burnish.errors import UserError
 from burnish.kernels import attention
@@ -128,10 +129,10 @@ def has_varlen(model: nn.Module) -> bool:
     if base.config._attn_implementation != attention.NAME and base not in _tried:
         _tried.add(base)
         if base.config._attn_implementation == "sdpa" and base._supports_attention_backend:
-            base.config._attn_implementation = attention.NAME
+            kernels.use_packed_attention(base, True)
             trial = _trial(model, 3, 1)
             if not (_causal_without_windows(model) and _same_states(model, trial, packed=True, shared=True)):
-                base.config._attn_implementation = "sdpa"
+                kernels.use_packed_attention(base, False)
     return base.config._attn_implementation == attention.NAME
 
 

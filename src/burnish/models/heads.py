@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
+from burnish import kernels
 from burnish.errors import UserError
-from burnish.kernels.linear import use_onednn
 from burnish.math.tensors import upcast
 from burnish.models import adapters, bases
 from burnish.models.adapters import trained_on, wrap
@@ -149,8 +149,8 @@ class Network(nn.Module):
 
     def __init__(self, policy: nn.Module, critic: nn.Module | None = None) -> None:
         super().__init__()
-        self.policy = use_onednn(policy)
-        self.critic = critic if critic is None else use_onednn(critic)
+        self.policy = kernels.enable(policy)
+        self.critic = critic if critic is None else kernels.enable(critic)
         # asked by transformers of the model that is trained: what is trained here never is, though a base may be
         self.is_quantized = False
 

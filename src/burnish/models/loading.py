@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from burnish import files
+from burnish import files, kernels
 from burnish.errors import UserError
 from burnish.math.tensors import upcast
 from burnish.models import bases, quantize
@@ -42,10 +42,10 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def choose_dtype(name: DType, *, adapter: bool = False) -> torch.dtype:
-    """The dtype that weights are loaded in.
+    """The dtype to load weights in.
 
-    ``auto`` is float32 for weights that are trained, so that small updates are not lost, and on a CPU; a frozen base
-    under an adapter is kept in bfloat16 on a GPU that computes in it.
+    ``auto`` means float32, because small updates would be lost in fewer bits. The exception is a frozen base under an
+    adapter: it is kept in bfloat16 on a GPU that supports it.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -55,17 +55,20 @@ def choose_dtype(name: DType, *, adapter: bool = False) -> torch.dtype:
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder of an installed package, found without importing it."""
+    """The folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
     places = list(spec.submodule_search_locations or []) if spec else []
     return Path(places[0]) if places else None
 
 
 def resolve(reference: str) -> str:
-    """A reference as a folder that transformers can load, or the hub id that it is.
+    """The folder or hub id that transformers can load for a model that the user named.
 
-    A folder that holds no config.json but a GGUF file (or a subfolder ``model``) stands for that model; a GGUF file
-    is dequantized once to float32 and kept in the cache folder under the hash of its bytes.
+    A folder without config.json stands for the model in its subfolder ``model``, or for its only GGUF file. A GGUF file
+    is dequantized to float32 once and kept in the cache folder under the hash of its bytes.
+
+    Raises:
+        UserError: it is neither a model, a GGUF file, nor a possible hub id.
     """
     path = Path(reference).expanduser()
     if path.suffix == ".gguf" and path.is_file():
@@ -77,33 +80,35 @@ def resolve(reference: str) -> str:
     for folder in (path, path / "model"):
         if (folder / "config.json").is_file() or is_adapter(folder):
             return str(folder)
-    found = sorted(path.glob("*.gguf"))
-    if len(found) == 1:
-        return str(convert_gguf(found[0]))
-    what = f"{len(found)} GGUF files: name one of {', '.join(f.name for f in found)}" if found else "no config.json"
-    raise UserError(f"{reference}: expected a folder with config.json or one GGUF file; it has {what}")
+    gguf = sorted(path.glob("*.gguf"))
+    if len(gguf) == 1:
+        return str(convert_gguf(gguf[0]))
+    content = (
+        f"{len(gguf)} GGUF files: name one of {', '.join(file.name for file in gguf)}" if gguf else "no config.json"
+    )
+    raise UserError(f"{reference}: expected a folder with config.json or one GGUF file; it has {content}")
 
 
 def is_adapter(reference: str | Path) -> bool:
-    """Whether a reference is a folder with an adapter, which needs its base."""
+    """Whether a folder holds an adapter, which needs a base model."""
     return (Path(reference).expanduser() / "adapter_config.json").is_file()
 
 
 def describe(reference: str) -> bases.Base:
-    """A whole model by its name and the hash of its weights."""
+    """The name of a whole model and the hash of its weights."""
     return bases.Base(reference, bases.weights_hash(resolve(reference)))
 
 
 def convert_gguf(path: Path) -> Path:
-    """Dequantize a GGUF file to a transformers folder in float32, once; returns the folder."""
+    """Dequantize a GGUF file to a model folder in float32, unless the cache has it already; returns the folder."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
-        if (wrong := files.damage(folder)) is None:
+        if (damage := files.damage(folder)) is None:
             return folder
-        warnings.warn(f"{folder}: {wrong}: it will be rebuilt", stacklevel=2)
-        with contextlib.suppress(FileNotFoundError):  # another process was first
+        warnings.warn(f"{folder}: {damage}: it will be rebuilt", stacklevel=2)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
             files.remove(folder)
     staging = folder.with_name(f".{folder.name}.{os.getpid()}")
     extra = (
@@ -119,7 +124,7 @@ def convert_gguf(path: Path) -> Path:
     files.seal(staging)
     try:
         staging.rename(folder)
-    except OSError:  # another process was first
+    except OSError:  # another process has made it
         if not folder.is_dir():
             raise
         shutil.rmtree(staging)
@@ -127,10 +132,11 @@ def convert_gguf(path: Path) -> Path:
 
 
 def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a pad token: its own, else one of its unused special tokens, else EOS.
+    """The tokenizer of a model, always with a pad token: its own, else a special token made for padding, else EOS.
 
-    An adapter that has no tokenizer beside it has that of its base. No mask, pooling or stop is ever derived from the
-    pad id, so padding by EOS is harmless here; plain transformers scores a row at its last token that is no padding.
+    An adapter without a tokenizer uses the one of its base. Burnish derives no mask, pooling or stop from the pad id,
+    so padding with EOS is harmless here. Transformers itself does: it scores a row at the last token that is not the
+    pad token.
     """
     folder = resolve(reference)
     if is_adapter(folder) and not (Path(folder) / "tokenizer_config.json").is_file():
@@ -155,9 +161,17 @@ def load_policy(
     quantized: Quantization | None = None,
     base: str | None = None,
 ) -> nn.Module:
-    """A causal language model; a folder with an adapter gives its base with the adapter on it, ready to go on.
+    """Load a causal language model; an adapter is loaded on its base and stays trainable.
 
-    ``quantized`` keeps the weights in 4 or 8 bits. ``base`` is where the base of an adapter lies now, if it was moved.
+    Args:
+        reference: a folder, a .gguf file or a hub id.
+        dtype: of the weights.
+        trust_remote_code: run the code that comes with the model.
+        quantized: keep the weights in 4 or 8 bits.
+        base: where the base of an adapter is now; by default, where the adapter says.
+
+    Raises:
+        UserError: the model cannot be loaded, lacks weights, or holds NaN or infinity.
     """
     folder = resolve(reference)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantized": quantized}
@@ -178,9 +192,10 @@ def load_reward_model(
     quantized: Quantization | None = None,
     base: str | None = None,
 ) -> nn.Module:
-    """A sequence classifier without dropout: a trained one as it is, or any backbone with a fresh scalar head.
+    """Load a sequence classifier without dropout; a model without a classification head gets a new scalar one.
 
-    ``labels`` None takes a trained one with the labels it has, and no fresh head; the rest is as for ``load_policy``.
+    With ``labels=None`` the model must have a head, and keeps its number of labels. The other arguments are those of
+    ``load_policy``.
     """
     folder = resolve(reference)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantized": quantized}
@@ -188,7 +203,7 @@ def load_reward_model(
         options["num_labels"] = labels
     new_head = labels is not None
     if is_adapter(folder):
-        # the base of an adapter does not know its labels
+        # The config of the base does not know how many labels the adapter has.
         options["num_labels"] = 1
         model = _load_adapter(AutoModelForSequenceClassification, folder, base, new_head=new_head, **options)
     else:
@@ -197,17 +212,17 @@ def load_reward_model(
 
 
 def load_value_model(reference: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Network:
-    """A policy with the head that values its reasoning steps, as ``methods.step_value`` saved them; no dropout.
+    """Load a policy and its step-level value head, as ``methods.step_value`` saved them, without dropout.
 
-    ``network.critic.delimiter`` is what ends a step.
+    ``network.critic.delimiter`` is the text that ends a reasoning step.
 
     Raises:
-        UserError: there is no value head, or it is another kind of head or of another model.
+        UserError: there is no value head, or it is of another kind or belongs to another model.
     """
     folder = resolve(reference)
     path = Path(folder) / VALUE_HEAD
     if not path.is_file():
-        raise UserError(f"{reference}: no {VALUE_HEAD}: expected a model that a stage with method step_value trained")
+        raise UserError(f"{reference}: no {VALUE_HEAD}: expected a model trained by a stage with method step_value")
     policy = load_policy(reference, dtype=dtype, trust_remote_code=trust_remote_code)
     head = StepValueHead(unwrap(policy).config.get_text_config().hidden_size, dtype)
     load_head(head, path)
@@ -216,44 +231,52 @@ def load_value_model(reference: str, *, dtype: torch.dtype = torch.float32, trus
 
 
 def adapter_config(folder: str) -> Any:
-    """The settings of the adapter in a folder.
+    """The settings (``adapter_config.json``) of the adapter in a folder.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: the file cannot be read.
     """
     from peft import PeftConfig
 
     try:
         return PeftConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder}/adapter_config.json: not the settings of an adapter: {error}") from error
+        raise UserError(f"{folder}/adapter_config.json: cannot be read as settings of an adapter: {error}") from error
 
 
 def base_of(adapter: str) -> str:
-    """The model that an adapter was trained on, by the name that its folder gives.
+    """The folder or hub id of the model that an adapter was trained on.
+
+    The adapter names it as the recipe did, often by a path relative to the folder that ``burnish run`` was started in.
+    So a relative path is looked up in the working directory first and then in each folder above the adapter. This way
+    adapters work from any directory, and a run can be moved.
 
     Raises:
-        UserError: it gives none, or one that is not there.
+        UserError: the adapter does not name its base, or there is no such model.
     """
-    known = bases.recorded(adapter)
-    name = known.name if known else adapter_config(adapter).base_model_name_or_path
+    recorded = bases.recorded(adapter)
+    name = recorded.name if recorded else adapter_config(adapter).base_model_name_or_path
     if not name:
         raise UserError(f"{adapter}: the adapter does not name its base model")
+    places = (Path(name), *(folder / name for folder in Path(adapter).resolve().parents))
     try:
-        return resolve(name)
+        return resolve(next((str(place) for place in places if place.exists()), name))
     except UserError as error:
         raise UserError(
-            f"{adapter}: its base {name} is not there: burnish merge {adapter} --base FOLDER makes a whole model of it "
-            "and of its base, wherever that lies now"
+            f"{adapter}: its base {name} is not there: burnish merge {adapter} --base FOLDER writes a whole model from "
+            "the adapter and its base in another place"
         ) from error
 
 
 def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = False, **options: Any) -> nn.Module:
-    """The base of an adapter with the adapter on it; merged where the base then gets a head of its own.
+    """Load an adapter on its base.
+
+    If a reward model starts from the adapter of a language model, the adapter is merged, because the base gets a new
+    head.
 
     Raises:
-        UserError: the base has other weights than those that the adapter was trained on; the adapter's own are missing,
-            damaged, or those of another model.
+        UserError: the adapter was trained on a base with other weights; or the adapter's own weights are missing,
+            damaged, or belong to another model.
     """
     from peft import PeftModel, TaskType
 
@@ -261,17 +284,17 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
     if not (Path(folder) / ADAPTER).is_file():
         raise UserError(f"{folder}: no {ADAPTER} beside adapter_config.json")
     if cls is AutoModelForCausalLM and config.task_type == TaskType.SEQ_CLS:
-        raise UserError(f"{folder}: the adapter of a reward model: expected one of a language model")
+        raise UserError(f"{folder}: this is the adapter of a reward model: expected one of a language model")
     reference = base or base_of(folder)
-    known = None
+    trained_on = None
     if bases.recorded(folder) is not None:
-        known = describe(reference)
-        bases.check(folder, known)
+        trained_on = describe(reference)
+        bases.check(folder, trained_on)
     brings_head = config.task_type == TaskType.SEQ_CLS
     whole = _whole(cls, reference, new_head=new_head or brings_head, **options)
     merged = new_head and not brings_head
     if merged:
-        config.task_type = None  # that of a language model
+        config.task_type = None  # it is the type of a language model
     try:
         with without_warning(), warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -280,14 +303,14 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
         reason = " ".join(str(error).split("\n\t")[:2])
         raise UserError(f"{folder}: damaged, or not an adapter of {reference}: {reason}") from error
     _check_finite(model, folder)
-    model.trained_on = known
+    model.trained_on = trained_on
     return model.merge_and_unload().requires_grad_(True) if merged else model
 
 
 def _whole(
     cls: Any, reference: str, *, new_head: bool = False, quantized: Quantization | None = None, **options: Any
 ) -> Any:
-    """A model of which no weight is made up, but for its head where it may be new."""
+    """Load a whole model. Only the head may have new random weights, and only with ``new_head``."""
     if quantized is not None:
         quantize.require(quantized)
         options["quantization_config"] = quantize.settings(quantized)
@@ -296,11 +319,11 @@ def _whole(
         quantize.prepare(model)
     body = f"{model.base_model_prefix}."
     missing = sorted(info["missing_keys"])
-    made_up = [key for key in missing if not new_head or (key.startswith(body) and "pooler" not in key)]
-    if made_up:
+    required = [key for key in missing if not new_head or (key.startswith(body) and "pooler" not in key)]
+    if required:
         raise UserError(
-            f"{reference}: not a {type(model).__name__}: it has no weights for {', '.join(made_up[:3])}"
-            + (f" and {len(made_up) - 3} more" if len(made_up) > 3 else "")
+            f"{reference}: not a {type(model).__name__}: it has no weights for {', '.join(required[:3])}"
+            + (f" and {len(required) - 3} more" if len(required) > 3 else "")
         )
     if "score.weight" in missing:
         init_score(model)
@@ -311,26 +334,27 @@ def _whole(
 def _check_finite(model: nn.Module, reference: str) -> None:
     if (name := non_finite(model)) is not None:
         raise UserError(
-            f"{reference}: the weight {name} holds NaN or infinity: its file is damaged, or the training that made it "
-            "diverged: use another checkpoint of this model"
+            f"{reference}: the weight {name} holds NaN or infinity: its file is damaged, or the model diverged in "
+            "training: use another checkpoint of this model"
         )
 
 
 @torch.no_grad()
 def _check_head(model: nn.Module, reference: str) -> None:
-    """Compare the logits that training computes in chunks with the model's own."""
+    """Check that training, which applies the head itself, computes the logits of the model."""
     tokens = torch.tensor([[0, 1]], device=unwrap(model).device)
     expected = upcast(unwrap(model)(input_ids=tokens, use_cache=False).logits)
-    found = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
-    if (found - expected).abs().max() > 0.02 * expected.abs().max():
+    logits = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
+    if (logits - expected).abs().max() > 0.02 * expected.abs().max():
         raise UserError(
-            f"{reference}: {type(unwrap(model)).__name__} changes its logits after the head in a way that is not known "
-            "here; known are soft-capping (Gemma), division (Granite) and multiplication (Cohere)"
+            f"{reference}: {type(unwrap(model)).__name__} changes its logits after the head in a way that Burnish does "
+            "not support; it supports soft-capping (Gemma), division (Granite) and multiplication (Cohere)"
         )
 
 
 def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
-    """``cls.from_pretrained`` with the user's mistakes told as such."""
+    """``cls.from_pretrained``; what goes wrong because of the user's input is a UserError."""
+    kernels.prepare_process()
     folder = resolve(reference)
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
@@ -339,12 +363,10 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         if isinstance(error, OSError) and not Path(folder).is_dir():
-            offline = (
-                "offline (HF_HUB_OFFLINE is set), and it is not in the hub's cache" if is_offline_mode() else reason
-            )
-            raise UserError(f"{reference}: no such folder here, and not read from the hub: {offline}") from error
+            offline = "HF_HUB_OFFLINE is set, and it is not in the hub's cache" if is_offline_mode() else reason
+            raise UserError(f"{reference}: no such folder, and it could not be read from the hub: {offline}") from error
         if "ignore_mismatched_sizes" in reason:
-            reason = "its weights have other shapes than its config, or another number of labels than is asked for"
+            reason = "the shapes of its weights do not match its config or the requested number of labels"
         raise UserError(f"{reference}: cannot be loaded as {cls.__name__}: {reason}") from error
     finally:
         if bars:
@@ -352,7 +374,7 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
 
 
 def summary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What was loaded: class and where it is defined, parameters, dtype, special ids, head shape."""
+    """Facts about a loaded model: its class and file, its parameters, dtype, special ids and head shape."""
     base: PreTrainedModel = unwrap(model)
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""Folds an adapter into the base that it was trained on, and into no other, in full precision."""
+"""Merges an adapter into the base that it was trained on, in full precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from burnish.models.heads import VALUE_HEAD
 from burnish.models.quantize import is_quantized
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""How far logits may move, as a share of the largest: the rounding of sums, or of what is stored."""
+"""Largest change of a logit that rounding explains, relative to the largest logit."""
 
 
 def merge(
@@ -30,36 +30,36 @@ def merge(
     say: Callable[[str], None] = print,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a whole model: an adapter's base with the adapter folded in, its tokenizer and its value head.
+    """Write a whole model: an adapter merged into its base, with its tokenizer and its value head if it has one.
 
-    W + scale B A (DoRA: rescaled by row) is computed in float32 or wider from the base's own files, and stored in
-    the dtype of those. What was stored is read again and has to give the logits that the adapter gave.
+    W + scale B A (with DoRA, rescaled by row) is computed in float32 or wider from the base's own files and stored in
+    their dtype. The stored model is loaded again to check that its logits are those of the adapter.
 
     Args:
-        adapter: a folder with adapter_config.json, or a stage's folder with ``adapter/`` in it.
-        base: where the base lies now; None is where the adapter says that it is.
-        output: a new folder; None is the adapter's, with ``-merged`` at its end.
-        say: takes each line about what was done.
+        adapter: a folder with adapter_config.json, or a stage's folder that has ``adapter/``.
+        base: where the base is now; by default, where the adapter says.
+        output: a new folder; by default, the adapter's folder with ``-merged`` appended.
+        say: called with each line about the result.
         trust_remote_code: run the code that comes with the base.
 
     Returns:
-        The folder, complete or absent.
+        The folder. It is complete, or it does not exist.
 
     Raises:
-        UserError: the base is not the one that the adapter was trained on, or is not there; the output exists.
+        UserError: the base is missing or is not the one that the adapter was trained on; or the output exists.
     """
     folder = _folder(adapter)
     target = Path(output).expanduser() if output is not None else folder.with_name(f"{folder.name}-merged")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"{target}: there is something already: name a new folder with --output")
+        raise UserError(f"{target} exists already: name a new folder with --output")
     reference = _base(folder, base)
     with torch.random.fork_rng():
         model: Any = _load(folder, reference, trust_remote_code)
         if is_quantized(loading.unwrap(model)):
-            raise UserError(f"{reference}: it is stored in fewer bits: name the full-precision model with --base")
-        said = bases.recorded(folder)
-        if said is None:
-            say(f"note: {folder} does not record which weights it was trained on: {reference} is taken at its word")
+            raise UserError(f"{reference} is quantized: name the full-precision model with --base")
+        recorded = bases.recorded(folder)
+        if recorded is None:
+            say(f"note: {folder} does not record the weights it was trained on: {reference} cannot be checked")
         stored = AutoConfig.from_pretrained(loading.resolve(reference), trust_remote_code=trust_remote_code).dtype
         before = _logits(model)
         tokenizer = loading.load_tokenizer(str(folder) if _has_tokenizer(folder) else reference)
@@ -72,18 +72,20 @@ def merge(
                 shutil.copy2(folder / VALUE_HEAD, staging / VALUE_HEAD)
             dtype = merged.dtype
             del model, merged
-            again = _loader(folder)(str(staging), trust_remote_code=trust_remote_code).eval()
-            moved = ((_logits(again) - before).abs().max() / before.abs().max()).item()
-            assert moved <= TOLERANCE[dtype], f"{target}: merging moved the logits by {moved:.1e} of the largest"
+            stored_model = _loader(folder)(str(staging), trust_remote_code=trust_remote_code).eval()
+            change = ((_logits(stored_model) - before).abs().max() / before.abs().max()).item()
+            assert change <= TOLERANCE[dtype], f"{target}: merging changed the logits by {change:.1e} of the largest"
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     say(f"adapter {folder}: {(folder / loading.ADAPTER).stat().st_size / 2**20:,.1f} MiB")
-    say(f"base {reference}: " + ("the weights it was trained on" if said else "not checked"))
-    say(f"merged {target}: {size / 2**20:,.1f} MiB, {str(dtype).removeprefix('torch.')}; logits moved by {moved:.1e}")
+    say(f"base {reference}: " + ("the weights it was trained on" if recorded else "not checked"))
+    say(
+        f"merged {target}: {size / 2**20:,.1f} MiB, {str(dtype).removeprefix('torch.')}; logits changed by {change:.1e}"
+    )
     return target
 
 
 def start_from(adapter: str, folder: Path, *, say: Callable[[str], None], trust_remote_code: bool = False) -> str:
-    """A whole model in ``folder`` made of an adapter that training starts from, unless it is there already."""
+    """Merge the adapter that training starts from into a whole model in ``folder``, unless that exists already."""
     if files.damage(folder) is not None:
         shutil.rmtree(folder, ignore_errors=True)
         merge(adapter, output=folder, say=lambda line: None, trust_remote_code=trust_remote_code)
@@ -92,7 +94,7 @@ def start_from(adapter: str, folder: Path, *, say: Callable[[str], None], trust_
 
 
 def policy_of(adapted: PeftModel, adapter: Path, trust_remote_code: bool = False) -> Any:
-    """A trained model with its adapter folded in; into its base's own files where memory holds the base in fewer bits.
+    """A trained model with its adapter merged; a base in low precision is loaded again in full precision for it.
 
     ``adapter`` is the folder that the adapter was saved to.
     """
@@ -112,31 +114,34 @@ def _folder(adapter: str) -> Path:
         if loading.is_adapter(folder):
             return folder
     raise UserError(
-        f"{adapter}: not an adapter: expected a folder with adapter_config.json, or a stage's with adapter/"
+        f"{adapter}: not an adapter: expected a folder with adapter_config.json, or a stage's folder with adapter/"
     )
 
 
 def _base(folder: Path, named: str | None) -> str:
-    """Where the base is: where the user says, else where the adapter does."""
+    """Where the base is: as the user says, or else as the adapter records."""
     if named is None:
         try:
             return loading.base_of(str(folder))
         except UserError as error:
-            known = bases.recorded(folder)
-            name = known or loading.adapter_config(str(folder)).base_model_name_or_path or "that it does not name"
-            raise UserError(f"{folder}: its base {name} is not there: say where it lies with --base FOLDER") from error
+            name = (
+                bases.recorded(folder)
+                or loading.adapter_config(str(folder)).base_model_name_or_path
+                or "that it does not name"
+            )
+            raise UserError(f"{folder}: its base {name} is not there: say where it is with --base FOLDER") from error
     if loading.is_adapter(named):
-        raise UserError(f"{named}: it is an adapter itself: merge it into its own base first, and name the outcome")
+        raise UserError(f"{named} is an adapter itself: merge it into its own base first, and name the result")
     return named
 
 
 def _load(folder: Path, base: str | None, trust_remote_code: bool) -> Any:
-    """An adapter on its base, in float32, as what it was trained to be."""
+    """An adapter on its base, in float32, as a policy or a reward model."""
     return _loader(folder)(str(folder), base=base, trust_remote_code=trust_remote_code).eval()
 
 
 def _loader(folder: Path) -> Callable[..., Any]:
-    """What loads the kind of model that an adapter belongs to."""
+    """The function that loads the kind of model that an adapter belongs to."""
     task = loading.adapter_config(str(folder)).task_type
     if task not in (TaskType.CAUSAL_LM, TaskType.SEQ_CLS, None):
         raise UserError(f"{folder}: an adapter for {task}: expected one of a language model or of a reward model")
@@ -149,6 +154,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 @torch.no_grad()
 def _logits(model: Any) -> torch.Tensor:
-    """Logits of some tokens, which a base with an adapter and what they are merged into share."""
+    """Logits of a few tokens, to compare a model with an adapter and the merged one."""
     tokens = torch.arange(3, 3 + min(13, model.config.get_text_config().vocab_size - 3), device=model.device)
     return upcast(model(input_ids=tokens[None]).logits).cpu()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.types import Messages
 
 if TYPE_CHECKING:
@@ -51,9 +50,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         UserError: there is no plain template of that name.
     """
     if name not in PLAIN_TEMPLATES:
-        near = difflib.get_close_matches(name, PLAIN_TEMPLATES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(PLAIN_TEMPLATES)}"
-        raise UserError(f"template: there is no plain template {name!r}: {hint}")
+        hint = did_you_mean(name, PLAIN_TEMPLATES) or f"; expected one of {', '.join(PLAIN_TEMPLATES)}"
+        raise UserError(f"template: there is no plain template {name!r}{hint}")
     tokenizer.chat_template = PLAIN_TEMPLATES[name]
 
 

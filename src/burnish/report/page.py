@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -231,9 +232,19 @@ def _manifest(folder: Path) -> dict[str, Any]:
     raise UserError(f"{path}: no such file{hint}")
 
 
-def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
-    import yaml
+def _as_yaml(value: Any) -> str:
+    """Block style, keys in their order; nothing for an empty value."""
+    if not value:
+        return ""
+    from ruamel.yaml import YAML
 
+    writer: Any = YAML(typ="safe", pure=True)
+    writer.default_flow_style, writer.sort_base_mapping_type_on_output, writer.width = False, False, 100
+    writer.dump(value, text := io.StringIO())
+    return text.getvalue()
+
+
+def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     stages = [_stage(entry, folder / entry["name"]) for entry in manifest.get("stages", [])]
     seconds = sum(entry.get("seconds") or 0 for entry in manifest.get("stages", []))
     machine = manifest.get("machine", {})
@@ -242,18 +253,15 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         for entry in manifest.get("stages", [])
     }
 
-    def as_yaml(value: Any) -> str:
-        return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100) if value else ""
-
     return {
         "name": manifest.get("name", folder.name),
         "state": manifest.get("state", "unknown"),
         "time": duration(seconds) if seconds else "",
         "machine": " · ".join(value if isinstance(value, str) else f"{value} {key}" for key, value in machine.items()),
         "stages": stages,
-        "recipe": as_yaml(manifest.get("recipe")),
+        "recipe": _as_yaml(manifest.get("recipe")),
         "versions": manifest.get("versions", {}),
-        "hashes": as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
+        "hashes": _as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
         "number": _typeset,
         "shown_samples": SHOWN_SAMPLES,
         "most_samples": MOST_SAMPLES,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from burnish import kernels
 from burnish.errors import UserError, did_you_mean
-from burnish.kernels.linear import use_onednn
 from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
@@ -52,7 +52,7 @@ class ModelReward:
         Raises:
             UserError: no such label, or there are several and none is named; no mean and std to normalize by.
         """
-        self.model = use_onednn(model).eval().requires_grad_(False)
+        self.model = kernels.enable(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Truncation(

@@ -1,13 +1,323 @@
-"""Fields of transformers.TrainingArguments that this trainer has no use for, and what does their work."""
+"""The settings of the trainer, and the fields of transformers.TrainingArguments that have no meaning here.
+
+This module does not import torch, so that a recipe is checked quickly.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from burnish.errors import did_you_mean
+from burnish.types import Config
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+OnNonFinite = Literal["error", "skip"]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
+Optimizer = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_xla",
+    "adamw_torch_npu_fused",
+    "adafactor",
+    "adamw_anyprecision",
+    "adamw_torch_4bit",
+    "adamw_torch_8bit",
+    "ademamix",
+    "sgd",
+    "adagrad",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "ademamix_8bit",
+    "lion_8bit",
+    "lion_32bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+    "galore_adamw",
+    "galore_adamw_8bit",
+    "galore_adafactor",
+    "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise",
+    "lomo",
+    "adalomo",
+    "grokadamw",
+    "schedule_free_radam",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    "apollo_adamw",
+    "apollo_adamw_layerwise",
+    "stable_adamw",
+]
+Tracker = Literal[
+    "azure_ml",
+    "comet_ml",
+    "mlflow",
+    "neptune",
+    "tensorboard",
+    "trackio",
+    "wandb",
+    "codecarbon",
+    "clearml",
+    "dagshub",
+    "flyte",
+    "dvclive",
+    "swanlab",
+    "kubeflow",
+    "all",
+    "none",
+]
+
+
+class TrainerConfig(Config):
+    """How a stage trains: the fields of transformers.TrainingArguments that have a meaning here, and two of our own.
+
+    ``TrainerConfig(learning_rate=1e-4, num_train_epochs=2)``. The defaults are those of transformers, except for
+    ``num_train_epochs``, ``logging_steps``, ``save_steps`` and ``save_total_limit``.
+    """
+
+    # rows and steps
+    per_device_train_batch_size: int = Field(default=8, ge=1, description="rows of an optimizer step, for each process")
+    num_train_epochs: float = Field(default=1.0, gt=0, description="passes over the training rows")
+    max_steps: int = Field(
+        default=-1, ge=-1, description="optimizer steps of the run; above 0 it overrides num_train_epochs"
+    )
+    # the optimizer
+    optim: Optimizer = Field(default="adamw_torch_fused", description="optimizer")
+    optim_args: str | None = Field(default=None, description="arguments of the optimizer: name=value, name=value")
+    optim_target_modules: str | list[str] | None = Field(
+        default=None, description="galore and apollo: modules they optimize"
+    )
+    learning_rate: float = Field(default=5e-5, ge=0, description="highest learning rate")
+    lr_scheduler_type: Schedule = Field(default="linear", description="how the learning rate changes over the run")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(
+        default=None, description="arguments of the schedule: {min_lr: 1e-6}"
+    )
+    warmup_steps: float = Field(
+        default=0, ge=0, description="steps over which the learning rate rises; below 1 a share of all"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="decay of weights that are no biases or norms")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of squared gradients")
+    adam_epsilon: float = Field(default=1e-8, ge=0, description="added to the denominator of the update")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="gradients are clipped to this norm; 0 does not clip")
+    on_non_finite: OnNonFinite = Field(
+        default="error", description="if a loss or gradient is not finite: stop, or skip the step"
+    )
+    # precision, memory and speed
+    bf16: bool = Field(default=False, description="compute in bfloat16, with float32 weights")
+    fp16: bool = Field(default=False, description="compute in float16 with loss scaling, with float32 weights")
+    tf32: bool | None = Field(default=None, description="TF32 matrix products on a GPU; default: as torch has it")
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory"
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | None = Field(default=None, description="{use_reentrant: false}")
+    torch_compile: bool = Field(default=False, description="compile the model")
+    torch_compile_backend: str | None = Field(default=None, description="backend of torch.compile")
+    torch_compile_mode: str | None = Field(default=None, description="mode of torch.compile")
+    use_liger_kernel: bool = Field(default=False, description="use the kernels of the package liger-kernel, on a GPU")
+    liger_kernel_config: dict[str, bool] | None = Field(
+        default=None, description="kernels to use: {rope: true, swiglu: false}"
+    )
+    neftune_noise_alpha: float | None = Field(
+        default=None, ge=0, description="noise on embeddings while training (NEFTune)"
+    )
+    full_determinism: bool = Field(default=False, description="deterministic algorithms of torch, which may be slower")
+    # logs
+    logging_strategy: Literal["no", "steps", "epoch"] = Field(default="steps", description="when metrics are logged")
+    logging_steps: float = Field(default=1, gt=0, description="steps between two logs; below 1 a share of all steps")
+    logging_first_step: bool = Field(default=False, description="log the first step too")
+    report_to: Tracker | list[Tracker] = Field(default="none", description="experiment trackers, besides metrics.jsonl")
+    run_name: str | None = Field(default=None, description="name of the run in the tracker")
+    project: str = Field(default="huggingface", description="trackio: project")
+    trackio_space_id: str | None = Field(default=None, description="trackio: Space to log to")
+    trackio_bucket_id: str | None = Field(default=None, description="trackio: bucket of the Space")
+    trackio_static_space_id: str | Literal[False] | None = Field(
+        default=None, description="trackio: static Space; false: none"
+    )
+    # evaluation on data.eval
+    eval_strategy: Literal["no", "steps", "epoch"] = Field(
+        default="no", description="when data.eval is evaluated, besides before and after training"
+    )
+    eval_steps: float | None = Field(
+        default=None, gt=0, description="steps between two evaluations; default: logging_steps"
+    )
+    eval_delay: float = Field(default=0, ge=0, description="epochs or steps before the first evaluation")
+    # checkpoints
+    save_strategy: Literal["no", "steps", "epoch", "best"] = Field(
+        default="steps", description="when checkpoints are written"
+    )
+    save_steps: float = Field(
+        default=0.25, gt=0, description="steps between two checkpoints; below 1 a share of all steps"
+    )
+    save_total_limit: int | None = Field(default=1, ge=1, description="checkpoints that are kept; null keeps all")
+    save_only_model: bool = Field(
+        default=False, description="checkpoints without the optimizer, from which no run can resume"
+    )
+    load_best_model_at_end: bool = Field(default=False, description="end with the weights of the best evaluation")
+    metric_for_best_model: str | None = Field(default=None, description="metric of data.eval that says which is best")
+    greater_is_better: bool | None = Field(default=None, description="whether a larger metric is better")
+    # the hub
+    push_to_hub: bool = Field(default=False, description="push the model to the hub")
+    hub_model_id: str | None = Field(default=None, description="repository to push to")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
+        default="every_save", description="when and what is pushed"
+    )
+    hub_private_repo: bool | None = Field(default=None, description="whether the repository is private")
+    hub_always_push: bool = Field(default=False, description="push even if the last push has not ended")
+    hub_revision: str | None = Field(default=None, description="branch to push to")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of transformers.TrainingArguments."""
+        return self.model_dump(exclude={"on_non_finite"}, exclude_none=True)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Fields that were set and do nothing beside the others: ``("eval_steps", "nothing reads it with ...")``."""
+        for key, readers in READ_WITH.items():
+            value = getattr(self, key)
+            if value == type(self).model_fields[key].default or self._is_read(readers):
+                continue
+            here = " and ".join(f"{other}: {_yaml(getattr(self, other))}" for other in readers)
+            ways = " or ".join(f"{other}: {_first(values)}" for other, values in readers.items())
+            yield key, f"nothing reads it with {here}; it belongs to {ways}"
+        if self.optim_args:
+            yield from (("optim_args", text) for text in _optim_args_problems(self.optim, self.optim_args))
+
+    def _is_read(self, readers: dict[str, Collection[Any]]) -> bool:
+        given = ((getattr(self, other), values) for other, values in readers.items())
+        return any(one in values for value, values in given for one in (value if isinstance(value, list) else [value]))
+
+
+# --- fields that need another one ---------------------------------------------------------------------------------
+
+LOW_RANK = ("galore", "apollo")
+# How the names of optimizers begin that have no betas.
+NOT_ADAM = ("adafactor", "adagrad", "adalomo", "galore", "grokadamw", "lomo", "rmsprop", "schedule_free_sgd", "sgd")
+_SCHEDULES: tuple[str, ...] = Schedule.__args__
+_OPTIMIZERS: tuple[str, ...] = Optimizer.__args__
+_ADAM = [name for name in _OPTIMIZERS if not name.startswith(NOT_ADAM)]
+_BEST: dict[str, Collection[Any]] = {
+    "load_best_model_at_end": [True],
+    "save_strategy": ["best"],
+    "lr_scheduler_type": ["reduce_lr_on_plateau", "greedy"],
+}
+_SAVES: dict[str, Collection[Any]] = {"save_strategy": ["steps", "epoch", "best"]}
+_TRACKIO: dict[str, Collection[Any]] = {"report_to": ["trackio", "all"]}
+_PUSHES: dict[str, Collection[Any]] = {"push_to_hub": [True]}
+READ_WITH: dict[str, dict[str, Collection[Any]]] = {
+    "activation_checkpointing_kwargs": {"activation_checkpointing": [True]},
+    "adam_beta1": {"optim": _ADAM},
+    "adam_beta2": {"optim": _ADAM},
+    "adam_epsilon": {"optim": [name for name in _ADAM if "lion" not in name]},
+    "eval_delay": {"eval_strategy": ["steps", "epoch"]},
+    "eval_steps": {"eval_strategy": ["steps"]},
+    "greater_is_better": _BEST,
+    "hub_always_push": _PUSHES,
+    "hub_model_id": _PUSHES,
+    "hub_private_repo": _PUSHES | _TRACKIO,
+    "hub_revision": _PUSHES,
+    "hub_strategy": _PUSHES,
+    "liger_kernel_config": {"use_liger_kernel": [True]},
+    "logging_steps": {"logging_strategy": ["steps"], "eval_strategy": ["steps"]},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": [name for name in _SCHEDULES if not name.startswith("constant")]},
+    "metric_for_best_model": _BEST,
+    "optim_target_modules": {"optim": [name for name in _OPTIMIZERS if name.startswith(LOW_RANK)]},
+    "project": _TRACKIO,
+    "save_only_model": _SAVES,
+    "save_steps": {"save_strategy": ["steps"]},
+    "save_total_limit": _SAVES,
+    "torch_compile_backend": {"torch_compile": [True]},
+    "torch_compile_mode": {"torch_compile": [True]},
+    "trackio_bucket_id": _TRACKIO,
+    "trackio_space_id": _TRACKIO,
+    "trackio_static_space_id": _TRACKIO,
+    "warmup_steps": {
+        "lr_scheduler_type": [n for n in _SCHEDULES if n not in ("constant", "reduce_lr_on_plateau", "greedy")],
+        "optim": ["schedule_free_adamw", "schedule_free_sgd"],
+    },
+    "weight_decay": {"optim": [n for n in _OPTIMIZERS if not n.startswith((*LOW_RANK, "lomo", "adalomo"))]},
+}
+"""Fields that are read only if another field has one of these values; one of several such fields is enough."""
+
+_GALORE = ("rank", "update_proj_gap", "scale", "proj_type")
+OPTIM_ARGS: dict[str, tuple[str, ...] | None] = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("lr_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
+    "adamw_anyprecision": (
+        "use_kahan_summation",
+        "momentum_dtype",
+        "variance_dtype",
+        "compensation_buffer_dtype",
+    ),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("block_size", "bf16_stochastic_round")),
+    **dict.fromkeys(
+        ("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+        ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3"),
+    ),
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")),
+    **{f"galore_{kind}{each}": _GALORE for each in ("", "_layerwise") for kind in ("adamw", "adamw_8bit", "adafactor")},
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), (*_GALORE, "proj", "scale_type")),
+    "grokadamw": ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping"),
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), ("weight_lr_power", "r")),
+    "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
+}
+"""What each optimizer of transformers reads in optim_args; any other reads nothing. None: all of it is passed on."""
+
+
+def _optim_args_problems(optimizer: str, written: str) -> Iterator[str]:
+    """Optimizers take what they know of optim_args and ignore the rest; most of them know nothing."""
+    if optimizer not in OPTIM_ARGS:
+        yield f"{optimizer} reads no optim_args; those that do are {', '.join(OPTIM_ARGS)}"
+        return
+    known = OPTIM_ARGS[optimizer]
+    for part in written.replace(" ", "").split(","):
+        name, equals, value = part.partition("=")
+        if not (name and equals and value) or "=" in value:
+            yield f"expected name=value, name=value, got {written!r}"
+        elif name == "weight_decay":
+            yield "weight_decay is overruled by trainer.weight_decay: set it there"
+        elif known is not None and name not in known:
+            yield f"{optimizer} does not read {name!r}{did_you_mean(name, known)}; it reads {', '.join(known)}"
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _first(values: Collection[Any], count: int = 6) -> str:
+    names = [_yaml(value) for value in values]
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+# --- fields that have no meaning here -----------------------------------------------------------------------------
 
 _LOADED = "rows are encoded before a run or in buffers of a stream, and no process loads them"
 _MEASURED = "a method measures held-out rows itself, and keeps no predictions"
@@ -16,7 +326,8 @@ _ORDERED = "rows come in a seeded order, and a token budget groups them by lengt
 IGNORED = {
     "average_tokens_across_devices": "a step is always divided by the counts of all processes",
     "batch_eval_metrics": _MEASURED,
-    "data_seed": "one seed rules a run: seed",
+    "bf16_full_eval": "held-out rows are computed in the precision of training: set bf16",
+    "data_seed": "one seed rules a run: set seed: at the top of the recipe",
     "dataloader_drop_last": "the last step of an epoch keeps the rows that are left",
     "dataloader_in_order": _LOADED,
     "dataloader_multiprocessing_context": _LOADED,
@@ -27,6 +338,7 @@ IGNORED = {
     "eval_accumulation_steps": _MEASURED,
     "eval_do_concat_batches": _MEASURED,
     "eval_use_gather_object": _MEASURED,
+    "fp16_full_eval": "held-out rows are computed in the precision of training: set fp16",
     "include_for_metrics": _MEASURED,
     "include_num_input_tokens_seen": "every line of the log has the tokens of its steps",
     "label_smoothing_factor": "a method whose loss has smoothed labels has a setting of its own for them",
@@ -36,10 +348,52 @@ IGNORED = {
     "torch_empty_cache_steps": "the cache is emptied when memory runs out, and the token budget is halved",
     "train_sampling_strategy": _ORDERED,
 }
-"""Name of a field: why it is not read. A recipe may not set these; from Python they are warned about."""
+"""Fields of TrainingArguments that ``burnish.Trainer`` does not read, and why; from Python they are warned about."""
 
-OWN = {"on_non_finite": ("error", "skip")}
-"""Settings of ``burnish.Trainer`` that a recipe gives beside the fields of TrainingArguments, with their values."""
+_ONE_PROCESS = "burnish run trains in one process: for several, use burnish.Trainer with torchrun or accelerate"
+_SHOWN = "the live view and metrics.jsonl show the run"
+_BY_ITSELF = "an unfinished run resumes by itself; --fresh starts over"
+
+ABSENT = IGNORED | {
+    "accelerator_config": _LOADED,
+    "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is done again",
+    "ddp_backend": _ONE_PROCESS,
+    "ddp_broadcast_buffers": _ONE_PROCESS,
+    "ddp_bucket_cap_mb": _ONE_PROCESS,
+    "ddp_find_unused_parameters": _ONE_PROCESS,
+    "ddp_static_graph": _ONE_PROCESS,
+    "ddp_timeout": _ONE_PROCESS,
+    "debug": "on_non_finite reports the first NaN or infinite number",
+    "deepspeed": "Burnish does not use DeepSpeed",
+    "disable_tqdm": _SHOWN,
+    "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",
+    "do_predict": "use burnish generate",
+    "do_train": "a stage always trains",
+    "enable_jit_checkpoint": "a killed run resumes from its last complete checkpoint: set save_steps",
+    "eval_on_start": "data.eval is always evaluated before training",
+    "fsdp": _ONE_PROCESS,
+    "fsdp_config": _ONE_PROCESS,
+    "gradient_accumulation_steps": "per_device_train_batch_size is the rows of a step; token_budget bounds the memory",
+    "hub_token": "a recipe is copied into the manifest, where a secret must not be: set the variable HF_TOKEN",
+    "ignore_data_skip": "the state of the data loader is saved and restored",
+    "label_names": "a method decides what it learns",
+    "local_rank": _ONE_PROCESS,
+    "log_level": _SHOWN,
+    "log_level_replica": _ONE_PROCESS,
+    "log_on_each_node": _ONE_PROCESS,
+    "logging_nan_inf_filter": "every number is logged as it is; on_non_finite says what happens to the step",
+    "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
+    "parallelism_config": _ONE_PROCESS,
+    "remove_unused_columns": "a method decides which columns it reads",
+    "restore_callback_states_from_checkpoint": _BY_ITSELF,
+    "resume_from_checkpoint": _BY_ITSELF,
+    "save_on_each_node": _ONE_PROCESS,
+    "seed": "one seed rules a run: set seed: at the top of the recipe",
+    "skip_memory_metrics": "Burnish does not report the memory in use",
+    "use_cache": "no training pass keeps a cache of keys and values",
+    "use_cpu": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES= before the command hides it",
+}
+"""Fields of TrainingArguments that a recipe may not set, and why."""
 
 _DERIVED = {"average_tokens_across_devices", "dataloader_pin_memory"}  # TrainingArguments changes these itself
 

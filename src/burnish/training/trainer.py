@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -35,7 +35,7 @@ from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Context, Method
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder
-from burnish.training.arguments import OWN, warn_ignored
+from burnish.training.arguments import OnNonFinite, warn_ignored
 from burnish.training.passes import Passes, add
 from burnish.types import Example, Row, Term, Terms
 
@@ -95,7 +95,7 @@ class Trainer(transformers.Trainer):
                 f"{args.n_gpu} GPUs in one process: start one process for each (torchrun --nproc-per-node {args.n_gpu} "
                 "...), or choose one GPU with CUDA_VISIBLE_DEVICES=0"
             )
-        if on_non_finite not in OWN["on_non_finite"]:
+        if on_non_finite not in get_args(OnNonFinite):
             raise UserError(f"on_non_finite: expected error or skip, got {on_non_finite!r}")
         if on_non_finite == "skip" and args.fp16:
             raise UserError("on_non_finite: skip: with fp16 the loss scaler skips steps itself: take this setting away")
