@@ -1,7 +1,7 @@
 """Prompts to optimizer steps: a batch is sampled, scored and given advantages, then passed over in mini-batches.
 
 A method that learns from its own completions has a ``Sampler``, and gives ``RolloutLoader`` two functions: what it
-measures of a rollout before the update, and how that becomes advantages.
+measures of rollouts before the update, and the advantage estimator. ``RolloutLoader._collect`` shows the order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Generator, GeneratorFactory
 from burnish.generate.sampling import Sampling
-from burnish.math.advantages import Moments
+from burnish.math.advantages import Moments, overlong_penalty, token_rewards, whiten
 from burnish.math.kl import AdaptiveKL, estimate
-from burnish.math.losses import truncated_importance
+from burnish.math.policy import correction_weights, effective_sample_size
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Context
@@ -32,14 +32,14 @@ from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import collect
-from burnish.rl.metrics import evaluation, sample_rows, summary
+from burnish.rl.metrics import evaluation, sample_rows, summary, value_metrics
 from burnish.rl.mismatch import mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, Trajectory
 
 if TYPE_CHECKING:
-    from burnish.methods.settings import RolloutConfig
+    from burnish.methods.settings import PolicyGradientConfig
 
 
 class Sampler:
@@ -62,6 +62,13 @@ class Sampler:
         if self.generator is None:
             self.generator = self.factory(context.network.policy, context.tokenizer)
         return self.generator
+
+    def check_rewards(self) -> None:
+        """Raise a UserError where nothing scores completions."""
+        if not self.rewards:
+            raise UserError(
+                "prompts need a reward that scores their completions: set reward:, or give rows with text and reward"
+            )
 
     def check_explores(self) -> None:
         """Raise a UserError where every completion of a prompt would be the same."""
@@ -106,12 +113,12 @@ class Sampler:
         hidden = hidden_states(policy, batch) if hidden is None else hidden
         return token_logprobs(policy, hidden, batch, batch.loss_mask, how, "off")[0]
 
-    def experience(
+    def logprobs_of(
         self, policy: nn.Module, reference: Reference | None, sampled: bool
     ) -> Callable[..., dict[str, Tensor]]:
         """A function of rollouts and, where known, the policy's hidden states: log-probabilities (B, T) of each token.
 
-        Those of the policy where the sampler's do not serve for them: ``logprobs`` as tokens are sampled, unless
+        Those of the policy where the sampler's do not serve for them: ``old_logprobs`` as tokens are sampled, unless
         ``sampled``. With a reference its own, ``ref_logprobs``, and ``kl_logprobs``, the policy's at the same
         temperature, unless they are those of sampling. A policy that is the reference still has the reference's, so
         that its KL is 0.
@@ -154,31 +161,13 @@ class Sampler:
         trajectories = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
         examples = [Example(t.sequences) for t in trajectories]
         if reference is not None:
-            measure = self.experience(context.network.policy, reference, sampled=how == "sampled")
+            measure = self.logprobs_of(context.network.policy, reference, sampled=how == "sampled")
             examples = context.annotate(measure, examples)
         metrics = evaluation(trajectories, examples, self.start_scores)
         for t in trajectories:
             self.start_scores.setdefault(t.source, t.score)
         context.samples(sample_rows(trajectories, "eval"))
         return metrics
-
-
-class Experience(NamedTuple):
-    """A batch of N trajectories before its update, in float64: ``Experience(mask, {"old_logprobs": ...}, ...)``.
-
-    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, L), laid
-    out as by ``learned_arrays``: a row holds the sampled tokens of a trajectory and nothing else. ``scores``, as the
-    settings scale and clip them, and ``groups``, equal for trajectories of one prompt, are (N,). ``steps`` (N, L) is
-    the scaled part of the scores that lies on tokens; None where no reward scores tokens.
-    """
-
-    mask: Tensor
-    arrays: dict[str, Tensor]
-    scores: Tensor
-    groups: Tensor
-    kl: Tensor
-    kl_coef: float
-    steps: Tensor | None
 
 
 class RolloutLoader:
@@ -189,26 +178,27 @@ class RolloutLoader:
         settings: of the method.
         rows: prompts.
         context: of the run.
-        experience: told whether the sampler's log-probabilities serve, gives what measures rollouts before the update:
-            (B, T) arrays, ``logprobs`` among them where the sampler's do not.
-        advantages: the (N, T) arrays that the loss reads, ``advantages`` among them, and metrics.
+        measure: told whether the sampler's log-probabilities serve, gives a function of rollouts before the update:
+            (B, T) arrays, ``old_logprobs`` where the sampler's do not serve, and ``values`` where there is a critic.
+        estimator: advantages (N, L) and returns (N, L), or None, from rewards (N, L), mask (N, L), groups (N,) and
+            values (N, L), or None. A row is a trajectory, as ``learned_arrays`` lays it out.
         begin: told the number of the iteration before each of its steps.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        settings: RolloutConfig,
+        settings: PolicyGradientConfig,
         rows: list[Row],
         context: Context,
         *,
-        experience: Callable[[bool], Callable[[MicroBatch], Mapping[str, Tensor]]],
-        advantages: Callable[[Experience], tuple[dict[str, Tensor], dict[str, float]]],
+        measure: Callable[[bool], Callable[[MicroBatch], Mapping[str, Tensor]]],
+        estimator: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
         begin: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         s = self.settings = settings
         self.sampler, self.context = sampler, context
-        self.experience, self.advantages, self.begin = experience, advantages, begin
+        self.measure, self.estimator, self.begin = measure, estimator, begin
         self.rows, self.prompts = sampler.prompts(rows, context)
         self.batch = context.rows_per_step
         samples_each = sampler.sampling.samples
@@ -246,71 +236,138 @@ class RolloutLoader:
             yield examples
 
     def _collect(self, indices: list[int]) -> None:
-        """Sample a batch, score it, and work out what the update needs of it."""
-        began = time.perf_counter()
-        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        trajectories = collect(*what, self.context, self.sampler.bind(self.context))
-        seconds = time.perf_counter() - began
-        examples, gap = self._measured([Example(t.sequences) for t in trajectories])
-        found, metrics = self._estimate(trajectories, examples)
-        self.pending = with_learned_arrays(examples, **found)
-        tokens = sum(len(t.tokens) for t in trajectories)
-        self.context.log(
-            summary(trajectories)
-            | metrics
-            | {"sampler_mismatch": gap, "generated_per_second": tokens / seconds, "generation_seconds": seconds}
-        )
+        """Make a batch ready for its update: from prompts to advantages, in this order."""
+        # prompts, completions and their scores
+        trajectories, metrics = self._sample(indices)
+        # log-probabilities of the policy and the reference, and values
+        examples, mismatch = self._measured([Example(t.sequences) for t in trajectories])
+        metrics |= summary(trajectories) | {"sampler_mismatch": mismatch}
+        mask, arrays = learned_arrays(examples)
+        arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
+        # rewards of tokens: the score at the last one, less the KL
+        rewards = self._rewards(trajectories, mask, arrays, metrics)
+        # advantages and returns, over the whole batch
+        learned = self._advantages(rewards, mask, arrays, metrics)
+        self.pending = with_learned_arrays(examples, **learned)
+        self.context.log(metrics)
         if self.iteration % self.settings.show_every == 0:
             self.context.samples(sample_rows(trajectories[:4], "train"))
 
+    def _sample(self, indices: list[int]) -> tuple[list[Trajectory], dict[str, float]]:
+        """Completions of prompts, scored, in the order of ``indices``, and metrics of their generation.
+
+        With dynamic sampling, a prompt whose completions all have the same score is replaced by one from outside the
+        batch. The order of replacements depends on the seed and the iteration alone, and an iteration that is
+        interrupted is sampled anew, so that a run resumes exactly.
+        """
+        began = time.perf_counter()
+        groups = drawn = self._completed(indices)
+        replaced: list[int] = []
+        if self.settings.dynamic_sampling:
+            order = permutation(len(self.prompts), self.context.seed, self.iteration, 2)
+            others = [i for i in order if i not in set(indices)]
+            for _ in range(self.settings.dynamic_sampling):
+                equal = [k for k, group in enumerate(groups) if len({t.score for t in group}) == 1]
+                chosen = others[len(replaced) :][: len(equal)]
+                if not chosen:
+                    break
+                fresh = self._completed(chosen)
+                replaced, drawn = replaced + chosen, drawn + fresh
+                by_place = dict(zip(equal, fresh, strict=False))  # the data may have fewer prompts left
+                groups = [by_place.get(k, group) for k, group in enumerate(groups)]
+        seconds = time.perf_counter() - began
+        tokens = sum(len(t.tokens) for group in drawn for t in group)
+        metrics = {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
+        if self.settings.dynamic_sampling:
+            scores = [t.score for group in drawn for t in group]
+            metrics |= {"replaced_prompts": float(len(replaced)), "score_drawn": sum(scores) / len(scores)}
+        return [t for group in groups for t in group], metrics
+
+    def _completed(self, indices: list[int]) -> list[list[Trajectory]]:
+        """The scored completions of each prompt."""
+        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
+        trajectories = collect(*what, self.context, self.sampler.bind(self.context))
+        each = self.sampler.sampling.samples
+        return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
+
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
-        """Rollouts with what the update needs of them, and the gap between sampler and trainer.
+        """Rollouts with what the update needs of them, and the mismatch between sampler and trainer.
 
         The policy runs over one rollout in eight, others each time, to see whether the sampler's log-probabilities
-        serve; over all of them where the gap is more than rounding, or tokens are weighed by it.
+        serve; over all of them where the mismatch is more than rounding, or losses are weighed by it.
         """
         annotate, limit = self.context.annotate, self.settings.max_sampler_mismatch
-        gap, self.sampled, self.compared = 0.0, False, False
-        if self.settings.importance_cap is None:
-            own = self.sampler.experience(self.context.network.policy, None, sampled=False)
+        mismatch, self.sampled, self.compared = 0.0, False, False
+        if self.settings.correction is None:
+            own = self.sampler.logprobs_of(self.context.network.policy, None, sampled=False)
             first = self.iteration % min(CHECKED, len(examples))
-            gap = mean_sampler_mismatch(annotate(own, examples[first::CHECKED]), limit)
-            self.sampled = gap <= ROUNDING
-        examples = annotate(self.experience(self.sampled), examples)
-        return examples, gap if self.sampled else mean_sampler_mismatch(examples, limit)
+            mismatch = mean_sampler_mismatch(annotate(own, examples[first::CHECKED]), limit)
+            self.sampled = mismatch <= ROUNDING
+        examples = annotate(self.measure(self.sampled), examples)
+        return examples, mismatch if self.sampled else mean_sampler_mismatch(examples, limit)
 
-    def _estimate(
-        self, trajectories: list[Trajectory], examples: list[Example]
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The arrays that the loss reads, (N, L) each, and metrics; the KL coefficient moves on."""
+    def _rewards(
+        self, trajectories: list[Trajectory], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
+    ) -> Tensor:
+        """Rewards (N, L) of tokens; the KL coefficient moves on."""
         s = self.settings
-        mask, arrays = learned_arrays(examples)
-        arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
-        ours, theirs = (arrays.get(name, arrays["old_logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
         if s.score_normalize:
             self.moments = self.moments.update(torch.tensor([t.score for t in trajectories]))
         moments = self.moments if s.score_normalize else None
         rule = (s.missing_eos, s.missing_eos_penalty or 0.0)
         scores = final_scores(trajectories, s.score_scale, s.score_clip, *rule, moments)
-        groups = torch.arange(len(trajectories)) // self.sampler.sampling.samples
-        kl = estimate(ours, theirs, s.kl_estimate, mask)
+        if s.overlong is not None:
+            lengths = torch.tensor([len(t.tokens) for t in trajectories])
+            penalties = s.overlong.penalty * overlong_penalty(lengths, self.sampler.sampling.longest, s.overlong.buffer)
+            metrics["overlong"] = penalties.mean().item()
+            scores = scores + penalties
         steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
         if steps is not None and (s.score_normalize or s.score_clip is not None):
             raise UserError(
                 "score_normalize and score_clip change the score of a completion and not the rewards of its tokens, "
                 "which then no longer add up to it: take them away"
             )
-        found, metrics = self.advantages(Experience(mask, arrays, scores, groups, kl, self.kl.coef, steps))
-        if s.importance_cap is not None:
-            weights = truncated_importance(arrays["old_logprobs"], arrays["sampler_logprobs"], mask, s.importance_cap)
-            found["advantages"] = found["advantages"] * weights
+        ours, theirs = (arrays.get(name, arrays["old_logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
+        kl_coef = self.kl.coef if s.kl_in == "reward" else 0.0
+        rewards = token_rewards(scores, estimate(ours, theirs, s.kl_estimate, mask), mask, kl_coef, steps)
         if "ref_logprobs" in arrays:
-            mean_kl = estimate(ours, theirs, "k1", mask).sum(1).mean().item()
-            penalized = scores.mean().item() - self.kl.coef * mean_kl
-            metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalized}
+            kl = estimate(ours, theirs, "k1", mask).sum(1).mean().item()
+            penalized = scores.mean().item() - self.kl.coef * kl
+            metrics |= {"kl": kl, "kl_coef": self.kl.coef, "rlhf_reward": penalized}
         if s.kl_target is not None:
             self.kl = self.kl.update(metrics["kl"], len(trajectories))
-        return found, metrics
+        return whiten(rewards, mask, shift_mean=False) if s.whiten_rewards else rewards
+
+    def _advantages(
+        self, rewards: Tensor, mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
+    ) -> dict[str, Tensor]:
+        """The arrays (N, L) that the loss reads."""
+        s, values = self.settings, arrays.get("values")
+        groups = torch.arange(len(rewards)) // self.sampler.sampling.samples
+        advantages, returns = self.estimator(rewards, mask, groups, values)
+        learned = {"old_logprobs": arrays["old_logprobs"], "advantages": advantages}
+        metrics["zero_advantage_fraction"] = (advantages == 0).all(1).double().mean().item()
+        if values is not None:
+            if returns is None:
+                raise UserError(
+                    f"method.critic: advantage {s.advantage.name} gave no returns that a critic could learn"
+                )
+            learned |= {"values": values, "returns": returns}
+            metrics |= value_metrics(returns, values, mask)
+        if s.kl_coef and s.kl_in == "loss":
+            learned["ref_logprobs"] = arrays["ref_logprobs"]
+        if s.correction is not None:
+            each = torch.ones_like(mask, dtype=torch.long)  # one trajectory a row
+            bounds = s.correction.model_dump()
+            weights, touched = correction_weights(
+                arrays["old_logprobs"], arrays["sampler_logprobs"], mask, each, **bounds
+            )
+            learned["correction"] = weights
+            metrics |= {
+                "correction_touched": touched[mask].double().mean().item(),
+                "effective_sample_size": effective_sample_size(weights, mask).item(),
+            }
+        return learned
 
     def _mini_batch(self, update: int) -> list[Example]:
         """The examples of one optimizer step; every pass has a fresh permutation of the batch."""
