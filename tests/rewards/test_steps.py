@@ -25,6 +25,7 @@ from burnish.rewards.scoring import score
 from burnish.rewards.steps import StepReward
 from burnish.types import Messages, Prompt, Trajectory
 
+MONTE_CARLO = {"lam": 1.0, "whiten": False}
 QUESTION: Messages = ({"role": "user", "content": "3+4-2=?"},)
 
 
@@ -199,7 +200,7 @@ def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_lla
         seen.extend(answers)
         return steps(answers)
 
-    method = PPO(watched, Sampling(max_new_tokens=8), kl_coef=0.0, reference=False, lam=1.0, whiten_advantages=False)
+    method = PPO(watched, Sampling(max_new_tokens=8), kl_coef=0.0, reference=False, advantage=MONTE_CARLO)
     rows = [Prompt(QUESTION, {}, f"p.jsonl:{i}") for i in range(4)]
     trainer = make_trainer(method, tiny_llama(seed=3), rows)
     loader = trainer.get_train_dataloader()
