@@ -17,7 +17,7 @@ from burnish.config import load
 from burnish.config.run import run
 from burnish.math.policy import reinforce
 from burnish.report.metrics import read_metrics
-from burnish.rewards.functions import load as load_function
+from burnish.user_functions import load as load_function
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
