@@ -153,6 +153,7 @@ def test_a_child_that_always_dies_is_an_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_go_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
     def adapted(seed: int) -> Any:
         torch.manual_seed(seed)
