@@ -1,23 +1,29 @@
-"""What the trainer and a method are to each other: one gives steps and terms, the other tells of the run."""
+"""The trainer and a method: a method gives examples, steps and terms, and sees the engine and the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from burnish.types import Config, Encoded, Example, MicroBatch, Row, Terms
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from burnish.models.heads import Network
+    from burnish.render.truncate import Truncation
+
+T = TypeVar("T")
 
 
 class StepLoader(Protocol):
     """Yields one optimizer step at a time: the examples of all processes, the same list in each of them.
 
-    Iterating goes on from the loader's state, through the end of the current epoch. An empty list is a step that
-    changes nothing (an update epoch that was stopped early). A loader may also have ``check()``, which is called when
-    the gradient of a step is there and before it is taken: an error that it raises stops the run.
+    Iterating continues from the loader's state, through the end of the current epoch. An empty list is a step that
+    changes nothing (an update epoch that was stopped early). Loaders are subclasses of it.
     """
 
     def __len__(self) -> int:
@@ -27,39 +33,94 @@ class StepLoader(Protocol):
     def __iter__(self) -> Iterator[list[Example]]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on from here, as plain values and tensors."""
+        """All that is needed to continue from here, as plain values and tensors."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
+        ...
+
+    def check(self) -> None:
+        """Called between a step's gradient and its update: an error that it raises stops the run before the update."""
+
+
+class Engine(Protocol):
+    """Where the trained modules live, as methods and loaders see it (``burnish.training.engine.Engine``).
+
+    Every process calls it alike, and every process gets all the results.
+    """
+
+    @property
+    def network(self) -> Network:
+        """What is trained: the policy, and the critic where there is one."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """What passes compute in: no (as the weights are), bf16 or fp16."""
+        ...
+
+    def run(self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]) -> list[Example]:
+        """Examples with the named (B, T) arrays that a function gives for their micro-batches, without gradient."""
+        ...
+
+    def evaluate(self, method: Method, examples: list[Example]) -> dict[str, float]:
+        """Means of a method's terms over examples, and the loss that they make."""
+        ...
+
+    def gather(self, value: T) -> list[T]:
+        """A value of every process."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's trained weights by name, each as a whole tensor."""
         ...
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a method may use of the run it is in; the trainer makes it.
+class Run(Protocol):
+    """The run that a method is part of."""
 
-    ``rows_per_step`` counts rows of all processes. ``evaluate`` gives the means of the method's terms over examples;
-    ``annotate`` runs a function that gives named (B, T) tensors on the micro-batches of examples, without gradient,
-    and returns the examples with those arrays, on every process; ``gather`` collects a value of every process;
-    ``last`` gives the means of the terms of the last step; ``log`` adds metrics to the current step's; ``samples``
-    writes rows to samples.jsonl and shows them.
-    """
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, with the chat template."""
+        ...
 
-    network: Any
-    tokenizer: Any
-    length: Any
-    seed: int
-    rows_per_step: int
-    rank: int
-    world_size: int
-    device: Any
-    evaluate: Callable[[list[Example]], dict[str, float]]
-    annotate: Callable[[Callable[[MicroBatch], Mapping[str, Tensor]], list[Example]], list[Example]]
-    gather: Callable[[Any], list[Any]]
-    last: Callable[[], dict[str, float]]
-    log: Callable[[Mapping[str, float]], None]
-    samples: Callable[[list[dict[str, Any]]], None]
+    @property
+    def seed(self) -> int:
+        """The seed that all random choices depend on."""
+        ...
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, of all processes."""
+        ...
+
+    def last(self) -> dict[str, float]:
+        """Means of the terms of the last optimizer step."""
+        ...
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to those of the current step."""
+        ...
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows to samples.jsonl and show them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -87,9 +148,8 @@ class MethodSpec:
 class Method(Protocol):
     """A training algorithm. The trainer asks it for steps, sums its terms, and divides each by its global count.
 
-    A recipe's method is made from the settings of its block, ``SFT(learn="all")``; if it reads ``Prompt`` rows, also
-    from ``reward``, ``sampling`` and ``generator``. A method may also have ``learning_rates``: those of parts of the
-    network that have one of their own, ``{"critic": 1e-5}``.
+    A method is a subclass of this. A recipe's method is made from the settings of its block, ``SFT(learn="all")``; if
+    it reads ``Prompt`` rows, also from ``reward``, ``sampling`` and ``generator``.
     """
 
     spec: MethodSpec
@@ -99,22 +159,31 @@ class Method(Protocol):
         """Which terms make the loss, with their weights; every other term is a metric."""
         ...
 
-    def prepare(self, model: Any, tokenizer: Any) -> Any:
+    @property
+    def learning_rates(self) -> Mapping[str, float]:
+        """Of the parts of the network that have one of their own: ``{"critic": 1e-5}``; by default of none."""
+        return {}
+
+    def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Network:
         """The network that is trained: the model, with what the method adds to it (a critic)."""
         ...
 
-    def examples(self, rows: list[Row], tokenizer: Any, truncation: Any) -> Encoded:
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Rows as the model will see them: tokens, and which of them are learned."""
         ...
 
-    def loader(self, rows: list[Row], context: Context) -> StepLoader:
-        """The steps of a run over these rows."""
+    def eval_examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
+        """Rows as ``evaluate`` reads them; by default as ``examples``."""
+        return self.examples(rows, tokenizer, truncation)
+
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> StepLoader:
+        """The steps of a run over the examples of its rows."""
         ...
 
-    def loss(self, network: Any, batch: MicroBatch) -> Terms:
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """Terms and metrics of one micro-batch: sums, never means. A term names the unit that it is divided by."""
         ...
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
-        """Metrics on rows that training does not see."""
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
+        """Metrics on examples that training does not see."""
         ...

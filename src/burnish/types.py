@@ -242,10 +242,14 @@ class Example:
     """What must stay together in one micro-batch: one sequence, or those that are compared.
 
     ``Example((chosen, rejected), (Pair(0, 1),))``
+
+    An encoded prompt keeps its ``row``, which has what its rewards need. Neither a checkpoint nor the cache of encoded
+    rows stores it.
     """
 
     sequences: tuple[Sequence, ...]
     pairs: tuple[Pair, ...] = ()
+    row: Prompt | None = None
 
     @property
     def source(self) -> str:

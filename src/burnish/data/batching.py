@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from burnish.errors import UserError
+from burnish.protocols import StepLoader
 from burnish.types import Example, MicroBatch, Segments, Sequence, total_counts
 
 
@@ -242,7 +243,7 @@ def permutation(n: int, *seeds: int) -> list[int]:
     return torch.randperm(n, generator=generator).tolist()
 
 
-class RowLoader:
+class RowLoader(StepLoader):
     """Steps of ``rows_per_step`` examples in a fresh seeded order every epoch; the last one may be smaller.
 
     The order depends on the seed and the epoch only, not on the number of processes.

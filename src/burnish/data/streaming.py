@@ -11,7 +11,7 @@ from burnish.data.batching import permutation
 from burnish.data.mixing import next_source
 from burnish.data.readers import Skipped, Unchanged
 from burnish.errors import UserError
-from burnish.protocols import Context, Method
+from burnish.protocols import Method, StepLoader
 from burnish.render.encode import sort_changes, without_cache
 from burnish.types import Encoded, Example, Row
 
@@ -104,7 +104,7 @@ class RowStream:
             self.current = (self.current + 1) % len(self.sources)
 
 
-class StreamLoader:
+class StreamLoader(StepLoader):
     """Steps of ``rows_per_step`` examples from a stream, as many as the run has; together they are its one epoch.
 
     ``shuffle_buffer`` rows are read, encoded and put in a seeded order, then the next ones; examples that are too few
@@ -199,12 +199,3 @@ def check(method: Method, steps: int) -> None:
         raise UserError(f"method {method.spec.name!r} needs all of its rows at once: take data.stream away")
     if steps <= 0:
         raise UserError("a stream has no end: set trainer.max_steps to the steps of the run")
-
-
-def loader(stream: RowStream, method: Method, context: Context, steps: int) -> StreamLoader:
-    """The steps of a run over a stream, by a method that takes rows one after another."""
-
-    def encode(rows: list[Row]) -> Encoded:
-        return method.examples(rows, context.tokenizer, context.length)
-
-    return StreamLoader(stream, encode, context.rows_per_step, context.seed, steps)

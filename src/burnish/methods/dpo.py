@@ -23,7 +23,7 @@ from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network, disable_dropout
 from burnish.models.reference import ARRAY as REFERENCE
 from burnish.models.reference import ReferenceLogprobs
-from burnish.protocols import Context
+from burnish.protocols import Engine, Method, Run
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
@@ -46,7 +46,7 @@ STEPS_OF_ALARM = 20
 SMOOTHING_OF_ALARM = 0.9
 
 
-class DPO:
+class DPO(Method):
     """A loss of log p(answer) - log p_ref(answer), a mean over pairs (``burnish.math.preference``) or answers (KTO).
 
     KTO's z0 is one number an optimizer step: before its gradient, the policy scores each of its prompts with an answer
@@ -91,39 +91,38 @@ class DPO:
 
         return encode(rows, to_examples, truncation, cache_key(tokenizer, self.spec.name, loss))
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
         """Rows in a seeded order, made ready for the loss; watches whether the chosen answers lose probability."""
         kept: dict[str, float] = {}
 
         def finish(step: list[Example]) -> list[Example]:
-            last = context.last()
+            last = run.last()
             if "chosen" in last:
-                context.log({"chosen_falling": watch(last["chosen"], kept)})
-            return self.ready(step, context)
+                run.log({"chosen_falling": watch(last["chosen"], kept)})
+            return self.ready(step, engine)
 
-        return RowLoader(self.referenced(rows, context), context.rows_per_step, context.seed, finish, kept)
+        return RowLoader(self.referenced(examples, engine), run.rows_per_step, run.seed, finish, kept)
 
-    def referenced(self, rows: list[Row], context: Context) -> list[Example]:
+    def referenced(self, examples: list[Example], engine: Engine) -> list[Example]:
         """Examples, for KTO with answers to other prompts behind their own, and with the reference if precomputed."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
         if self.settings.loss == "kto":
             examples = mismatched(examples)
         if self.reference is None or self.settings.reference == "live" or not examples:
             return examples
-        return self.reference.kept(context, examples)
+        return self.reference.kept(engine, examples)
 
-    def ready(self, examples: list[Example], context: Context) -> list[Example]:
+    def ready(self, examples: list[Example], engine: Engine) -> list[Example]:
         """What the loss takes: the examples of ``referenced`` with the live reference, and for KTO with z0."""
         if self.reference is not None and self.settings.reference == "live":
-            examples = self.reference.live(context, examples)
+            examples = self.reference.live(engine, examples)
         if self.settings.loss != "kto":
             return examples
 
         def score(batch: MicroBatch) -> dict[str, Tensor]:
-            return {"old_logprobs": learned_logprobs(context.network.policy, batch)}
+            return {"old_logprobs": learned_logprobs(engine.network.policy, batch)}
 
         strangers = [Example(e.sequences[len(e.sequences) // 2 :]) for e in examples]
-        ratios = [self._ratio(s) for e in context.annotate(score, strangers) for s in e.sequences]
+        ratios = [self._ratio(s) for e in engine.run(score, strangers) for s in e.sequences]
         baseline = losses.kto_baseline(torch.tensor(ratios, dtype=torch.float64)).item()
 
         def own(example: Example) -> Example:
@@ -206,10 +205,10 @@ class DPO:
             for side, weight in sides.items()
         }
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss, rewards, and the accuracy of the rewards with its 95 % interval (Wilson)."""
-        examples = self.ready(self.referenced(rows, context), context)
-        metrics = context.evaluate(examples)
+        examples = self.ready(self.referenced(examples, engine), engine)
+        metrics = engine.evaluate(self, examples)
         counts = total_counts(examples)
         low, high = wilson(metrics["accuracy"], counts["sequences" if self.settings.loss == "kto" else "pairs"])
         margin = metrics["chosen"] - metrics["rejected"]

@@ -29,12 +29,12 @@ from burnish.methods.settings import Critic, OwnFunction, PolicyGradientConfig, 
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
-from burnish.protocols import Context, StepLoader
+from burnish.protocols import Engine, Method, Run, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.loader import RolloutLoader, Sampler
-from burnish.types import Config, Encoded, MicroBatch, Prompt, Reward, Row, Terms, Unit
+from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms, Unit
 from burnish.user_code import user_code
 
 F = TypeVar("F")
@@ -122,7 +122,7 @@ def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callab
     return checked
 
 
-class PolicyGradient:
+class PolicyGradient(Method):
     """Learns from completions of prompts: policy loss + critic.coef * value loss - entropy_coef * entropy + KL.
 
     The other terms are there as far as the settings ask for them. ``PPO``, ``RLOO``, ``GRPO`` and ``Reinforce`` are
@@ -218,7 +218,7 @@ class PolicyGradient:
         """Prompts, with room for the completion."""
         return self.sampler.examples(rows, tokenizer, truncation)
 
-    def loader(self, rows: list[Row], context: Context) -> StepLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> StepLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches."""
         self.sampler.check_rewards()
 
@@ -228,9 +228,10 @@ class PolicyGradient:
         return RolloutLoader(
             self.sampler,
             self.settings,
-            rows,
-            context,
-            measure=lambda sampled: self.measure(context.network, sampled),
+            examples,
+            engine,
+            run,
+            measure=lambda sampled: self.measure(engine.network, sampled),
             estimator=self.estimator,
             begin=begin,
         )
@@ -286,10 +287,10 @@ class PolicyGradient:
             terms["value_clipfrac"] = value_clipfrac(values.detach(), *targets)
         return terms
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
         self.sampler.check_rewards()
-        return self.sampler.evaluate(rows, context, self.reference, self.settings.evaluation)
+        return self.sampler.evaluate(examples, engine, run, self.reference, self.settings.evaluation)
 
 
 class PPO(PolicyGradient):
@@ -330,22 +331,28 @@ class Reinforce(PolicyGradient):
         """Prompts with room for the completion; or scored conversations, with the reward at every token."""
         return (super() if are_prompts(rows) else self.scored).examples(rows, tokenizer, truncation)
 
-    def loader(self, rows: list[Row], context: Context) -> StepLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> StepLoader:
         """Batches of prompts, sampled, scored, and cut into mini-batches; or scored rows in a seeded order."""
-        if not are_prompts(rows):
-            return self.scored.loader(rows, context)
+        if not _encoded_prompts(examples):
+            return self.scored.loader(examples, engine, run)
         self._check_samples()
         if "learn_eos" in self.settings.model_fields_set:
             raise UserError("method.learn_eos belongs to scored rows: of a completion every token is learned")
-        return super().loader(rows, context)
+        return super().loader(examples, engine, run)
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The loss on completions, which have old log-probabilities, or on scored rows."""
         return super().loss(network, batch) if "old_logprobs" in batch.arrays else self.scored.loss(network, batch)
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Completions of held-out prompts, scored; or the loss on scored rows.
 
         Prompts may evaluate what is trained on scored rows.
         """
-        return super().evaluate(rows, context) if are_prompts(rows) else self.scored.evaluate(rows, context)
+        if _encoded_prompts(examples):
+            return super().evaluate(examples, engine, run)
+        return engine.evaluate(self, self.scored.with_reference(examples, engine))
+
+
+def _encoded_prompts(examples: list[Example]) -> bool:
+    return bool(examples) and examples[0].row is not None

@@ -16,7 +16,7 @@ from burnish.methods import METHODS
 from burnish.methods.settings import PretrainConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
-from burnish.protocols import Context
+from burnish.protocols import Engine, Method, Run
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
@@ -25,7 +25,7 @@ from burnish.types import Changed, Encoded, Example, MicroBatch, Row, Sequence, 
 LONGEST = 2048  # tokens of a piece where the recipe does not say
 
 
-class Pretrain:
+class Pretrain(Method):
     """L = -sum log p(token) over every token of the step but the first of each piece / their number.
 
     A document is its text and EOS. ``packing: documents`` makes sum(length - 1) targets of them, whatever
@@ -55,6 +55,10 @@ class Pretrain:
         """Documents in pieces that fit, or joined and cut to ``chop_length``."""
         return self._examples(rows, tokenizer, truncation, self.settings.chop_length)
 
+    def eval_examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
+        """As ``examples``, but chopped to ``eval_chop_length``."""
+        return self._examples(rows, tokenizer, truncation, self.settings.eval_chop_length)
+
     def _examples(
         self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation, chop_length: int
     ) -> Encoded:
@@ -77,19 +81,17 @@ class Pretrain:
         pieces, told = chop([example.sequences[0] for example in whole.examples], chop_length)
         return Encoded([Example((piece,)) for piece in pieces], [*whole.changed, *told])
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
         """Pieces in a seeded order."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        return RowLoader(examples, context.rows_per_step, context.seed)
+        return RowLoader(examples, run.rows_per_step, run.seed)
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
         return {"nll": nll(learned_logprobs(network.policy, batch), batch.loss_mask).over("tokens")}
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss and perplexity, exp(nll)."""
-        encoded = self._examples(rows, context.tokenizer, context.length, self.settings.eval_chop_length)
-        metrics = context.evaluate(encoded.examples)
+        metrics = engine.evaluate(self, examples)
         return metrics | {"perplexity": perplexity(metrics["nll"])}
 
 

@@ -21,7 +21,7 @@ from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network
 from burnish.models.reference import compared
-from burnish.protocols import Context
+from burnish.protocols import Engine, Run
 from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
@@ -72,26 +72,28 @@ class ScoredReinforce:
 
         return encode(rows, to_examples, truncation)
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
         """Rows in a seeded order."""
-        self._check(rows)
-        examples = self._compared(self.examples(rows, context.tokenizer, context.length).examples, context)
+        if examples:  # an empty list may be prompts that were all too long: RowLoader says so
+            self._check()
+            _check_rewards(examples)
+        examples = self.with_reference(examples, engine)
         baseline = self.settings.advantage.name
-        if baseline != "none" and (len(examples) % context.rows_per_step or context.rows_per_step) == 1:
+        if baseline != "none" and (len(examples) % run.rows_per_step or run.rows_per_step) == 1:
             raise UserError(
-                f"{len(examples)} rows in steps of {context.rows_per_step} leave a step of one, which advantage "
+                f"{len(examples)} rows in steps of {run.rows_per_step} leave a step of one, which advantage "
                 f"{baseline} has nothing to compare with: change trainer.per_device_train_batch_size"
             )
-        negative_advantage = baseline != "none" or any(row.reward < 0 for row in rows if isinstance(row, Scored))
+        negative_advantage = baseline != "none" or any(_reward(example) < 0 for example in examples)
 
         def finish(step: list[Example]) -> list[Example]:
             if negative_advantage and not self.warned:
-                self._watch(context)
+                self._watch(engine, run)
             return step if baseline == "none" else self._compute_advantages(step)
 
-        return RowLoader(examples, context.rows_per_step, context.seed, finish, self.start_scores)
+        return RowLoader(examples, run.rows_per_step, run.seed, finish, self.start_scores)
 
-    def _check(self, rows: list[Row]) -> None:
+    def _check(self) -> None:
         s = self.settings
         if ignored := sorted(s.model_fields_set - READ):
             raise UserError(f"method.{ignored[0]} belongs to prompts; of scored rows nothing is sampled: take it away")
@@ -109,28 +111,27 @@ class ScoredReinforce:
             raise UserError("method.kl_in: of scored rows the KL can only be in the loss: set kl_in: loss")
         if s.reduction == "fixed_length":
             raise UserError("method.reduction: fixed_length divides by max_new_tokens, which scored rows do not have")
-        _check_rewards([row for row in rows if isinstance(row, Scored)])
 
-    def _compared(self, examples: list[Example], context: Context) -> list[Example]:
+    def with_reference(self, examples: list[Example], engine: Engine) -> list[Example]:
         """Examples with the reference's log-probabilities, which never change."""
         if self.reference is None or not self.settings.kl_coef or self.settings.kl_in != "loss":
             return examples
-        return compared(self.reference, context, examples)
+        return compared(self.reference, engine, examples)
 
     def _compute_advantages(self, step: list[Example]) -> list[Example]:
         """The rows of a step are the group that they are compared in."""
         assert isinstance(self.settings.advantage, Compared)
         mask, arrays = learned_arrays(step)
-        scores = torch.tensor([example.sequences[0].arrays["advantages"][0] for example in step], dtype=torch.float64)
+        scores = torch.tensor([_reward(example) for example in step], dtype=torch.float64)
         rewards = adv.token_rewards(scores, torch.zeros(mask.shape), mask, 0.0)
         groups = torch.zeros(len(step), dtype=torch.long)
         advantages = adv.compute_advantages(rewards, mask, groups, self.settings.advantage.name)
         return with_learned_arrays(step, **(arrays | {"advantages": advantages}))
 
-    def _watch(self, context: Context) -> None:
+    def _watch(self, engine: Engine, run: Run) -> None:
         """Warn once when rows with negative rewards have become far less likely than chance."""
-        chance = -math.log(unwrap(context.network.policy).config.get_text_config().vocab_size)
-        now = context.last().get("logprob_negative_advantage", 0.0)
+        chance = -math.log(unwrap(engine.network.policy).config.get_text_config().vocab_size)
+        now = run.last().get("logprob_negative_advantage", 0.0)
         if now < 2 * chance:
             self.warned = True
             warnings.warn(
@@ -160,11 +161,6 @@ class ScoredReinforce:
             terms["kl_loss"] = reduce(kl, mask, weights).over(unit)
         return terms
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
-        """The loss on held-out rows, with their rewards as they are."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        return context.evaluate(self._compared(examples, context))
-
 
 def are_prompts(rows: list[Row]) -> bool:
     """Whether rows are prompts; else they are scored.
@@ -181,12 +177,17 @@ def are_prompts(rows: list[Row]) -> bool:
     return bool(rows) and isinstance(rows[0], Prompt)
 
 
-def _check_rewards(rows: list[Scored]) -> None:
+def _reward(example: Example) -> float:
+    """The reward of an encoded row, which stands at every token."""
+    return float(example.sequences[0].arrays["advantages"][0])
+
+
+def _check_rewards(examples: list[Example]) -> None:
     """Warn of rewards that are not in [-1, 1], as a large one moves the model as far as that many rows."""
-    outside = [row for row in rows if not -1 <= row.reward <= 1]
+    outside = [example for example in examples if not -1 <= _reward(example) <= 1]
     if outside:
         warnings.warn(
-            f"{len(outside)} of {len(rows)} rewards are not in [-1, 1], the first is {outside[0].reward:g} of "
+            f"{len(outside)} of {len(examples)} rewards are not in [-1, 1], the first is {_reward(outside[0]):g} of "
             f"{outside[0].source}: a row counts as much as its reward is large",
             stacklevel=2,
         )

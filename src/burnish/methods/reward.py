@@ -15,14 +15,14 @@ from burnish.methods import METHODS
 from burnish.methods.settings import RewardConfig
 from burnish.models.forward import scores, unwrap
 from burnish.models.heads import Network, disable_dropout
-from burnish.protocols import Context
+from burnish.protocols import Engine, Method, Run
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Encoded, Metric, MicroBatch, Row, Terms, total_counts
+from burnish.types import Encoded, Example, Metric, MicroBatch, Row, Terms, total_counts
 
 
-class RewardModel:
+class RewardModel(Method):
     """L = -log sig(r_chosen - r_rejected - margin), a mean over pairs; the K(K-1)/2 pairs of a ranking count as one."""
 
     spec = METHODS["reward"]
@@ -45,10 +45,9 @@ class RewardModel:
         """The compared answers of a row together, with their pairs."""
         return encode(rows, Renderer(tokenizer).comparisons, truncation, cache_key(tokenizer, self.spec.name))
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
         """Rows in a seeded order."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        return RowLoader(examples, context.rows_per_step, context.seed)
+        return RowLoader(examples, run.rows_per_step, run.seed)
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The preference term and, as metrics, accuracy (a tie is one half), margin, and the two sides' scores."""
@@ -67,10 +66,9 @@ class RewardModel:
             "accuracy": losses.pair_accuracy(better, worse, weights),
         } | {name: Metric((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss, accuracy with its 95 % interval (Wilson), and the mean and spread of the scores."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        metrics = context.evaluate(examples)
+        metrics = engine.evaluate(self, examples)
         low, high = wilson(metrics["accuracy"], total_counts(examples)["pairs"])
         mean = (metrics["chosen"] + metrics["rejected"]) / 2
         std = math.sqrt(max(0.0, metrics.pop("squares") - mean**2))

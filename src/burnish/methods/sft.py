@@ -14,14 +14,14 @@ from burnish.methods import METHODS
 from burnish.methods.settings import SFTConfig
 from burnish.models.forward import learned_logprobs
 from burnish.models.heads import Network
-from burnish.protocols import Context
+from burnish.protocols import Engine, Method, Run
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Row, Terms
 
 
-class SFT:
+class SFT(Method):
     """L = -sum log p(token) over learned tokens of the step / their number."""
 
     spec = METHODS["sft"]
@@ -48,16 +48,15 @@ class SFT:
 
         return encode(rows, to_examples, truncation, cache_key(tokenizer, self.spec.name, learn, learn_eos))
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
         """Rows in a seeded order."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        return RowLoader(examples, context.rows_per_step, context.seed)
+        return RowLoader(examples, run.rows_per_step, run.seed)
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
         return {"nll": nll(learned_logprobs(network.policy, batch), batch.loss_mask).over("tokens")}
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss and perplexity."""
-        metrics = context.evaluate(self.examples(rows, context.tokenizer, context.length).examples)
+        metrics = engine.evaluate(self, examples)
         return metrics | {"perplexity": perplexity(metrics["nll"])}

@@ -17,7 +17,7 @@ from burnish.methods import METHODS
 from burnish.methods.settings import StepValueConfig
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, StepValueHead, disable_dropout
-from burnish.protocols import Context
+from burnish.protocols import Engine, Method, Run
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import check_delimiter, solutions
@@ -27,7 +27,7 @@ from burnish.types import Encoded, Example, Metric, MicroBatch, Row, Steps, Term
 DEPTHS = ("first", "middle", "last")
 
 
-class StepValue:
+class StepValue(Method):
     """L = -sum log p over tokens of correct solutions / their number + alpha sum (V - Q)^2 over step ends / theirs.
 
     The two parts have counts of their own, over the whole step: one with nothing to count adds exactly 0.
@@ -63,10 +63,9 @@ class StepValue:
         key = cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
         return encode(rows, to_examples, truncation, key)
 
-    def loader(self, rows: list[Row], context: Context) -> RowLoader:
+    def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
         """Rows in a seeded order."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        return RowLoader(examples, context.rows_per_step, context.seed)
+        return RowLoader(examples, run.rows_per_step, run.seed)
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
@@ -79,10 +78,9 @@ class StepValue:
             "value": step_value(values, targets, outcomes != 0).over("step_ends"),
         } | measured(values.detach(), targets, outcomes, batch.arrays["depths"])
 
-    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+    def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Both parts, errors by outcome and depth, and sign accuracy at the last step with its 95 % interval."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        metrics = context.evaluate(examples)
+        metrics = engine.evaluate(self, examples)
         whole = sum(bool((e.sequences[0].arrays["depths"] == 1).any()) for e in examples)
         if whole:
             low, high = wilson(metrics["sign_accuracy"], whole)

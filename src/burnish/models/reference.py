@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,21 +19,21 @@ from torch import Tensor, nn
 from burnish import files
 from burnish.models.adapters import Reference
 from burnish.models.forward import learned_logprobs, unwrap
-from burnish.protocols import Context
+from burnish.protocols import Engine
 from burnish.render.encode import CHECKSUM, cache_folder
 from burnish.types import Example, MicroBatch
 
 ARRAY = "ref_logprobs"
 
 
-def compared(reference: Reference, context: Context, examples: list[Example]) -> list[Example]:
+def compared(reference: Reference, engine: Engine, examples: list[Example]) -> list[Example]:
     """Examples with the array ``ref_logprobs``, by a forward pass of the reference without gradient."""
 
     def function(batch: MicroBatch) -> dict[str, Tensor]:
-        with reference.use(context.network.policy) as model:
+        with reference.use(engine.network.policy) as model:
             return {ARRAY: learned_logprobs(model, batch)}
 
-    return context.annotate(function, examples)
+    return engine.run(function, examples)
 
 
 class ReferenceLogprobs:
@@ -48,29 +47,29 @@ class ReferenceLogprobs:
         self.reference = Reference(policy)
         self.digest: bytes | None = None
 
-    def live(self, context: Context, examples: list[Example]) -> list[Example]:
+    def live(self, engine: Engine, examples: list[Example]) -> list[Example]:
         """The examples with the array, by a forward pass without gradient."""
-        return compared(self.reference, context, examples)
+        return compared(self.reference, engine, examples)
 
-    def kept(self, context: Context, examples: list[Example]) -> list[Example]:
+    def kept(self, engine: Engine, examples: list[Example]) -> list[Example]:
         """The examples with the array, read from the cache folder where it is there, else worked out and kept."""
-        path = cache_folder() / "reference" / f"{self._key(context, examples)}.safetensors"
+        path = cache_folder() / "reference" / f"{self._key(engine, examples)}.safetensors"
         values = _stored(path)
-        there = all(context.gather(values is not None))
+        there = all(engine.gather(values is not None))
         if values is not None and there:
             return _with_array(examples, values)
-        examples = self.live(context, examples)
+        examples = self.live(engine, examples)
         if self.reference.frozen is not None:
             self.reference.frozen.to("cpu")  # it is not used at any step, so it need not take the GPU's memory
-        if context.rank == 0:
+        if engine.rank == 0:
             _keep(path, np.concatenate([s.arrays[ARRAY] for e in examples for s in e.sequences]))
         return examples
 
-    def _key(self, context: Context, examples: list[Example]) -> str:
+    def _key(self, engine: Engine, examples: list[Example]) -> str:
         if self.digest is None:
-            self.digest = _weights_digest(self.reference, context.network.policy)
-        how = (torch.__version__, torch.device(context.device).type, AcceleratorState().mixed_precision)
-        digest = hashlib.blake2b(self.digest + repr(how).encode(), digest_size=20)
+            self.digest = _weights_digest(self.reference, engine.network.policy)
+        computed_by = (torch.__version__, engine.device.type, engine.precision)
+        digest = hashlib.blake2b(self.digest + repr(computed_by).encode(), digest_size=20)
         for sequence in (s for example in examples for s in example.sequences):
             digest.update(len(sequence).to_bytes(8, "little"))
             digest.update(sequence.tokens.tobytes() + sequence.loss_mask.tobytes())

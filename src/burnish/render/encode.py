@@ -53,7 +53,7 @@ def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_
     if cache_key is not None and _cached.get():
         path = cache_folder() / f"{_fingerprint(rows, truncation, cache_key)}.safetensors"
     if path is not None and path.exists() and (cached := _read(path)) is not None:
-        return _logged(cached)
+        return _logged(_with_prompts(cached, rows))
     encoded = Encoded([], [])
     distinct = list({id(row): row for row in rows}.values())  # a mixture may draw a row more than once
     examples_of: dict[int, list[Example]] = {}
@@ -76,7 +76,18 @@ def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_
         raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}")
     if path is not None and len({tuple(s.arrays) for example in encoded.examples for s in example.sequences}) <= 1:
         _write(encoded, path)
-    return _logged(encoded)
+    return _logged(_with_prompts(encoded, rows))
+
+
+def _with_prompts(encoded: Encoded, rows: list[Row]) -> Encoded:
+    """Examples of prompts with their rows, whole where the tokens are truncated. A prompt makes one example or none."""
+    prompts = [row for row in rows if isinstance(row, Prompt)]
+    if not prompts:
+        return encoded
+    after = iter(prompts)
+    kept = [next(row for row in after if row.source == example.source) for example in encoded.examples]
+    examples = [replace(example, row=row) for example, row in zip(encoded.examples, kept, strict=True)]
+    return encoded._replace(examples=examples)
 
 
 def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from burnish.generate.protocol import Completion, Generator, Request, request_seed
 from burnish.generate.sampling import Sampling
-from burnish.protocols import Context
+from burnish.protocols import Engine, Run
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
 from burnish.rl.trajectory import begin, with_scores, with_turn
@@ -26,7 +26,8 @@ def collect(
     iteration: int,
     sampling: Sampling,
     rewards: list[NamedReward],
-    context: Context,
+    engine: Engine,
+    run: Run,
     generator: Generator,
 ) -> list[Trajectory]:
     """Sample ``sampling.samples`` completions of each chosen prompt and score them.
@@ -35,28 +36,27 @@ def collect(
     (run seed, iteration, process, group, name). Processes share the prompts and all get the whole list, in the order of
     ``indices`` and then of samples.
     """
-    policy, samples = context.network.policy, range(sampling.samples)
-    mine = [i for i in indices[context.rank :: context.world_size] for _ in samples]
-    stop_ids = frozenset(eos_ids(policy, context.tokenizer))
+    samples = range(sampling.samples)
+    mine = [i for i in indices[engine.rank :: engine.world_size] for _ in samples]
+    stop_ids = frozenset(eos_ids(engine.network.policy, run.tokenizer))
     requests = [
-        Request(prompts[i], request_seed(context.seed, i, k % len(samples), iteration), sampling, stop_ids)
+        Request(prompts[i], request_seed(run.seed, i, k % len(samples), iteration), sampling, stop_ids)
         for k, i in enumerate(mine)
     ]
-    trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
-    generator.update_weights(iteration, trained)
+    generator.update_weights(iteration, engine.weights())
     trajectories = sample_and_score(
         [rows[i] for i in mine],
         requests,
         rewards,
         generator,
-        context.tokenizer,
+        run.tokenizer,
         version=iteration,
-        seed=(context.seed, iteration, context.rank),
+        seed=(run.seed, iteration, engine.rank),
     )
     generator.drop_cache()
-    parts = context.gather(trajectories)
+    parts = engine.gather(trajectories)
     return [
-        parts[k % context.world_size][k // context.world_size * len(samples) + g]
+        parts[k % engine.world_size][k // engine.world_size * len(samples) + g]
         for k in range(len(indices))
         for g in samples
     ]

@@ -26,7 +26,7 @@ from burnish.math.kl import AdaptiveKL, estimate
 from burnish.math.policy import correction_weights, effective_sample_size
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
-from burnish.protocols import Context
+from burnish.protocols import Engine, Run, StepLoader
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
@@ -57,10 +57,10 @@ class Sampler:
         self.generator: Generator | None = None
         self.start_scores: dict[str, float] = {}
 
-    def bind(self, context: Context) -> Generator:
+    def bind(self, engine: Engine, run: Run) -> Generator:
         """The generator of the policy's completions, which is made once."""
         if self.generator is None:
-            self.generator = self.factory(context.network.policy, context.tokenizer)
+            self.generator = self.factory(engine.network.policy, run.tokenizer)
         return self.generator
 
     def check_rewards(self) -> None:
@@ -97,14 +97,6 @@ class Sampler:
                 )
             truncation = truncation.model_copy(update={"max_length": room})
         return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"))
-
-    def prompts(self, rows: list[Row], context: Context) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-        """The prompts that fit and their tokens, one to one."""
-        examples = self.examples(rows, context.tokenizer, context.length).examples
-        kept = {example.source for example in examples}
-        fitting = [row for row in rows if isinstance(row, Prompt) and row.source in kept]
-        assert len(fitting) == len(examples), "every prompt has a source of its own"
-        return fitting, [tuple(example.sequences[0].tokens.tolist()) for example in examples]
 
     def logprobs(
         self, policy: nn.Module, batch: MicroBatch, how: SamplingTransform, hidden: Tensor | None = None
@@ -143,8 +135,9 @@ class Sampler:
 
     def evaluate(
         self,
-        rows: list[Row],
-        context: Context,
+        examples: list[Example],
+        engine: Engine,
+        run: Run,
         reference: Reference | None,
         how: Literal["sampled", "greedy"] = "sampled",
     ) -> dict[str, float]:
@@ -152,32 +145,41 @@ class Sampler:
 
         The seeds are the same at every evaluation, so that only the policy differs.
         """
-        prompts, tokens = self.prompts(rows, context)
-        if not prompts:
+        if not examples:
             raise UserError("there is nothing to evaluate on: no prompt is short enough")
+        rows, prompts = rows_and_tokens(examples)
         greedy = {"temperature": 0.0} if how == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
-        trajectories = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
-        examples = [Example(t.sequences) for t in trajectories]
+        generator = self.bind(engine, run)
+        trajectories = collect(rows, prompts, indices, -1, sampling, self.rewards, engine, run, generator)
+        rollouts = [Example(t.sequences) for t in trajectories]
         if reference is not None:
-            measure = self.logprobs_of(context.network.policy, reference, sampled=how == "sampled")
-            examples = context.annotate(measure, examples)
-        metrics = evaluation(trajectories, examples, self.start_scores)
+            measure = self.logprobs_of(engine.network.policy, reference, sampled=how == "sampled")
+            rollouts = engine.run(measure, rollouts)
+        metrics = evaluation(trajectories, rollouts, self.start_scores)
         for t in trajectories:
             self.start_scores.setdefault(t.source, t.score)
-        context.samples(sample_rows(trajectories, "eval"))
+        run.samples(sample_rows(trajectories, "eval"))
         return metrics
 
 
-class RolloutLoader:
+def rows_and_tokens(examples: list[Example]) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+    """The rows and the tokens of encoded prompts."""
+    rows = [example.row for example in examples if example.row is not None]
+    assert len(rows) == len(examples), "an encoded prompt keeps its row"
+    return rows, [tuple(example.sequences[0].tokens.tolist()) for example in examples]
+
+
+class RolloutLoader(StepLoader):
     """Optimizer steps of a method that learns from its own completions.
 
     Args:
         sampler: completes and scores prompts.
         settings: of the method.
-        rows: prompts.
-        context: of the run.
+        examples: encoded prompts.
+        engine: where the policy lives.
+        run: what the loader is part of.
         measure: told whether the sampler's log-probabilities serve, gives a function of rollouts before the update:
             (B, T) arrays, ``old_logprobs`` where the sampler's do not serve, and ``values`` where there is a critic.
         estimator: advantages (N, L) and returns (N, L), or None, from rewards (N, L), mask (N, L), groups (N,) and
@@ -189,18 +191,19 @@ class RolloutLoader:
         self,
         sampler: Sampler,
         settings: PolicyGradientConfig,
-        rows: list[Row],
-        context: Context,
+        examples: list[Example],
+        engine: Engine,
+        run: Run,
         *,
         measure: Callable[[bool], Callable[[MicroBatch], Mapping[str, Tensor]]],
         estimator: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
         begin: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         s = self.settings = settings
-        self.sampler, self.context = sampler, context
+        self.sampler, self.engine, self.run = sampler, engine, run
         self.measure, self.estimator, self.begin = measure, estimator, begin
-        self.rows, self.prompts = sampler.prompts(rows, context)
-        self.batch = context.rows_per_step
+        self.rows, self.prompts = rows_and_tokens(examples)
+        self.batch = run.rows_per_step
         samples_each = sampler.sampling.samples
         if len(self.prompts) < self.batch:
             raise UserError(
@@ -226,7 +229,7 @@ class RolloutLoader:
 
     def __iter__(self) -> Iterator[list[Example]]:
         epoch = self.epoch
-        order = permutation(len(self.prompts), self.context.seed, epoch)
+        order = permutation(len(self.prompts), self.run.seed, epoch)
         while self.epoch == epoch:
             if not self.pending:
                 self._collect(order[self.position : self.position + self.batch])
@@ -249,9 +252,9 @@ class RolloutLoader:
         # advantages and returns, over the whole batch
         learned = self._advantages(rewards, mask, arrays, metrics)
         self.pending = with_learned_arrays(examples, **learned)
-        self.context.log(metrics)
+        self.run.log(metrics)
         if self.iteration % self.settings.show_every == 0:
-            self.context.samples(sample_rows(trajectories[:4], "train"))
+            self.run.samples(sample_rows(trajectories[:4], "train"))
 
     def _sample(self, indices: list[int]) -> tuple[list[Trajectory], dict[str, float]]:
         """Completions of prompts, scored, in the order of ``indices``, and metrics of their generation.
@@ -264,7 +267,7 @@ class RolloutLoader:
         groups = drawn = self._completed(indices)
         replaced: list[int] = []
         if self.settings.dynamic_sampling:
-            order = permutation(len(self.prompts), self.context.seed, self.iteration, 2)
+            order = permutation(len(self.prompts), self.run.seed, self.iteration, 2)
             others = [i for i in order if i not in set(indices)]
             for _ in range(self.settings.dynamic_sampling):
                 equal = [k for k, group in enumerate(groups) if len({t.score for t in group}) == 1]
@@ -286,7 +289,8 @@ class RolloutLoader:
     def _completed(self, indices: list[int]) -> list[list[Trajectory]]:
         """The scored completions of each prompt."""
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        trajectories = collect(*what, self.context, self.sampler.bind(self.context))
+        generator = self.sampler.bind(self.engine, self.run)
+        trajectories = collect(*what, self.engine, self.run, generator)
         each = self.sampler.sampling.samples
         return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 
@@ -296,14 +300,14 @@ class RolloutLoader:
         The policy runs over one rollout in eight, others each time, to see whether the sampler's log-probabilities
         serve; over all of them where the mismatch is more than rounding, or losses are weighed by it.
         """
-        annotate, limit = self.context.annotate, self.settings.max_sampler_mismatch
+        limit = self.settings.max_sampler_mismatch
         mismatch, self.sampled, self.compared = 0.0, False, False
         if self.settings.correction is None:
-            own = self.sampler.logprobs_of(self.context.network.policy, None, sampled=False)
+            own = self.sampler.logprobs_of(self.engine.network.policy, None, sampled=False)
             first = self.iteration % min(CHECKED, len(examples))
-            mismatch = mean_sampler_mismatch(annotate(own, examples[first::CHECKED]), limit)
+            mismatch = mean_sampler_mismatch(self.engine.run(own, examples[first::CHECKED]), limit)
             self.sampled = mismatch <= ROUNDING
-        examples = annotate(self.measure(self.sampled), examples)
+        examples = self.engine.run(self.measure(self.sampled), examples)
         return examples, mismatch if self.sampled else mean_sampler_mismatch(examples, limit)
 
     def _rewards(
@@ -372,7 +376,7 @@ class RolloutLoader:
     def _mini_batch(self, update: int) -> list[Example]:
         """The examples of one optimizer step; every pass has a fresh permutation of the batch."""
         passed, part = divmod(update, self.settings.mini_batches)
-        order = permutation(len(self.pending), self.context.seed, self.iteration, passed, 1)
+        order = permutation(len(self.pending), self.run.seed, self.iteration, passed, 1)
         size = len(self.pending) // self.settings.mini_batches
         return [self.pending[i] for i in order[part * size : (part + 1) * size]]
 
@@ -397,14 +401,14 @@ class RolloutLoader:
         """
         if self.sampled and not self.compared:
             self.compared = True
-            gap = math.sqrt(2 * self.context.last().get("approxkl", 0.0))
+            gap = math.sqrt(2 * self.run.last().get("approxkl", 0.0))
             within(gap, self.settings.max_sampler_mismatch, "in the first step (root of the mean square)")
 
     def _moved_too_far(self) -> bool:
         """Whether the rest of the update is left out, because the last step took the policy too far."""
         limit = self.settings.target_kl
         if limit is not None and self.update > 0 and not self.stopped:
-            self.stopped = self.context.last().get("approxkl", 0.0) > 1.5 * limit
+            self.stopped = self.run.last().get("approxkl", 0.0) > 1.5 * limit
         return self.stopped
 
     def state_dict(self) -> dict[str, Any]:

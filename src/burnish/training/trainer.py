@@ -13,6 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_args
@@ -30,14 +31,15 @@ from burnish.errors import UserError
 from burnish.models.dropout import key_dropout
 from burnish.models.finite import non_finite
 from burnish.models.heads import Network
-from burnish.models.layout import Layout, default_budget, is_out_of_memory
+from burnish.models.layout import default_budget, is_out_of_memory
 from burnish.models.noise import EmbeddingNoise, check_noise
-from burnish.protocols import Context, Method
+from burnish.protocols import Method, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder
 from burnish.training.arguments import OnNonFinite, warn_ignored
-from burnish.training.passes import Metrics, Passes, add, learned, merge
-from burnish.types import Example, Metric, MicroBatch, Row, Term, Terms, total_counts
+from burnish.training.engine import Engine
+from burnish.training.terms import Metrics, add, learned, merge
+from burnish.types import Encoded, Example, Metric, MicroBatch, Row, Term, Terms, total_counts
 
 LOADER_STATE = "burnish.pt"
 MOST_IN_A_ROW = 10  # a run stops at so many skipped steps one after another
@@ -102,7 +104,6 @@ class Trainer(transformers.Trainer):
         warn_ignored(args)
         self.method = method
         self.length = length or Truncation()
-        self.token_budget = token_budget or default_budget(args.device)
         self.on_non_finite = on_non_finite
         self.recorder = recorder
         self.show_samples = show_samples
@@ -132,11 +133,19 @@ class Trainer(transformers.Trainer):
         self.dropout = key_dropout(network.models)
         shared_prompts = shared_prompts and not args.neftune_noise_alpha
         pad_id = self.tokenizer.pad_token_id or 0
-        with self.accelerator.autocast():
-            self.layout = Layout(network.models, args.device, pad_id, padding_side, pad_to, packed, shared_prompts)
-        self.passes = Passes(network, self.layout, self.accelerator)
-        self.loader = None
-        self._last: Metrics = {}
+        self.engine = Engine(
+            network,
+            self.accelerator,
+            token_budget or default_budget(args.device),
+            pad_id=pad_id,
+            side=padding_side,
+            pad_to=pad_to,
+            packed=packed,
+            shared_prompts=shared_prompts,
+        )
+        self.run = TrainerRun(self)
+        self.loader: StepLoader | None = None
+        self.last_sums: Metrics = {}
         self.non_finite_steps = self._non_finite_in_a_row = 0
         self._skipped = False
         self._sources: list[str] = []
@@ -145,7 +154,7 @@ class Trainer(transformers.Trainer):
 
     def _begin_log(self) -> None:
         """Forget what was summed up since the last line of the log."""
-        self._pending: dict[str, list[float]] = {}
+        self.pending: dict[str, list[float]] = {}
         self._sums: Metrics = {}
         self._tokens = self._steps_since_log = self._losses_since_log = 0
 
@@ -155,25 +164,21 @@ class Trainer(transformers.Trainer):
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    @property
-    def context(self) -> Context:
-        """What the method may use of this run."""
-        return Context(
-            network=self.network,
-            tokenizer=self.tokenizer,
-            length=self.length,
-            seed=self.args.seed,
-            rows_per_step=self.rows_per_step,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            device=self.args.device,
-            evaluate=lambda examples: self.passes.evaluate(self.method, examples, self.token_budget),
-            annotate=lambda function, examples: self.passes.annotate(function, examples, self.token_budget),
-            gather=self.passes.gather,
-            last=lambda: self.passes.means(self._last),
-            log=self._note,
-            samples=self._record_samples,
-        )
+    def _encoded(self, rows: list[Row]) -> Encoded:
+        return self.method.examples(rows, self.tokenizer, self.length)
+
+    @cached_property
+    def train_examples(self) -> Encoded:
+        """The examples of the training data, and what was cut or dropped; encoded once, when they are first asked for.
+
+        Of a stream there are none: it is encoded as it is read.
+        """
+        return self._encoded(self.rows)
+
+    @cached_property
+    def eval_examples(self) -> Encoded:
+        """The examples of the evaluation data, and what was cut or dropped."""
+        return self.method.eval_examples(self.eval_rows, self.tokenizer, self.length)
 
     @property
     def folder(self) -> Path:
@@ -183,9 +188,11 @@ class Trainer(transformers.Trainer):
     def get_train_dataloader(self) -> Any:
         """The method's loader, made once: it keeps its own place in the data."""
         if self.loader is None and self.stream is not None:
-            self.loader = streaming.loader(self.stream, self.method, self.context, self.args.max_steps)
+            self.loader = streaming.StreamLoader(
+                self.stream, self._encoded, self.rows_per_step, self.args.seed, self.args.max_steps
+            )
         elif self.loader is None:
-            self.loader = self.method.loader(self.rows, self.context)
+            self.loader = self.method.loader(self.train_examples.examples, self.engine, self.run)
         return self.loader
 
     def num_examples(self, dataloader: Any) -> int:
@@ -213,32 +220,17 @@ class Trainer(transformers.Trainer):
             try:
                 return self._forward_backward(model, examples)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or not self._halve_budget(examples):
+                if not is_out_of_memory(error) or not self.engine.halve_budget(examples):
                     raise
             model.zero_grad()
             torch.set_rng_state(random_state)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _halve_budget(self, examples: list[Example]) -> bool:
-        """Whether there is a smaller budget to try; a step of several processes cannot be repeated by one of them."""
-        if self.args.world_size > 1:
-            return False
-        longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
-        now = max(batch.tokens.numel() for batch in self.layout.cut(examples, self.token_budget, 0, 1))
-        # padding to a fixed width is in a batch and not in the budget, so that half a batch may be above it
-        now = min(now, self.token_budget or now)
-        if now <= longest:
-            return False
-        self.token_budget = max(now // 2, longest)
-        warnings.warn(f"out of memory: the step is repeated with token_budget={self.token_budget}", stacklevel=2)
-        return True
-
     def _forward_backward(self, model: torch.nn.Module, examples: list[Example]) -> Tensor:
         model.train()
         counts, weights = total_counts(examples), self.method.weights
-        rank, world_size = self.args.process_index, self.args.world_size
-        batches = self.layout.cut(examples, self.token_budget, rank, world_size) if any(counts.values()) else []
+        batches = self.engine.cut(examples) if any(counts.values()) else []
         sums: Metrics = {}
         losses = []
 
@@ -259,30 +251,26 @@ class Trainer(transformers.Trainer):
                 if parts:
                     loss = torch.stack(parts).sum()
                     # wrappers average the gradients of processes, but terms are sums already divided once
-                    self.accelerator.backward(loss * world_size)
+                    self.accelerator.backward(loss * self.engine.world_size)
                     losses.append(loss.detach())
                 else:
                     losses.append(torch.zeros((), device=self.args.device))
             add(sums, terms, batch)
         loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
-        if not self._all(loss_sum.isfinite()):
+        if not self.engine.all(loss_sum.isfinite()):
             bad = [s for x, b in zip(losses, batches, strict=True) if not x.isfinite() for s in b.sources]
-            found = self.passes.gather((loss_sum.item(), bad))
-            self._sources = [source for _, part in found for source in part] or self._sources
-            self._skip(f"the loss is {sum(loss for loss, _ in found):g}")
+            parts = self.engine.gather((loss_sum.item(), bad))
+            self._sources = [source for _, sources in parts for source in sources] or self._sources
+            self._skip(f"the loss is {sum(loss for loss, _ in parts):g}")
             model.zero_grad()
-            self._last, self._losses_since_log = {}, self._losses_since_log - 1
+            self.last_sums, self._losses_since_log = {}, self._losses_since_log - 1
             return torch.zeros((), device=self.args.device)
-        self._last = sums
+        self.last_sums = sums
         merge(self._sums, sums)
-        if (check := getattr(self.loader, "check", None)) is not None:
-            check()
+        assert self.loader is not None
+        self.loader.check()
         # averaged over processes when it is logged
-        return loss_sum * world_size
-
-    def _all(self, flag: Tensor) -> bool:
-        """Whether a condition holds on every process."""
-        return bool(self.accelerator.reduce(flag.float(), "mean") == 1)
+        return loss_sum * self.engine.world_size
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping; a step whose gradient is not finite is not taken."""
@@ -365,7 +353,12 @@ class Trainer(transformers.Trainer):
         rows = self.eval_rows if eval_dataset is None else self._rows(eval_dataset)
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
-        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self.method.evaluate(rows, self.context).items()}
+        if eval_dataset is None:
+            encoded = self.eval_examples
+        else:
+            encoded = self.method.eval_examples(rows, self.tokenizer, self.length)
+        measured = self.method.evaluate(encoded.examples, self.engine, self.run)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         if not math.isfinite(loss := metrics.get(f"{metric_key_prefix}_loss", 0.0)):
             advice = self._advice() if self.state.global_step else "Check the model and these rows"
             raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {advice}")
@@ -379,7 +372,7 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As in transformers, with a learning rate of its own for each part of the network that the method names."""
         optimizer = super().create_optimizer(model) if model is not None else super().create_optimizer()
-        for part, rate in getattr(self.method, "learning_rates", {}).items():
+        for part, rate in self.method.learning_rates.items():
             mine = {id(p) for p in getattr(self.network, part).parameters()}
             for group in list(optimizer.param_groups):
                 chosen = [p for p in group["params"] if id(p) in mine]
@@ -398,7 +391,7 @@ class Trainer(transformers.Trainer):
         if "loss" in logs:
             now = time.perf_counter()
             seconds, self._clock = now - self._clock, now
-            logs |= self.passes.means(self._sums) | {name: fmean(values) for name, values in self._pending.items()}
+            logs |= self.engine.means(self._sums) | {name: fmean(values) for name, values in self.pending.items()}
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
             if self.non_finite_steps:
                 # transformers divides by all steps, and skipped ones have no loss
@@ -408,22 +401,10 @@ class Trainer(transformers.Trainer):
             self._begin_log()
         super().log(logs, start_time)
 
-    def _note(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._pending.setdefault(name, []).append(value)
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # sums that are not logged yet are not in a checkpoint, so each one begins after a line of the log
         self.control.should_log |= self.control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _record_samples(self, samples: list[dict[str, Any]]) -> None:
-        if self.is_world_process_zero():
-            rows = [{"step": self.state.global_step, **sample} for sample in samples]
-            if self.recorder is not None:
-                self.recorder.samples(rows)
-            if self.show_samples is not None:
-                self.show_samples(rows)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -442,7 +423,7 @@ class Trainer(transformers.Trainer):
             self.accelerator.wait_for_everyone()
             # the parent writes into a folder named checkpoint-N below what _get_output_dir returns
             self._staging = staging / "parts"
-            last = self.passes.totals(self._last)
+            last = self.engine.totals(self.last_sums)
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.state.best_global_step == self.state.global_step:
@@ -469,7 +450,7 @@ class Trainer(transformers.Trainer):
         return {
             "loader": self.loader.state_dict(),
             "rows_per_step": self.rows_per_step,
-            "token_budget": self.token_budget,
+            "token_budget": self.engine.token_budget,
             "last": last,
             "non_finite": (self.non_finite_steps, self._non_finite_in_a_row),
             "logs": self.recorder.offsets() if self.recorder is not None else {},
@@ -479,12 +460,11 @@ class Trainer(transformers.Trainer):
         """Save the network as its parts save themselves, and the tokenizer."""
         folder = Path(output_dir) if output_dir else self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        network = self.accelerator.unwrap_model(self.model)
-        network.save_pretrained(folder)
+        self.engine.save(folder)
         self.tokenizer.save_pretrained(folder)
 
     def _load_best_model(self) -> None:
-        self.network.load_weights(str(self.state.best_model_checkpoint))
+        self.engine.load(str(self.state.best_model_checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights, the loader's place and the token budget; cut the logs back to where the checkpoint was."""
@@ -495,14 +475,55 @@ class Trainer(transformers.Trainer):
         if state["rows_per_step"] != self.rows_per_step:
             self.rows_per_step = state["rows_per_step"]
             warnings.warn(f"the run goes on with its {self.rows_per_step} rows a step", stacklevel=2)
-        self.token_budget = state["token_budget"]
+        self.engine.token_budget = state["token_budget"]
         self.non_finite_steps, self._non_finite_in_a_row = state["non_finite"]
         # the sums are those of all processes: one of them takes them
-        found = state["last"].items() if self.args.process_index == 0 else ()
-        self._last = {
-            name: Metric(*(torch.tensor(float(x), dtype=torch.float64) for x in pair)) for name, pair in found
+        last = state["last"].items() if self.engine.rank == 0 else ()
+        self.last_sums = {
+            name: Metric(*(torch.tensor(float(x), dtype=torch.float64) for x in pair)) for name, pair in last
         }
-        self.network.load_weights(folder)
+        self.engine.load(folder)
         self.get_train_dataloader().load_state_dict(state["loader"])
         if self.recorder is not None and state["logs"]:
             self.recorder.truncate(state["logs"])
+
+
+class TrainerRun:
+    """The ``protocols.Run`` of a trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.trainer.tokenizer
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training arguments."""
+        return self.trainer.args.seed
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, of all processes."""
+        return self.trainer.rows_per_step
+
+    def last(self) -> dict[str, float]:
+        """Means of the terms of the last optimizer step, over all processes."""
+        return self.trainer.engine.means(self.trainer.last_sums)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the next line of the log, which has their means."""
+        for name, value in metrics.items():
+            self.trainer.pending.setdefault(name, []).append(value)
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows to samples.jsonl and show them, in the first process."""
+        trainer = self.trainer
+        if trainer.is_world_process_zero():
+            rows = [{"step": trainer.state.global_step, **row} for row in rows]
+            if trainer.recorder is not None:
+                trainer.recorder.samples(rows)
+            if trainer.show_samples is not None:
+                trainer.show_samples(rows)

@@ -1,0 +1,189 @@
+"""Where the trained modules live: their precision, their passes, their weights, and the processes that share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from burnish.errors import UserError
+from burnish.models.heads import Network
+from burnish.models.layout import Layout
+from burnish.protocols import Method
+from burnish.training.terms import Metrics, add
+from burnish.types import Example, MicroBatch
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Owns the network, its precision and how examples are laid out for it; the ``protocols.Engine`` of a trainer.
+
+    Every process calls it alike, and every process gets all the results.
+
+    Args:
+        network: what is trained.
+        accelerator: the processes, their devices and the precision.
+        token_budget: the most tokens of a micro-batch, None for no limit.
+        layout: settings of ``models.layout.Layout``.
+    """
+
+    def __init__(self, network: Network, accelerator: Accelerator, token_budget: int | None, **layout: Any) -> None:
+        self.network = network
+        self.accelerator = accelerator
+        self.token_budget = token_budget
+        # which layout is fastest depends on the precision of the passes
+        with accelerator.autocast():
+            self.layout = Layout(network.models, accelerator.device, **layout)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.accelerator.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.accelerator.device
+
+    @property
+    def precision(self) -> str:
+        """What passes compute in: no (as the weights are), bf16 or fp16."""
+        return str(self.accelerator.mixed_precision)
+
+    # --- passes ----------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]) -> list[Example]:
+        """Examples with the (B, T) arrays that a function gives without gradient; 0 for tokens of a shared prompt."""
+        mine: dict[int, list[dict[str, np.ndarray]]] = {}
+        with self._evaluating():
+            for group, batch, results in self._passes(
+                lambda batch: {name: x.flatten().double().cpu().numpy() for name, x in function(batch).items()},
+                examples,
+            ):
+                before = batch.positions.flatten()[batch.starts].tolist()
+                places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
+                for i in group:
+                    mine[i] = [
+                        {
+                            name: np.concatenate([np.zeros(skipped), flat[start : end + 1]])
+                            for name, flat in results.items()
+                        }
+                        for _, (skipped, start, end) in zip(examples[i].sequences, places, strict=False)
+                    ]
+        arrays = {i: of_example for part in self.gather(mine) for i, of_example in part.items()}
+        return [
+            dataclasses.replace(
+                example,
+                sequences=tuple(s.with_arrays(**new) for s, new in zip(example.sequences, arrays[i], strict=True)),
+            )
+            for i, example in enumerate(examples)
+        ]
+
+    def evaluate(self, method: Method, examples: list[Example]) -> dict[str, float]:
+        """Means of a method's terms over examples, and the loss that they make."""
+        if not examples:
+            raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
+        sums: Metrics = {}
+        with self._evaluating():
+            for _, batch, terms in self._passes(lambda batch: method.loss(self.network, batch), examples):
+                add(sums, terms, batch)
+        means = self.means(sums)
+        return {"loss": sum(weight * means[name] for name, weight in method.weights.items())} | means
+
+    def _passes(
+        self, function: Callable[[MicroBatch], T], examples: list[Example]
+    ) -> Iterator[tuple[list[int], MicroBatch, T]]:
+        """The micro-batches of this process, with what a function gives for each."""
+
+        def run(batch: MicroBatch) -> T:
+            with self.accelerator.autocast():
+                return self.network(function, batch)
+
+        return self.layout.passes(run, examples, self.token_budget, rank=self.rank, world_size=self.world_size)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.network.training
+        self.network.eval()
+        with torch.no_grad():
+            yield
+        self.network.train(training)
+
+    # --- micro-batches of a step -----------------------------------------------------------------------------------
+
+    def cut(self, examples: list[Example]) -> list[MicroBatch]:
+        """The micro-batches of this process in an optimizer step; every process has equally many."""
+        return self.layout.cut(examples, self.token_budget, self.rank, self.world_size)
+
+    def halve_budget(self, examples: list[Example]) -> bool:
+        """Whether there is a smaller budget to try; a step of several processes cannot be repeated by one of them."""
+        if self.world_size > 1:
+            return False
+        longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
+        largest = max(batch.tokens.numel() for batch in self.cut(examples))
+        # padding to a fixed width is in a batch and not in the budget, so that half a batch may be above it
+        largest = min(largest, self.token_budget or largest)
+        if largest <= longest:
+            return False
+        self.token_budget = max(largest // 2, longest)
+        warnings.warn(f"out of memory: the step is repeated with token_budget={self.token_budget}", stacklevel=2)
+        return True
+
+    # --- processes -------------------------------------------------------------------------------------------------
+
+    def gather(self, value: T) -> list[T]:
+        """A value of every process."""
+        if self.world_size == 1:
+            return [value]
+        parts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(parts, value)
+        return parts
+
+    def all(self, flag: Tensor) -> bool:
+        """Whether a condition holds on every process."""
+        return bool(self.accelerator.reduce(flag.float(), "mean") == 1)
+
+    def means(self, sums: Metrics) -> dict[str, float]:
+        """Means over all processes."""
+        return {name: total / count if count else 0.0 for name, (total, count) in self.totals(sums).items()}
+
+    def totals(self, sums: Metrics) -> dict[str, tuple[float, float]]:
+        """Sums and counts over all processes."""
+        totals: dict[str, tuple[float, float]] = {}
+        for part in self.gather({name: (float(t.total), float(t.count)) for name, t in sums.items()}):
+            for name, (total, count) in part.items():
+                old = totals.get(name, (0.0, 0.0))
+                totals[name] = (old[0] + total, old[1] + count)
+        return totals
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's trained weights by name, one after another, each as a whole tensor on every process."""
+        for name, weight in self.network.policy.named_parameters():
+            if weight.requires_grad:
+                yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    def save(self, folder: str | Path) -> None:
+        """Save the network as its parts save themselves."""
+        self.network.save_pretrained(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Load what ``save`` saved, strictly."""
+        self.network.load_weights(folder)
