@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
-from burnish.config.run import check_rewards, model_reference
+from burnish.config.resolve import model_reference
+from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
 from burnish.data.batching import shared_length
 from burnish.errors import UserError

@@ -1,4 +1,4 @@
-"""What can be wrong with a recipe, found before anything is loaded."""
+"""Checks of a recipe. They load no model and no rows."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Data(Truncation, use_attribute_docstrings=True):
     limit: int | None = Field(None, gt=0)
     """Read this many rows."""
     stream: bool = False
-    """Read training rows while the run goes on; needs trainer.max_steps."""
+    """Read training rows during the run; needs trainer.max_steps."""
     shuffle_buffer: int = Field(2048, gt=0)
     """Rows of a stream that are read and shuffled together."""
 
@@ -215,8 +215,8 @@ class Stage(Config, use_attribute_docstrings=True):
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:
         if (self.run is None) == (self.method is None):
-            found = "both run: and" if self.run else "neither run: nor"
-            raise ValueError(f"has {found} method:; a stage either runs a function or trains with a method")
+            which = "both run: and" if self.run else "neither run: nor"
+            raise ValueError(f"has {which} method:; a stage either runs a function or trains with a method")
         given = self.model_fields_set
         if self.run and (extra := given - {"name", "run", "arguments"}):
             raise ValueError(f"{', '.join(sorted(extra))} cannot stand beside run:; a function is set by with:")
@@ -245,7 +245,7 @@ class Recipe(Config, use_attribute_docstrings=True):
         return Path(self.out) if self.out else Path("runs") / self.name
 
     def locate(self, reference: str) -> str:
-        """``file.py:name`` with the file found from the recipe's folder; ``package.module:name`` as it is."""
+        """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
         return locate(self._home, reference)
 
     def resolved(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Recipe(Config, use_attribute_docstrings=True):
 
 
 def locate(home: Path, reference: str) -> str:
-    """``file.py:name`` with the file found from a folder; ``package.module:name`` as it is."""
+    """``file.py:name`` with the path of the file relative to a folder; ``package.module:name`` as it is."""
     file, _, name = reference.rpartition(":")
     return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
 
