@@ -1,4 +1,4 @@
-"""Checksums of what a stage reads: a stage does not resume if they have changed."""
+"""Checksums of the inputs of a stage, which does not resume if they have changed."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def find(root: Any, path: Keys) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
+    """A value as messages show it: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -218,7 +218,7 @@ _EXPECTED = {
 
 
 def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], value: Any) -> list[Problem]:
-    """The errors of pydantic in our words, one for each key; the branches of a union are one message."""
+    """The errors of pydantic as our messages, one for each key, also where a key may have one of several types."""
     expected: dict[Keys, list[str]] = {}
     problems = []
     for detail in error.errors():
