@@ -50,7 +50,7 @@ def products_of_torch() -> None:
 
 def head_everywhere() -> None:
     """The head runs on every token that has one before it."""
-    from burnish.methods import ppo, reinforce
+    from burnish.methods import policy_gradient, reinforce
     from burnish.models import forward
     from burnish.rl import loader as steps
 
@@ -60,7 +60,7 @@ def head_everywhere() -> None:
         found = narrow(model, hidden, batch, batch.positions > 0, *others, **named)
         return tuple(x.where(mask, 0.0) for x in found)
 
-    places: tuple[Any, ...] = (forward, ppo, reinforce, steps)
+    places: tuple[Any, ...] = (forward, policy_gradient, reinforce, steps)
     for module in places:
         module.token_logprobs = wide
 
@@ -74,7 +74,9 @@ ABLATIONS = {
     "budget": Without("a token budget: the step is one micro-batch", ROWS, {"token_budget": 10**9}),
     "sharing": Without("prompts that run once", ("dpo", "reward", "grpo"), {"shared_prompts": False}),
     "sampled": Without(
-        "the sampler's log-probabilities: another pass", ("grpo", "ppo"), settings={"importance_cap": 1e9}
+        "the sampler's log-probabilities: another pass",
+        ("grpo", "ppo"),
+        settings={"correction": {"mode": "truncate", "cap": 1e9}},
     ),
     "precomputed": Without("the reference worked out once", ("dpo",), settings={"reference": "live"}),
     "head": Without("the head on learned tokens only", ("sft", "dpo"), patch=head_everywhere),

@@ -13,17 +13,17 @@ from side import Clock, Job, score
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 from workload import LONGEST
 
-from burnish import DPO, PPO, SFT, Trainer
+from burnish import DPO, GRPO, PPO, RLOO, SFT, Trainer
 from burnish.data.batching import permutation
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request
 from burnish.generate.sampling import Sampling
-from burnish.methods.reinforce import Reinforce
 from burnish.methods.reward import RewardModel
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 
 PPO_EPOCHS = 4
+GRPO_AS_TRL: dict[str, Any] = {"advantage": "group_mean", "reduction": "token_mean", "kl_coef": 0.0}
 
 
 def trainer(job: Job, clock: Clock, out: str) -> tuple[Any, int]:
@@ -69,7 +69,6 @@ def method(job: Job, clock: Clock, tokenizer: Any, settings: dict[str, Any]) -> 
         "generator": counted(job, clock),
     }
     function: dict[str, Any] = {"reward": lambda answers: score([answer.tokens for answer in answers]), **how}
-    clips: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
     match job.method:
         case "sft":
             return SFT(**settings)
@@ -78,13 +77,13 @@ def method(job: Job, clock: Clock, tokenizer: Any, settings: dict[str, Any]) -> 
         case "reward":
             return RewardModel(**settings)
         case "grpo":
-            return Reinforce(**function, baseline="group_mean", reduction="token_mean", **clips, **settings)
+            return GRPO(**function, **GRPO_AS_TRL, **settings)
         case "rloo":
-            return Reinforce(**function, baseline="rloo", kl_coef=0.05, **settings)
+            return RLOO(**function, kl_coef=0.05, **settings)
         case _:
             scorer = AutoModelForSequenceClassification.from_pretrained(job.folder / "reward")
             reward = [NamedReward("reward", 1.0, ModelReward(scorer, tokenizer))]
-            return PPO(reward, **how, epochs=PPO_EPOCHS, value_coef=0.1, value_clip=0.2, kl_coef=0.05, **settings)
+            return PPO(reward, **how, epochs=PPO_EPOCHS, critic={"coef": 0.1, "clip": 0.2}, kl_coef=0.05, **settings)
 
 
 def counted(job: Job, clock: Clock) -> Any:

@@ -118,8 +118,7 @@ def test_a_constant_reward_that_the_critic_expects_changes_nothing(
             lambda answers: [constant] * len(answers),
             Sampling(max_new_tokens=5),
             kl_coef=0.0,
-            critic=critic,
-            critic_start="policy",
+            critic={"name": critic} | ({"start": "policy"} if critic == "separate" else {}),
             epochs=2,
             mini_batches=2,
         )

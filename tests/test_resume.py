@@ -52,12 +52,12 @@ stages:
     data: {train: {stage: sums, file: pairs.jsonl}}
     trainer: *often
   - name: reinforce
-    method: {name: reinforce, baseline: mean, kl_coef: 0.1, kl_in: loss, kl_estimate: k2, floor: -4.0}
+    method: {name: reinforce, advantage: mean, kl_coef: 0.1, kl_in: loss, kl_estimate: k2, policy_loss: {floor: -4.0}}
     model: {stage: kto}
     data: {train: {stage: sums, file: scored.jsonl}}
     trainer: *often
   - name: grpo
-    method: {name: reinforce, baseline: group_std, epochs: 2, clip_low: 0.2, clip_high: 0.2, kl_coef: 0.05}
+    method: {name: reinforce, advantage: group_std, policy_loss: clip, epochs: 2, kl_coef: 0.05, dynamic_sampling: 2}
     model: {stage: reinforce}
     adapter: {r: 4}
     reward: [{function: "RECIPES/tiny.py:exact"}]

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from burnish.errors import UserError
     from burnish.methods.dpo import DPO
-    from burnish.methods.ppo import PPO
+    from burnish.methods.policy_gradient import GRPO, PPO, RLOO, Reinforce
     from burnish.methods.pretrain import Pretrain
-    from burnish.methods.reinforce import Reinforce
     from burnish.methods.reward import RewardModel
     from burnish.methods.sft import SFT
     from burnish.methods.step_value import StepValue
@@ -17,7 +16,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DPO",
+    "GRPO",
     "PPO",
+    "RLOO",
     "SFT",
     "Pretrain",
     "Reinforce",
@@ -30,9 +31,11 @@ __all__ = [
 
 _HOMES = {
     "DPO": "burnish.methods.dpo",
-    "PPO": "burnish.methods.ppo",
+    "GRPO": "burnish.methods.policy_gradient",
+    "PPO": "burnish.methods.policy_gradient",
     "Pretrain": "burnish.methods.pretrain",
-    "Reinforce": "burnish.methods.reinforce",
+    "RLOO": "burnish.methods.policy_gradient",
+    "Reinforce": "burnish.methods.policy_gradient",
     "RewardModel": "burnish.methods.reward",
     "SFT": "burnish.methods.sft",
     "StepValue": "burnish.methods.step_value",

@@ -88,8 +88,8 @@ class Method(Protocol):
     """A training algorithm. The trainer asks it for steps, sums its terms, divides each by its global count.
 
     A recipe's method is made from the settings of its block, ``SFT(learn="all")``; if it reads ``Prompt`` rows, also
-    from ``reward`` and ``sampling``. A method may also have ``learning_rates``: those of parts of the network that have
-    one of their own, ``{"critic": 1e-5}``.
+    from ``reward``, ``sampling`` and ``generator``. A method may also have ``learning_rates``: those of parts of the
+    network that have one of their own, ``{"critic": 1e-5}``.
     """
 
     spec: MethodSpec

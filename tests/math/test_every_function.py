@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.math import advantages, kl, losses, preference, reductions, statistics, tensors
+from burnish.math import advantages, kl, losses, policy, preference, reductions, segments, statistics, tensors, value
 from burnish.math.advantages import Grouping, Moments
 from burnish.math.choices import (
     WITH_MARGIN,
@@ -26,7 +26,16 @@ from burnish.math.choices import (
 from burnish.math.reductions import Weights
 
 # (B, T) wherever a parameter of this name is found
-TOKENS = {"logprobs", "old_logprobs", "ref_logprobs", "sampled", "advantages", "values", "old_values", "returns"}
+TOKENS = {
+    "logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "sampler_logprobs",
+    "advantages",
+    "values",
+    "old_values",
+    "returns",
+}
 TOKENS |= {"targets", "kl", "steps", "x", "rewards"}
 
 
@@ -58,39 +67,54 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: Estimate
 
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
-MASKED = {
-    "nll": Case(losses.nll),
-    "reinforce of rows": Case(losses.reinforce, shapes={"rewards": "rows"}),
-    "reinforce": Case(losses.reinforce),
-    "reinforce with a floor": Case(losses.reinforce, {"floor": -1.0}),
-    "reinforce with unlikelihood": Case(losses.reinforce, {"unlikelihood": True}),
-    "clipped_policy": Case(losses.clipped_policy, CLIPS),
-    "clipped_policy, dual": Case(losses.clipped_policy, CLIPS | {"dual_clip": 1.5}),
-    "clipped_value": Case(losses.clipped_value, {"clip": 0.2}),
-    "clipped_value without a clip": Case(losses.clipped_value, {"clip": None}),
-    "truncated_importance": Case(losses.truncated_importance, {"cap": 1.5}),
-    "step_value": Case(losses.step_value),
-    "importance": Case(losses.importance),
-    "ratio": Case(losses.ratio),
-    "approxkl": Case(losses.approxkl),
-    "clipfrac": Case(losses.clipfrac, CLIPS),
-    "value_clipfrac": Case(losses.value_clipfrac, {"clip": 0.2}),
-    "reduce": Case(reductions.reduce),
-    "reduce to sequence_mean": Case(weighted("sequence_mean")),
-    "reduce to fixed_length": Case(weighted("fixed_length", 9)),
-    "token_rewards": Case(advantages.token_rewards, {"kl_coef": 0.3}, {"scores": "rows"}),
-    "gae": Case(advantages.gae, {"gamma": 0.99, "lam": 0.95}),
-    "whiten": Case(advantages.whiten),
-    "whiten around the mean": Case(advantages.whiten, {"shift_mean": False}),
-} | {
-    f"{function.__name__}, {kind}": Case(function, {"kind": kind})
-    for function, kinds in (
-        (advantages.compute_advantages, get_args(Baseline)),
-        (kl.estimate, get_args(Estimate)),
-        (kl_loss, get_args(Estimate)),
-    )
-    for kind in kinds
-}
+TAUS = {"tau_positive": 1.0, "tau_negative": 1.5}
+BOUNDS = {"cap": 1.5, "low": 0.5, "high": 2.0}
+MASKED = (
+    {
+        "nll": Case(losses.nll),
+        "reinforce": Case(policy.reinforce, {"floor": None, "unlikelihood": False}),
+        "reinforce with a floor": Case(policy.reinforce, {"floor": -1.0, "unlikelihood": False}),
+        "reinforce with unlikelihood": Case(policy.reinforce, {"floor": None, "unlikelihood": True}),
+        "cispo": Case(policy.cispo, {"clip_high": 0.3, "dual_clip": None}),
+        "cispo without a clip": Case(policy.cispo, {"clip_high": None, "dual_clip": None}),
+        "cispo, dual": Case(policy.cispo, {"clip_high": 3.0, "dual_clip": 1.5}),
+        "sapo": Case(policy.sapo, TAUS | {"dual_clip": None}),
+        "sapo, dual": Case(policy.sapo, TAUS | {"dual_clip": 1.5}),
+        "log_ratios": Case(policy.log_ratios),
+        "sequence_log_ratios": Case(policy.sequence_log_ratios),
+        "effective_sample_size": Case(policy.effective_sample_size, shapes={"weights": "tokens"}),
+        "clipped_value": Case(value.clipped_value, {"clip": 0.2}),
+        "clipped_value without a clip": Case(value.clipped_value, {"clip": None}),
+        "step_value": Case(value.step_value),
+        "value_clipfrac": Case(value.value_clipfrac, {"clip": 0.2}),
+        "reduce": Case(reductions.reduce),
+        "reduce to sequence_mean": Case(weighted("sequence_mean")),
+        "reduce to fixed_length": Case(weighted("fixed_length", 9)),
+        "token_rewards": Case(advantages.token_rewards, {"kl_coef": 0.3}, {"scores": "rows"}),
+        "gae": Case(advantages.gae, {"gamma": 0.99, "lam": 0.95}),
+        "whiten": Case(advantages.whiten),
+        "whiten around the mean": Case(advantages.whiten, {"shift_mean": False}),
+    }
+    | {
+        f"{function.__name__}, {kind}": Case(function, {"kind": kind})
+        for function, kinds in (
+            (advantages.compute_advantages, get_args(Baseline)),
+            (kl.estimate, get_args(Estimate)),
+            (kl_loss, get_args(Estimate)),
+        )
+        for kind in kinds
+    }
+    | {
+        f"{function.__name__}, dual clip {dual_clip}": Case(function, CLIPS | {"dual_clip": dual_clip})
+        for function in (policy.clip, policy.gspo, policy.gspo_token)
+        for dual_clip in (None, 1.5)
+    }
+    | {
+        f"correction_weights, {level}, {mode}": Case(policy.correction_weights, BOUNDS | {"level": level, "mode": mode})
+        for level in ("token", "sequence")
+        for mode in ("truncate", "mask")
+    }
+)
 
 
 def of_pairs(kind: PreferenceLoss) -> Case:
@@ -148,11 +172,12 @@ def draw(case: Case, seed: int, rows: int = 4, width: int = 6, whole: bool = Fal
         "lengths": lambda: torch.randint(1, 5, (rows,), generator=generator),
         "labels": lambda: torch.rand(rows, generator=generator) < 0.5,
         "groups": lambda: torch.arange(rows) // 2,
+        "segments": lambda: (torch.arange(width) // 3 + 1).repeat(rows, 1),
         "mask": lambda: mask,
     }
     names = inspect.signature(case.function).parameters
     shapes = {name: "tokens" for name in names if name in TOKENS}
-    shapes |= {name: name for name in names if name in ("mask", "groups")}
+    shapes |= {name: name for name in names if name in ("mask", "groups", "segments")}
     return {name: made[kind]() for name, kind in (shapes | case.shapes).items()}
 
 
@@ -160,6 +185,8 @@ def parts(found: Any) -> list[Any]:
     """The tensors and numbers of a result."""
     if isinstance(found, Tensor | float | int):
         return [found]
+    if isinstance(found, dict):
+        found = found.values()
     return [x for part in (vars(found).values() if isinstance(found, Moments) else found) for x in parts(part)]
 
 
@@ -174,7 +201,7 @@ def call(case: Case, given: dict[str, Tensor], gradients: bool = True) -> list[T
 
 
 def test_every_function_with_a_mask_is_among_the_cases() -> None:
-    modules = (advantages, kl, losses, preference, reductions, tensors)
+    modules = (advantages, kl, losses, policy, preference, reductions, segments, tensors, value)
     functions = {x for m in modules for x in vars(m).values() if inspect.isfunction(x) and "mask" in _parameters(x)}
     public = {x for x in functions if not x.__name__.startswith("_") and x.__module__.startswith("burnish.math")}
     covered = {case.function for case in MASKED.values()}
@@ -195,7 +222,10 @@ def test_nothing_outside_the_mask_reaches_a_value_or_a_gradient(name: str, fill:
 
         def filled(value: float, mask: Tensor = mask, given: dict[str, Tensor] = given) -> dict[str, Tensor]:
             shown = {1: mask.any(1), 2: mask}
-            return {n: x if x is mask or n == "groups" else x.where(shown[x.dim()], value) for n, x in given.items()}
+            return {
+                n: x if x is mask or n in ("groups", "segments") else x.where(shown[x.dim()], value)
+                for n, x in given.items()
+            }
 
         for found, expected in zip(call(case, filled(fill)), call(case, filled(0.0)), strict=True):
             assert torch.equal(found, expected), seed

@@ -1,5 +1,4 @@
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -7,12 +6,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.math import advantages, losses
-from burnish.math.reductions import reduction_weights
+from burnish.math import advantages, losses, value
+from burnish.math import policy as policies
+from burnish.math.reductions import reduce, reduction_weights
 
 F64 = torch.float64
-policy = partial(losses.clipped_policy, clip_low=0.2, clip_high=0.3)
-clipfrac = partial(losses.clipfrac, clip_low=0.2, clip_high=0.3)
+
+
+def clip(new, old, a, mask, clip_low=0.2, clip_high=0.3, dual_clip=None):
+    segments = torch.ones_like(mask, dtype=torch.long)
+    return policies.clip(new, old, a, mask, segments, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def policy(new, old, a, mask, *clips, weights=None, **settings):
+    return reduce(clip(new, old, a, mask, *clips, **settings)[0], mask, weights)
+
+
+def clipfrac(new, old, a, mask):
+    return reduce(clip(new, old, a, mask)[1]["clipfrac"], mask)
+
+
+def ratio(new, old, mask):
+    return reduce(policies.log_ratios(new, old, mask).exp(), mask)
+
+
+def approxkl(new, old, mask):
+    return reduce(policies.log_ratios(new, old, mask).square() / 2, mask)
 
 
 def sig(x):
@@ -122,7 +141,7 @@ def test_policy_worked_example():
     old, new = torch.tensor([[-1.0, -0.5]], dtype=F64), torch.tensor([[-0.9, -0.5]], dtype=F64)
     mask = torch.ones(1, 2, dtype=torch.bool)
     a = torch.tensor([[0.45, 0.60]], dtype=F64)
-    term = losses.clipped_policy(new, old, a, mask, 0.2, 0.2)
+    term = policy(new, old, a, mask, 0.2, 0.2)
     assert term.total.item() == pytest.approx(-1.09733, abs=5e-6)
     assert term.count.item() == 2
 
@@ -144,8 +163,8 @@ def test_policy_against_a_loop(seed):
 def test_first_mini_batch_has_ratio_1_and_the_loss_is_minus_the_mean_advantage():
     a, _, old, _, mask = batch(0)
     new = old.clone().requires_grad_()
-    assert losses.ratio(new, old, mask).mean.item() == 1
-    assert losses.approxkl(new, old, mask).mean.item() == 0
+    assert ratio(new, old, mask).mean.item() == 1
+    assert approxkl(new, old, mask).mean.item() == 0
     assert clipfrac(new, old, a, mask).mean.item() == 0
     term = policy(new, old, a, mask)
     assert term.mean.item() == pytest.approx(-a[mask].numpy().mean(), abs=1e-12)
@@ -165,16 +184,16 @@ def test_clipped_region_has_no_gradient_and_no_smaller_loss(seed):
     assert term.total.item() >= -(a * r)[learned].sum() - 1e-12
     fraction = clipfrac(new, old, torch.tensor(a), mask)
     assert fraction.mean.item() == pytest.approx(region[learned].mean(), abs=1e-12)
-    assert losses.ratio(new, old, mask).mean.item() == pytest.approx(r[learned].mean(), abs=1e-12)
-    assert losses.approxkl(new, old, mask).mean.item() == pytest.approx((np.log(r)[learned] ** 2 / 2).mean(), abs=1e-12)
+    assert ratio(new, old, mask).mean.item() == pytest.approx(r[learned].mean(), abs=1e-12)
+    assert approxkl(new, old, mask).mean.item() == pytest.approx((np.log(r)[learned] ** 2 / 2).mean(), abs=1e-12)
 
 
 @given(st.integers(0, 10_000), st.floats(0.05, 2))
 def test_clipped_value_identities(seed, clip):
     returns, old, _, noise, mask = batch(seed)
     values = old + noise
-    term = losses.clipped_value(values, old, returns, mask, clip)
-    plain = losses.clipped_value(values, old, returns, mask, None)
+    term = value.clipped_value(values, old, returns, mask, clip)
+    plain = value.clipped_value(values, old, returns, mask, None)
     expected, decided = 0.0, 0
     for b, t in mask.nonzero().tolist():
         v, o, r = values[b, t].item(), old[b, t].item(), returns[b, t].item()
@@ -184,17 +203,17 @@ def test_clipped_value_identities(seed, clip):
     assert term.total.item() == pytest.approx(expected, abs=1e-10)
     assert plain.total.item() == pytest.approx(0.5 * ((values - returns)[mask].numpy() ** 2).sum(), abs=1e-10)
     assert term.total.item() >= plain.total.item() - 1e-12
-    assert losses.value_clipfrac(values, old, returns, mask, clip).total.item() == decided
+    assert value.value_clipfrac(values, old, returns, mask, clip).total.item() == decided
     near = old + noise.clamp(-clip, clip) * 0.99
-    close = losses.clipped_value(near, old, returns, mask, clip)
-    assert close == losses.clipped_value(near, old, returns, mask, None)
-    assert losses.value_clipfrac(near, old, returns, mask, clip).total.item() == 0
+    close = value.clipped_value(near, old, returns, mask, clip)
+    assert close == value.clipped_value(near, old, returns, mask, None)
+    assert value.value_clipfrac(near, old, returns, mask, clip).total.item() == 0
 
 
 def test_clipped_value_by_hand():
     mask = torch.ones(1, 3, dtype=torch.bool)
     values = torch.tensor([[1.0, 0.1, -1.0]], dtype=F64, requires_grad=True)
-    term = losses.clipped_value(values, torch.zeros(1, 3, dtype=F64), torch.ones(1, 3, dtype=F64), mask, 0.2)
+    term = value.clipped_value(values, torch.zeros(1, 3, dtype=F64), torch.ones(1, 3, dtype=F64), mask, 0.2)
     assert term.total.item() == pytest.approx(0.5 * (0.8**2 + 0.9**2 + 2.0**2))
     assert torch.autograd.grad(term.total, values)[0].tolist() == [pytest.approx([0, -0.9, -2.0])]
 
@@ -207,7 +226,7 @@ def test_gradcheck_of_policy_and_value():
         new.requires_grad_(),
     )
     values = torch.randn(3, 7, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: losses.clipped_value(x, old, returns, mask, 0.5).total, values)
+    assert torch.autograd.gradcheck(lambda x: value.clipped_value(x, old, returns, mask, 0.5).total, values)
 
 
 def test_only_the_trained_tensors_get_a_gradient():
@@ -216,7 +235,7 @@ def test_only_the_trained_tensors_get_a_gradient():
     (gradient,) = torch.autograd.grad(policy(new, new, new * a, mask).total, new)
     np.testing.assert_allclose(gradient, torch.where(mask, -new * a, 0).detach(), atol=1e-12)
     old, returns = torch.zeros_like(new).requires_grad_(), returns.requires_grad_()
-    losses.clipped_value(new, old, returns, mask, 0.2).total.backward()
+    value.clipped_value(new, old, returns, mask, 0.2).total.backward()
     assert old.grad is None
     assert returns.grad is None
 
@@ -228,7 +247,7 @@ def test_extreme_ratios_stay_finite():
     (gradient,) = torch.autograd.grad(term.total, new)
     assert term.total.isfinite()
     assert gradient.isfinite().all()
-    assert losses.approxkl(new, old, mask).mean.item() == pytest.approx(200.0)
+    assert approxkl(new, old, mask).mean.item() == pytest.approx(200.0)
 
 
 # --- what lies outside the mask -----------------------------------------------------------------------------------
@@ -240,11 +259,11 @@ def every_loss(tensors, mask):
     return {
         "nll": losses.nll(new, mask, weights),
         "policy": policy(new, old, a, mask, dual_clip=2.0),
-        "value": losses.clipped_value(new, old, returns, mask, 0.2, weights),
-        "ratio": losses.ratio(new, old, mask),
-        "approxkl": losses.approxkl(new, old, mask),
+        "value": value.clipped_value(new, old, returns, mask, 0.2, weights),
+        "ratio": ratio(new, old, mask),
+        "approxkl": approxkl(new, old, mask),
         "clipfrac": clipfrac(new, old, a, mask),
-        "value_clipfrac": losses.value_clipfrac(new, old, returns, mask, 0.2),
+        "value_clipfrac": value.value_clipfrac(new, old, returns, mask, 0.2),
     }
 
 
@@ -307,7 +326,7 @@ def test_tokens_after_the_first_stop_have_no_effect():
         rewards = advantages.token_rewards(scores, rewards, mask, 0.1)
         a, returns = advantages.gae(rewards, values, mask, 1.0, 0.95)
         a = advantages.whiten(a, mask)
-        return policy(new, old, a, mask).total, losses.clipped_value(new, values, returns, mask, 0.2).total
+        return policy(new, old, a, mask).total, value.clipped_value(new, values, returns, mask, 0.2).total
 
     changed = [torch.where(mask, x, x * -3 + 1) for x in (rewards, values, old, new)]
     assert update(*changed) == update(rewards, values, old, new)
@@ -322,7 +341,7 @@ def test_sums_are_at_least_float32(dtype):
     for term in (
         losses.nll(new, mask, weights),
         policy(new, old, a, mask),
-        losses.clipped_value(new, old, returns, mask, 0.2),
+        value.clipped_value(new, old, returns, mask, 0.2),
         losses.bradley_terry(new[0], old[0]),
     ):
         assert (term.total.dtype, term.count.dtype) == (expected, expected)
@@ -331,19 +350,19 @@ def test_sums_are_at_least_float32(dtype):
 def test_step_values_by_hand():
     values, targets = torch.tensor([[0.5, 9.0, -1.0], [0.25, 0.0, 9.0]]), torch.tensor([[1.0, 0, -1.0], [0.0, 0.5, 0]])
     mask = torch.tensor([[True, False, True], [True, True, False]])
-    term = losses.step_value(values, targets, mask)
+    term = value.step_value(values, targets, mask)
     assert (term.total, term.count) == (0.25 + 0 + 0.0625 + 0.25, 4)  # a target of 0 counts where the mask is True
-    nothing = losses.step_value(values, targets, torch.zeros_like(mask))
+    nothing = value.step_value(values, targets, torch.zeros_like(mask))
     assert (nothing.total, nothing.count, nothing.mean) == (0, 0, 0)
 
 
 def test_the_gradient_of_step_values_is_twice_the_error():
     values = torch.tensor([[0.5, 0.1, -1.0]], requires_grad=True)
     targets = torch.tensor([[1.0, 7.0, -1.0]], requires_grad=True)
-    losses.step_value(values, targets, torch.tensor([[True, False, True]])).total.backward()
+    value.step_value(values, targets, torch.tensor([[True, False, True]])).total.backward()
     assert values.grad is not None and values.grad.tolist() == [[-1.0, 0.0, 0.0]] and targets.grad is None
 
 
 def test_step_values_must_align():
     with pytest.raises(ValueError, match="targets must align with values"):
-        losses.step_value(torch.zeros(1, 3), torch.zeros(3), torch.ones(1, 3, dtype=torch.bool))
+        value.step_value(torch.zeros(1, 3), torch.zeros(3), torch.ones(1, 3, dtype=torch.bool))

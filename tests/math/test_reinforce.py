@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.errors import UserError
-from burnish.math import advantages, losses
+from burnish.math import advantages, policy
 from burnish.math.choices import Baseline
-from burnish.math.reductions import reduction_weights
+from burnish.math.reductions import Weights, reduce, reduction_weights
+from burnish.types import Term
 
 F64 = torch.float64
 
@@ -26,8 +27,25 @@ def batch(seed: int, rows: int = 4, width: int = 6) -> tuple[torch.Tensor, torch
     return logprobs.requires_grad_(), torch.randn(rows, dtype=F64, generator=generator), mask
 
 
+def reinforce(
+    logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    rewards: torch.Tensor,
+    weights: Weights | None = None,
+    floor: float | None = None,
+    unlikelihood: bool = False,
+) -> Term:
+    """The loss with a reward for each row or each token, over sequences unless the weights say otherwise."""
+    if rewards.dim() == 1:
+        rewards = rewards.unsqueeze(1).expand_as(mask)
+    given = logprobs, logprobs, rewards, mask, torch.ones_like(mask, dtype=torch.long)
+    losses, metrics = policy.reinforce(*given, floor=floor, unlikelihood=unlikelihood)
+    assert not metrics
+    return reduce(losses, mask, weights or reduction_weights(mask, "sequence_sum", dtype=logprobs.dtype))
+
+
 def gradient(logprobs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    (found,) = torch.autograd.grad(losses.reinforce(logprobs, *rest, **named).mean, logprobs)
+    (found,) = torch.autograd.grad(reinforce(logprobs, *rest, **named).mean, logprobs)
     return found
 
 
@@ -37,7 +55,7 @@ def gradient(logprobs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
 def test_by_hand() -> None:
     logprobs = torch.tensor([[0.0, -1.0, -0.5], [0.0, -2.0, -9.0]])
     mask = torch.tensor([[False, True, True], [False, True, False]])
-    term = losses.reinforce(logprobs, mask, torch.tensor([1.0, -0.5]))
+    term = reinforce(logprobs, mask, torch.tensor([1.0, -0.5]))
     # -(1 * (-1 - 0.5) - 0.5 * -2) / 2
     assert (term.total.item(), term.count.item(), term.mean.item()) == (0.5, 2.0, 0.25)
 
@@ -47,23 +65,23 @@ def test_identities(seed: int) -> None:
     logprobs, rewards, mask = batch(seed)
     ones = torch.ones(4, dtype=F64)
     # r = 1 is the summed negative log-likelihood over B; r = 0 is nothing
-    assert losses.reinforce(logprobs, mask, ones).mean.item() == pytest.approx(-logprobs[mask].sum().item() / 4)
+    assert reinforce(logprobs, mask, ones).mean.item() == pytest.approx(-logprobs[mask].sum().item() / 4)
     assert not gradient(logprobs, mask, 0 * ones).any()
     # the gradient is linear in r and nowhere but at learned tokens
     found = gradient(logprobs, mask, rewards)
     assert torch.allclose(found, torch.where(mask, -rewards[:, None] / 4, 0.0))
     assert torch.allclose(gradient(logprobs, mask, 3 * rewards - 2), 3 * found - 2 * gradient(logprobs, mask, ones))
     # doubling the batch changes nothing, and micro-batches add up
-    twice = losses.reinforce(logprobs.repeat(2, 1), mask.repeat(2, 1), rewards.repeat(2))
-    assert twice.mean.item() == pytest.approx(losses.reinforce(logprobs, mask, rewards).mean.item())
-    parts = [losses.reinforce(logprobs[i : i + 1], mask[i : i + 1], rewards[i : i + 1]) for i in range(4)]
+    twice = reinforce(logprobs.repeat(2, 1), mask.repeat(2, 1), rewards.repeat(2))
+    assert twice.mean.item() == pytest.approx(reinforce(logprobs, mask, rewards).mean.item())
+    parts = [reinforce(logprobs[i : i + 1], mask[i : i + 1], rewards[i : i + 1]) for i in range(4)]
     assert sum(p.total.item() for p in parts) / 4 == pytest.approx(twice.mean.item())
     assert sum(p.count.item() for p in parts) == 4
 
 
 def test_the_same_row_at_plus_and_minus_one_is_nothing_at_all() -> None:
     logprobs, _, mask = batch(0)
-    both = losses.reinforce(logprobs.repeat(2, 1), mask.repeat(2, 1), torch.tensor([1.0] * 4 + [-1.0] * 4))
+    both = reinforce(logprobs.repeat(2, 1), mask.repeat(2, 1), torch.tensor([1.0] * 4 + [-1.0] * 4))
     assert both.mean.item() == 0.0
     assert not torch.autograd.grad(both.mean, logprobs)[0].any()
 
@@ -72,28 +90,29 @@ def test_as_many_rows_as_tokens_do_not_mix_up() -> None:
     logprobs, rewards, _ = batch(1, rows=6)
     mask = torch.ones(6, 6, dtype=torch.bool)
     expected = -sum(rewards[b].item() * logprobs[b].sum().item() for b in range(6)) / 6
-    assert losses.reinforce(logprobs, mask, rewards).mean.item() == pytest.approx(expected)
+    assert reinforce(logprobs, mask, rewards).mean.item() == pytest.approx(expected)
     per_token = rewards.unsqueeze(1).expand(6, 6)
-    assert losses.reinforce(logprobs, mask, per_token).mean.item() == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"rewards must align with rows: got shape \(5,\), expected \(6,\)"):
-        losses.reinforce(logprobs, mask, rewards[:5])
+    assert reinforce(logprobs, mask, per_token).mean.item() == pytest.approx(expected)
+    for one_a_row in (rewards, rewards[:5]):
+        with pytest.raises(
+            ValueError, match=r"advantages must align with mask: got shape \([56],\), expected \(6, 6\)"
+        ):
+            policy.reinforce(logprobs, logprobs, one_a_row, mask, mask.long(), floor=None, unlikelihood=False)
 
 
 def test_packed_rows_take_a_reward_for_each_token() -> None:
     logprobs, rewards, mask = batch(2)
     segments = torch.arange(1, 5).repeat_interleave(6).unsqueeze(0)
     weights = reduction_weights(mask.reshape(1, -1), "sequence_sum", None, segments, F64)
-    packed = losses.reinforce(
-        logprobs.reshape(1, -1), mask.reshape(1, -1), rewards.repeat_interleave(6).unsqueeze(0), weights
-    )
-    assert packed.mean.item() == pytest.approx(losses.reinforce(logprobs, mask, rewards).mean.item())
+    packed = reinforce(logprobs.reshape(1, -1), mask.reshape(1, -1), rewards.repeat_interleave(6).unsqueeze(0), weights)
+    assert packed.mean.item() == pytest.approx(reinforce(logprobs, mask, rewards).mean.item())
 
 
 def test_length_normalized_is_a_mean_in_each_row() -> None:
     logprobs, rewards, mask = batch(3)
     weights = reduction_weights(mask, "sequence_mean", dtype=F64)
     expected = -sum(rewards[b].item() * logprobs[b][mask[b]].mean().item() for b in range(4)) / 4
-    assert losses.reinforce(logprobs, mask, rewards, weights).mean.item() == pytest.approx(expected)
+    assert reinforce(logprobs, mask, rewards, weights).mean.item() == pytest.approx(expected)
 
 
 # --- negative rewards ---------------------------------------------------------------------------------------------
@@ -104,7 +123,7 @@ def test_a_floor_stops_only_what_is_pushed_down() -> None:
     mask = torch.ones(2, 2, dtype=torch.bool)
     found = gradient(logprobs, mask, torch.tensor([1.0, -1.0], dtype=F64), floor=-5.0)
     assert found.tolist() == [[-0.5, -0.5], [0.0, 0.5]]
-    floored = losses.reinforce(logprobs, mask, torch.tensor([0.0, -2.0], dtype=F64), floor=-5.0)
+    floored = reinforce(logprobs, mask, torch.tensor([0.0, -2.0], dtype=F64), floor=-5.0)
     assert floored.total.item() == 2 * (-5 - 1)
 
 
@@ -113,17 +132,17 @@ def test_unlikelihood_is_bounded(p: float) -> None:
     logprobs = torch.tensor([[math.log(p)]], dtype=F64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
     down = torch.tensor([-2.0], dtype=F64)
-    assert losses.reinforce(logprobs, mask, down, unlikelihood=True).mean.item() == pytest.approx(-2 * math.log(1 - p))
+    assert reinforce(logprobs, mask, down, unlikelihood=True).mean.item() == pytest.approx(-2 * math.log(1 - p))
     # d/dl of -2 log(1 - e^l)
     assert gradient(logprobs, mask, down, unlikelihood=True).item() == pytest.approx(2 * p / (1 - p))
-    same = losses.reinforce(logprobs, mask, -down, unlikelihood=True)
-    assert same.mean.item() == losses.reinforce(logprobs, mask, -down).mean.item()
+    same = reinforce(logprobs, mask, -down, unlikelihood=True)
+    assert same.mean.item() == reinforce(logprobs, mask, -down).mean.item()
 
 
 def test_unlikelihood_is_finite_at_certainty_and_outside_the_mask() -> None:
     logprobs = torch.tensor([[0.0, -1e-9, -0.5]], dtype=F64, requires_grad=True)
     mask = torch.tensor([[False, True, True]])
-    assert math.isfinite(losses.reinforce(logprobs, mask, -torch.ones(1), unlikelihood=True).mean.item())
+    assert math.isfinite(reinforce(logprobs, mask, -torch.ones(1), unlikelihood=True).mean.item())
     found = gradient(logprobs, mask, -torch.ones(1), unlikelihood=True)
     assert found[0, :2].tolist() == [0.0, 0.0] and found[0, 2] > 0
 
@@ -194,7 +213,10 @@ def test_importance_is_truncated() -> None:
     ours = torch.log(torch.tensor([[0.5, 0.9, 0.2, 0.3]], dtype=F64))
     theirs = torch.log(torch.tensor([[0.5, 0.1, 0.4, 0.9]], dtype=F64))
     mask = torch.tensor([[True, True, True, False]])
-    found = losses.truncated_importance(ours, theirs, mask, 2.0)
+    found, touched = policy.correction_weights(
+        ours, theirs, mask, mask.long(), level="token", mode="truncate", cap=2.0, low=0.0, high=1.0
+    )
+    assert touched.tolist() == [[False, True, False, False]]
     assert torch.allclose(found, torch.tensor([[1.0, 2.0, 0.5, 1.0]], dtype=F64))
 
 
@@ -217,3 +239,18 @@ def test_moments_are_those_of_all_numbers_at_once(batches: list[list[float]]) ->
 def test_normalized_by_hand() -> None:
     moments = advantages.Moments().update(torch.tensor([1.0])).update(torch.tensor([2.0, 3.0]))
     assert moments.normalize(torch.tensor([3.0, 0.0], dtype=F64)).tolist() == pytest.approx([1.0, -2.0])
+
+
+def test_a_group_mean_is_whitened_over_all_tokens() -> None:
+    mask = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, True, True]])
+    rewards = torch.zeros(4, 3, dtype=F64)
+    rewards[:, 1] = torch.tensor([1.0, 0.0, 2.0, 6.0])
+    groups = torch.tensor([0, 0, 1, 1])
+    found = advantages.compute_advantages(rewards, mask, groups, "reinforce++-baseline")
+    tokens = torch.tensor([0.5, 0.5, -0.5, -2.0, -2.0, 2.0, 2.0], dtype=F64)
+    assert torch.allclose(found[mask], (tokens - tokens.mean()) / tokens.std(), atol=1e-6)
+
+
+def test_the_penalty_of_long_completions_by_hand() -> None:
+    found = advantages.overlong_penalty(torch.tensor([0, 12, 13, 14, 16]), longest=16, buffer=4)
+    assert found.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]

@@ -14,6 +14,8 @@ from burnish.generate.sampling import Sampling
 from burnish.rewards.functions import NamedReward
 from burnish.types import Answer, Example, Sequence
 
+MONTE_CARLO = {"lam": 1.0, "whiten": False}
+
 
 @torch.no_grad()
 def plain_logprobs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
@@ -71,8 +73,7 @@ def test_summed_rewards_are_the_score_less_the_sequence_log_ratio(temperature: f
         model=model,
         sampling=Sampling(max_new_tokens=6, temperature=temperature),
         kl_coef=0.3,
-        lam=1.0,
-        whiten_advantages=False,
+        advantage={"lam": 1.0, "whiten": False},
         mini_batches=1,
     )
     ratios = []
@@ -108,7 +109,7 @@ def test_whitening_is_over_the_whole_batch(run: Any) -> None:
 
 
 def test_whitened_rewards_keep_their_mean(run: Any) -> None:
-    runs = [run(rows=4, gamma=0.0, lam=0.0, whiten_rewards=whiten) for whiten in (False, True)]
+    runs = [run(rows=4, advantage={"gamma": 0.0, "lam": 0.0}, whiten_rewards=whiten) for whiten in (False, True)]
     plain, white = (torch.tensor(found.learned(found.batches[0], "returns")).double() for found in runs)
     assert white.var().item() == pytest.approx(1, abs=1e-4) and abs(plain.var().item() - 1) > 0.05
     assert white.mean().item() == pytest.approx(plain.mean().item(), abs=1e-6)
@@ -158,7 +159,7 @@ def test_what_follows_the_stop_token_has_no_effect(run: Any) -> None:
 
 @pytest.mark.parametrize(("rule", "expected"), [("subtract", lambda s: s - 0.75), ("replace", lambda s: 0.75)])
 def test_the_rule_for_missing_ends_changes_only_rows_without_one(rule: str, expected: Any, run: Any) -> None:
-    settings = {"rows": 16, "arguments": {"batch": 16}, "lam": 1.0, "kl_coef": 0.0, "whiten_advantages": False}
+    settings = {"rows": 16, "arguments": {"batch": 16}, "advantage": MONTE_CARLO, "kl_coef": 0.0}
     free, found = (run(missing_eos=name, missing_eos_penalty=0.75, **settings) for name in ("none", rule))
     stopped = 0
     for a, b in zip(free.batches[0], found.batches[0], strict=True):
@@ -172,7 +173,7 @@ def test_the_rule_for_missing_ends_changes_only_rows_without_one(rule: str, expe
 
 
 def test_scores_are_scaled_then_clipped(run: Any) -> None:
-    found = run(rows=4, score_scale=2.0, score_clip=0.8, lam=1.0, kl_coef=0.0, whiten_advantages=False)
+    found = run(rows=4, score_scale=2.0, score_clip=0.8, advantage=MONTE_CARLO, kl_coef=0.0)
     for example in found.batches[0]:
         expected = min(max(2 * found.score(example), -0.8), 0.8)
         assert found.learned([example], "returns")[0] == pytest.approx(expected, abs=1e-6)
@@ -185,7 +186,7 @@ def test_rewards_are_weighed_and_weight_zero_only_measures(run: Any, by_tokens_r
         return [float(len(a.tokens)) for a in answers]
 
     both = [NamedReward("by_tokens", 2.0, by_tokens_reward), NamedReward("length", -0.5, lengths)]
-    found = run(reward=both, lam=1.0, kl_coef=0.0, whiten_advantages=False, rows=4)
+    found = run(reward=both, advantage=MONTE_CARLO, kl_coef=0.0, rows=4)
     for example in found.batches[0]:
         expected = 2 * found.score(example) - 0.5 * len(found.completion(example))
         assert found.learned([example], "returns")[0] == pytest.approx(expected, abs=1e-5)

@@ -42,21 +42,22 @@ class Taken(TrainerCallback):
 
 # --- which parts learn --------------------------------------------------------------------------------------------
 
-CRITICS = [{}, {"critic": "shared"}, {"lora": True}, {"lora": True, "critic": "shared"}]
+CRITICS = [("separate", False), ("shared", False), ("separate", True), ("shared", True)]
 
 
-@pytest.mark.parametrize("kind", CRITICS, ids=str)
-def test_warm_up_leaves_the_policy_alone_and_then_lets_it_go(kind: dict, run: Any) -> None:
-    found = run(critic_warmup=2, rows=12, entropy_coef=0.1, arguments={"weight_decay": 0.1}, **kind)
+@pytest.mark.parametrize(("kind", "lora"), CRITICS)
+def test_warm_up_leaves_the_policy_alone_and_then_lets_it_go(kind: str, lora: bool, run: Any) -> None:
+    critic = {"name": kind, "warmup": 2}
+    found = run(critic=critic, lora=lora, rows=12, entropy_coef=0.1, arguments={"weight_decay": 0.1})
     assert len(found.policy) == 13
     assert len(set(found.policy[:9])) == 1, "two iterations of four steps"
     assert len(set(found.policy[8:])) == 5
     assert len(set(found.critic)) == 13
 
 
-@pytest.mark.parametrize("kind", CRITICS, ids=str)
-def test_a_frozen_critic_keeps_its_bytes(kind: dict, run: Any) -> None:
-    found = run(critic_frozen=True, rows=4, arguments={"weight_decay": 0.1}, **kind)
+@pytest.mark.parametrize(("kind", "lora"), CRITICS)
+def test_a_frozen_critic_keeps_its_bytes(kind: str, lora: bool, run: Any) -> None:
+    found = run(critic={"name": kind, "frozen": True}, lora=lora, rows=4, arguments={"weight_decay": 0.1})
     assert len(set(found.critic)) == 1
     assert len(set(found.policy)) == 5
 
@@ -73,7 +74,9 @@ def test_the_base_of_an_adapter_keeps_its_bytes(run: Any, policy: Any) -> None:
 
 def test_the_critic_has_a_learning_rate_of_its_own(run: Any) -> None:
     # unclipped, since one gradient norm is taken of policy and critic together
-    fast, slow = (run(rows=4, arguments={"max_grad_norm": 0.0}, critic_learning_rate=rate) for rate in (None, 1e-12))
+    fast, slow = (
+        run(rows=4, arguments={"max_grad_norm": 0.0}, critic={"learning_rate": rate}) for rate in (None, 1e-12)
+    )
     assert slow.policy == fast.policy
     before, after = (torch.frombuffer(bytearray(slow.critic[i]), dtype=torch.float32) for i in (0, -1))
     assert (after - before).abs().max() < 1e-9
@@ -94,7 +97,7 @@ def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
     # the critic starts at the scale of the model's part in the score: 0.5 * 4 * (logit - 0.25) / 2
     classifier.config.score_mean, classifier.config.score_std = 0.25, 2.0
     scorer = NamedReward("model", 0.5, ModelReward(classifier, tiny_tokenizer, label=0, normalize=True))
-    found = run(reward=[scorer], score_scale=4.0, critic_frozen=True, rows=4)
+    found = run(reward=[scorer], score_scale=4.0, critic={"frozen": True}, rows=4)
     critic = found.trainer.network.critic
     assert torch.equal(critic.model.layers[0].mlp.up_proj.weight, classifier.model.layers[0].mlp.up_proj.weight)
     assert torch.equal(critic.score.weight, classifier.score.weight if labels == 1 else torch.zeros(1, 32))
@@ -104,7 +107,7 @@ def test_a_critic_starts_from_a_causal_reward_model_with_one_label(
         hidden = classifier.model(torch.tensor([sequence.tokens.tolist()])).last_hidden_state
     value = classifier.score(hidden)[0, at - 1, 0].item() - 0.25 if labels == 1 else 0.0
     assert sequence.arrays["values"][at] == pytest.approx(value, abs=1e-5)  # before the token is chosen
-    copied = run(reward=[scorer], critic_start="policy", critic_frozen=True, rows=4).trainer.network
+    copied = run(reward=[scorer], critic={"start": "policy", "frozen": True}, rows=4).trainer.network
     assert torch.equal(copied.critic.score.weight, torch.zeros(1, 32))
 
 
@@ -129,7 +132,14 @@ def test_the_rest_of_an_update_is_left_out_once_the_policy_moved_too_far(run: An
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
 def test_every_reduction_divides_by_its_own_count(reduction: str, run: Any) -> None:
-    found = run(rows=4, reduction=reduction, dual_clip=3.0, value_clip=0.2, entropy_coef=0.01, mini_batches=1)
+    found = run(
+        rows=4,
+        reduction=reduction,
+        policy_loss={"dual_clip": 3.0},
+        critic={"clip": 0.2},
+        entropy_coef=0.01,
+        mini_batches=1,
+    )
     examples, line = found.steps[0], found.log[0]
     sums = [math.fsum(found.learned([e], "advantages")) for e in examples]
     sizes = [len(found.completion(e)) for e in examples]
@@ -174,8 +184,8 @@ def test_sizes_that_do_not_fit_are_told(settings: dict, message: str, run: Any) 
     [
         ({"reference": False}, "kl_coef 0.05 needs a reference"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "0 stays 0"),
-        ({"critic_warmup": 1, "critic_frozen": True}, "nothing learns"),
-        ({"critic_warmup": 1, "value_coef": 0.0}, "nothing learns"),
+        ({"critic": {"warmup": 1, "frozen": True}}, "nothing learns"),
+        ({"critic": {"warmup": 1, "coef": 0.0}}, "nothing learns"),
         ({"kl_coeff": 0.1}, "kl_coeff"),
     ],
 )
@@ -249,7 +259,9 @@ def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({}, [1, 0]), ({"importance_cap": 2.0}, [8, 0]), ({"sampling": TOP_K}, [1, 8])], ids=str
+    ("settings", "expected"),
+    [({}, [1, 0]), ({"correction": {"mode": "truncate"}}, [8, 0]), ({"sampling": TOP_K}, [1, 8])],
+    ids=str,
 )
 def test_what_was_sampled_needs_no_second_pass_of_the_policy(
     settings: dict, expected: list[int], run: Any, monkeypatch: pytest.MonkeyPatch

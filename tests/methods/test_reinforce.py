@@ -15,6 +15,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from burnish import Reinforce, Trainer, UserError
 from burnish.config.yaml import read
+from burnish.methods import METHODS
 from burnish.render.truncate import Truncation
 from burnish.types import Row, Scored, Sequence
 
@@ -139,7 +140,7 @@ def test_rows_are_compared_with_those_of_their_step(
 ) -> None:
     rewards = [1.0, -0.5, 0.25]
     rows: list[Row] = [scored("abcdef"[: 2 * i + 1], r, f"row {i}") for i, r in enumerate(rewards)]
-    found, _ = first_loss(make_trainer, tiny_llama(), rows, baseline=baseline, reduction=reduction)
+    found, _ = first_loss(make_trainer, tiny_llama(), rows, advantage=baseline, reduction=reduction)
     examples = Reinforce().examples(rows, tiny_tokenizer, Truncation()).examples
     each = [likelihoods(tiny_llama(), e.sequences[0]) for e in examples]
     means = [x.mean() if reduction == "sequence_mean" else x.sum() for x in each]
@@ -185,17 +186,19 @@ def test_the_kl_to_the_start_is_part_of_the_loss(kind: str, make_trainer: Any, t
 def test_what_is_punished_without_end_is_told(make_trainer: Any, tiny_llama: Any) -> None:
     rows = [scored("aaaa", -1.0, f"row {i}") for i in range(4)]
     trainer = make_trainer(Reinforce(), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
-    with pytest.warns(UserWarning, match=r"mean log-probability of -\d+\.\d \(chance is -4\.7\).*method\.floor"):
+    with pytest.warns(
+        UserWarning, match=r"mean log-probability of -\d+\.\d \(chance is -4\.7\).*method\.policy_loss\.floor"
+    ):
         trainer.train()
     assert trainer.state.log_history[-2]["logprob_negative_advantage"] < -9.3
-    held = make_trainer(Reinforce(floor=-3.0), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
+    held = make_trainer(Reinforce(policy_loss={"floor": -3.0}), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
     held.train()
     assert held.state.log_history[-2]["logprob_negative_advantage"] > -9.3
 
 
 def test_what_a_baseline_punishes_is_told_too(make_trainer: Any, tiny_llama: Any) -> None:
     rows = [scored("aaaa" if i % 2 else "bbbb", float(i % 2), f"row {i}") for i in range(4)]
-    trainer = make_trainer(Reinforce(baseline="mean"), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
+    trainer = make_trainer(Reinforce(advantage="mean"), tiny_llama(), rows, lr=3e-2, num_train_epochs=20)
     with pytest.warns(UserWarning, match=r"mean log-probability of -\d+\.\d \(chance is -4\.7\)"):
         trainer.train()
 
@@ -208,11 +211,11 @@ def test_rewards_that_are_large_are_told(make_trainer: Any, tiny_llama: Any) -> 
 
 def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
     with pytest.raises(ValidationError, match="choose one"):
-        Reinforce(floor=-5.0, unlikelihood=True)
+        Reinforce(policy_loss={"floor": -5.0, "unlikelihood": True})
     with pytest.raises(ValidationError, match="floor"):
-        Reinforce(floor=5.0)
+        Reinforce(policy_loss={"floor": 5.0})
     with pytest.raises(UserError, match="leave a step of one"):
-        make_trainer(Reinforce(baseline="rloo"), tiny_llama(), [scored("a", 1.0)]).train()
+        make_trainer(Reinforce(advantage="rloo"), tiny_llama(), [scored("a", 1.0)]).train()
 
 
 # --- its page -----------------------------------------------------------------------------------------------------
@@ -226,8 +229,10 @@ def blocks(language: str) -> list[str]:
 
 def test_the_settings_on_its_page_are_valid() -> None:
     found = [read(block, "docs").value["method"] for block in blocks("yaml")]
-    assert [method.pop("name") for method in found] == ["reinforce"] * 4
-    assert [Reinforce(**method).settings.baseline for method in found] == [
+    names = [method.pop("name") for method in found]
+    assert names == ["reinforce", "rloo", "grpo", "reinforce"]
+    settings: list[Any] = [METHODS[name].config(**method) for name, method in zip(names, found, strict=True)]
+    assert [s.advantage.name for s in settings] == [
         "mean", "rloo", "group_std", "batch_whitened"
     ]  # fmt: skip
 

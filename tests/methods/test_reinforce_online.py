@@ -23,21 +23,19 @@ from burnish.types import Answer, Example, Prompt, Scored, Sequence
 FOUR = Sampling(max_new_tokens=6, samples=4)
 SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce": {},
-    "rloo": {"baseline": "rloo", "kl_coef": 0.05},
+    "rloo": {"advantage": "rloo", "kl_coef": 0.05},
     "grpo": {
-        "baseline": "group_std",
+        "advantage": "group_std",
         "reduction": "sequence_mean",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
+        "policy_loss": "clip",
         "kl_coef": 0.04,
         "kl_in": "loss",
         "kl_estimate": "k3",
     },
     "reinforce++": {
-        "baseline": "batch_whitened",
+        "advantage": "batch_whitened",
         "reduction": "token_mean",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
+        "policy_loss": "clip",
         "kl_coef": 0.01,
     },
 }
@@ -124,7 +122,7 @@ def plain_logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
 
 def test_ten_lines_of_plain_torch_give_the_same_gradient(make_trainer: Any, tiny_llama: Any, run: Any) -> None:
     start = tiny_llama()
-    trainer, batches, _ = run(rows=2, baseline="rloo")
+    trainer, batches, _ = run(rows=2, advantage="rloo")
     loss = torch.zeros(())
     for i, example in enumerate(batches[0]):
         others = [score(e) for j, e in enumerate(batches[0]) if j != i and j // 4 == i // 4]
@@ -173,7 +171,7 @@ def test_each_compares_as_its_paper_says(name: str, run: Any, tiny_llama: Any) -
 
 def test_rloo_takes_the_kl_from_the_whole_completion(run: Any, tiny_llama: Any) -> None:
     reference = tiny_llama()
-    trainer, batches, _ = run(baseline="rloo", kl_coef=0.5)
+    trainer, batches, _ = run(advantage="rloo", kl_coef=0.5)
     batch = batches[1]
     ratios = []
     for example in batch:
@@ -206,18 +204,23 @@ def test_the_kl_in_the_loss_is_that_of_the_tokens(kind: str, run: Any, tiny_llam
 
 def test_one_update_needs_no_clip(run: Any) -> None:
     # plain gradient descent: Adam would make a step of full size out of the rounding of a gradient near 0
-    how = {"baseline": "rloo", "optim": "sgd"}
-    plain, clipped = (run(**how, **clip)[0] for clip in ({}, {"clip_low": 0.2, "clip_high": 0.2}))
+    how = {"advantage": "rloo", "optim": "sgd"}
+    plain, clipped = (run(**how, **clip)[0] for clip in ({}, {"policy_loss": "clip"}))
     for a, b in zip(plain.network.parameters(), clipped.network.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_several_updates_are_clipped(run: Any) -> None:
-    trainer, _, steps = run(baseline="group_std", clip_low=0.01, clip_high=0.01, epochs=3, mini_batches=2)
+    trainer, _, steps = run(
+        advantage="group_std",
+        policy_loss={"name": "clip", "clip_low": 0.01, "clip_high": 0.01},
+        epochs=3,
+        mini_batches=2,
+    )
     assert [len(step) for step in steps] == [4] * 12
     lines = [line for line in trainer.state.log_history if "clipfrac" in line]
     assert lines[0]["clipfrac"] == 0.0 and max(line["clipfrac"] for line in lines) > 0.1
-    stopped, _, taken = run(baseline="group_std", clip_low=0.2, clip_high=0.2, epochs=3, target_kl=1e-7)
+    stopped, _, taken = run(advantage="group_std", policy_loss="clip", epochs=3, target_kl=1e-7)
     # the second step's own pass tells that the first went too far
     assert [bool(step) for step in taken] == [True, True, False] * 2
     assert stopped.state.global_step == 6
@@ -295,7 +298,7 @@ def per_token(answers: list[Answer]) -> list[list[float]]:
 
 
 def test_rewards_of_tokens_count_from_where_they_lie(make_trainer: Any, tiny_llama: Any) -> None:
-    method = Reinforce(per_token, FOUR, baseline="batch_whitened", score_scale=2.0)
+    method = Reinforce(per_token, FOUR, advantage="batch_whitened", score_scale=2.0)
     trainer = make_trainer(method, tiny_llama(), prompts(2), batch=2)
     loader = trainer.get_train_dataloader()
     (step,) = iter(loader)
@@ -306,7 +309,7 @@ def test_rewards_of_tokens_count_from_where_they_lie(make_trainer: Any, tiny_lla
 
 
 def test_groups_of_equal_scores_are_told(run: Any) -> None:
-    trainer, batches, _ = run(sampling=Sampling(max_new_tokens=1, top_k=1, samples=4), baseline="group_std")
+    trainer, batches, _ = run(sampling=Sampling(max_new_tokens=1, top_k=1, samples=4), advantage="group_std")
     assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
     assert [
         line["zero_advantage_fraction"] for line in trainer.state.log_history if "zero_advantage_fraction" in line
@@ -317,7 +320,7 @@ def test_equal_scores_carry_no_signal_when_whitened(run: Any) -> None:
     def equal(answers: list[Answer]) -> list[float]:
         return [0.1] * len(answers)
 
-    trainer, batches, _ = run(reward=equal, baseline="batch_whitened")
+    trainer, batches, _ = run(reward=equal, advantage="batch_whitened")
     lengths = {len(completion(e)) for batch in batches for e in batch}
     assert len(lengths) > 1
     assert all(set(advantage(e)) == {0.0} for batch in batches for e in batch)
@@ -363,10 +366,12 @@ def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
             return [(n, replace(c, logprobs=c.logprobs - 0.1 * np.arange(len(c.logprobs)))) for n, c in done]
 
     _, (honest, *_), _ = run(rows=2, max_sampler_mismatch=1.0)
-    _, (found, *_), _ = run(rows=2, generator=Liar, max_sampler_mismatch=1.0, importance_cap=1.25)
+    correction = {"mode": "truncate", "cap": 1.25}
+    _, (found, *_), _ = run(rows=2, generator=Liar, max_sampler_mismatch=1.0, correction=correction)
     for a, b in zip(honest, found, strict=True):
+        weights = [w for w, on in zip(b.sequences[0].arrays["correction"], b.sequences[0].loss_mask, strict=True) if on]
         expected = [x * min(math.exp(0.1 * i), 1.25) for i, x in enumerate(advantage(a))]
-        assert advantage(b) == pytest.approx(expected, rel=1e-4)
+        assert [x * w for x, w in zip(advantage(b), weights, strict=True)] == pytest.approx(expected, rel=1e-4)
 
 
 # --- both forms ---------------------------------------------------------------------------------------------------
@@ -402,7 +407,7 @@ def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> N
     def digits(answers: list[Answer]) -> list[float]:
         return [float(any(c.isdigit() for c in a.text)) for a in answers]
 
-    method = Reinforce(digits, Sampling(max_new_tokens=3, samples=8), baseline="group_std")
+    method = Reinforce(digits, Sampling(max_new_tokens=3, samples=8), advantage="group_std")
     trainer = make_trainer(method, tiny_llama(), prompts(16), batch=8, lr=1e-2, num_train_epochs=8)
     trainer.train()
     scores = [line["score"] for line in trainer.state.log_history if "score" in line]
@@ -412,11 +417,11 @@ def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_low": 0.2}, "belong together"),
+        ({"clip_low": 0.2}, "clip_low"),
         ({"epochs": 2}, "epochs 2: the policy moves away"),
         ({"kl_in": "loss", "kl_coef": 0.1}, "k1 has no gradient as a loss"),
         ({"kl_in": "loss", "kl_coef": 0.1, "kl_estimate": "k2", "kl_target": 1.0}, "kl_target"),
-        ({"clip_low": 0.2, "clip_high": 0.2, "floor": -5.0}, "without clip_low"),
+        ({"policy_loss": {"name": "clip", "floor": -5.0}}, "floor"),
         ({"missing_eos": "subtract"}, "set missing_eos_penalty"),
     ],
 )
@@ -434,10 +439,10 @@ def test_settings_that_do_not_fit_the_rows_are_told(make_trainer: Any, tiny_llam
 
     told(prompts(4), "prompts need a reward", None)
     told([*prompts(4), *scored], "prompts:0 is a Prompt row and prompts:0 a Scored row")
-    told(prompts(4), "baseline rloo compares completions of a prompt: got 1", baseline="rloo")
+    told(prompts(4), "advantage rloo compares completions of a prompt: got 1", advantage="rloo")
     told(prompts(4), "temperature", sampling=Sampling(temperature=0.0))
     told(prompts(4), "learn_eos belongs to scored rows", learn_eos=False)
     told(scored, r"method.mini_batches belongs to prompts", mini_batches=2)
     told(scored, "set kl_in: loss", kl_coef=0.1)
     told(scored, "fixed_length divides by", reduction="fixed_length")
-    told(scored, "5 rows in steps of 4 leave a step of one", baseline="mean")
+    told(scored, "5 rows in steps of 4 leave a step of one", advantage="mean")

@@ -24,6 +24,7 @@ pytestmark = [
 
 LONGEST, SAMPLES = 9, 4
 CLIPS = {"epsilon": 0.2, "epsilon_high": 0.28}
+CLIP = {"name": "clip", "clip_low": 0.2, "clip_high": 0.28}
 
 
 class Rollout(NamedTuple):
@@ -136,7 +137,7 @@ def test_grpo(reduction: str, loss_type: str, our_loss: Any, trl_loss: Any, same
     model = tiny_llama()
     made = rollouts(model)
     config = {"loss_type": loss_type, **CLIPS, "use_bias_correction_kl": False}
-    clips = {"reduction": reduction, "clip_low": 0.2, "clip_high": 0.28}
+    clips = {"reduction": reduction, "policy_loss": CLIP}
     same(f"GRPO, {loss_type}", our_loss(model, made, **clips), trl_loss("GRPO", model, made, **config))
     k3 = our_loss(model, made, **clips, kl_coef=0.1, kl_in="loss", kl_estimate="k3")
     same(f"GRPO, {loss_type}, KL", k3, trl_loss("GRPO", model, made, beta=0.1, **config))
@@ -149,7 +150,7 @@ def test_grpo_weighs_the_kl_by_the_ratio_by_default(
     model = tiny_llama()
     made = rollouts(model)
     theirs = trl_loss("GRPO", model, made, loss_type="bnpo", beta=0.1, **CLIPS)
-    without = our_loss(model, made, reduction="token_mean", clip_low=0.2, clip_high=0.28)
+    without = our_loss(model, made, reduction="token_mean", policy_loss=CLIP)
     now = torch.cat([logprobs(model, r.prompt, r.completion) for r in made])
     old, reference = (torch.tensor([x for r in made for x in getattr(r, name)]) for name in ("old", "reference"))
     k3 = (reference - now).exp() - (reference - now) - 1

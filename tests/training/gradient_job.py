@@ -163,6 +163,7 @@ def cases(dtype: torch.dtype) -> dict:
         return PPO(reward, reference=False, kl_coef=0.0, entropy_coef=0.01, **settings)
 
     k3: Any = {"kl_in": "loss", "kl_estimate": "k3"}
+    clip: Any = {"name": "clip", "clip_low": 0.2, "clip_high": 0.3}
     return {
         "pretrain": (Pretrain(), policy(), whole),
         "pretrain, dropout of the model": (Pretrain(), gpt2(), whole),
@@ -172,12 +173,12 @@ def cases(dtype: torch.dtype) -> dict:
         "reward": (RewardModel(centering=0.01), classifier(), [*pairs, ranked]),
         "reinforce": (Reinforce(), policy(), scored),
         "reinforce, all options": (
-            Reinforce(reduction="sequence_mean", unlikelihood=True, kl_coef=0.1, **k3),
+            Reinforce(reduction="sequence_mean", policy_loss={"unlikelihood": True}, kl_coef=0.1, **k3),
             policy(),
             scored,
         ),
         "reinforce as grpo": (
-            Reinforce(reward, reduction="sequence_mean", clip_low=0.2, clip_high=0.3, kl_coef=0.1, **k3),
+            Reinforce(reward, reduction="sequence_mean", policy_loss=clip, kl_coef=0.1, **k3),
             policy(),
             [Example((sequence(i, "advantages", "old_logprobs", "ref_logprobs"),)) for i in range(9)],
         ),
@@ -199,17 +200,17 @@ def cases(dtype: torch.dtype) -> dict:
             completions("old_logprobs", "advantages", "values", "returns"),
         ),
         "rloo, completions": (
-            Reinforce(reward, baseline="rloo"),
+            Reinforce(reward, advantage="rloo"),
             policy(),
             completions("advantages", "old_logprobs"),
         ),
         "grpo, completions": (
-            Reinforce(reward, reduction="sequence_mean", clip_low=0.2, clip_high=0.3, kl_coef=0.1, **k3),
+            Reinforce(reward, reduction="sequence_mean", policy_loss=clip, kl_coef=0.1, **k3),
             policy(),
             completions("advantages", "old_logprobs", "ref_logprobs"),
         ),
         "fixed length, completions": (
-            Reinforce(reward, reduction="fixed_length", clip_low=0.2, clip_high=0.3),
+            Reinforce(reward, reduction="fixed_length", policy_loss=clip),
             policy(),
             completions("advantages", "old_logprobs"),
         ),

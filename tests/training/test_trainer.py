@@ -483,13 +483,12 @@ def ppo(**settings: Any) -> PPO:
 def grpo() -> Reinforce:
     settings: dict[str, Any] = {
         "epochs": 2,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "importance_cap": 2.0,
+        "policy_loss": "clip",
+        "correction": {"mode": "truncate", "cap": 2.0},
         "score_normalize": True,
     }
     kl: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimate": "k3"}
-    return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), baseline="group_std", **settings, **kl)
+    return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), advantage="group_std", **settings, **kl)
 
 
 PAIRS = [
@@ -501,7 +500,7 @@ CASES = {
     "sft with dropout": lambda llama: (SFT(), with_dropout(), ROWS),
     "sft with an adapter": lambda llama: (SFT(), lora(llama(), 0.2), ROWS),
     "reinforce on scored rows": lambda llama: (
-        Reinforce(baseline="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2", floor=-4.0),
+        Reinforce(advantage="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2", policy_loss={"floor": -4.0}),
         llama(),
         [
             {
@@ -517,9 +516,9 @@ CASES = {
     "reinforce on prompts, as grpo": lambda llama: (grpo(), llama(), PROMPTS),
     "dpo with an adapter": lambda llama: (DPO(nll_weight=0.1), lora(llama()), PAIRS),
     "kto": lambda llama: (DPO(loss="kto"), llama(), PAIRS),
-    "ppo, separate critic": lambda llama: (ppo(critic_learning_rate=3e-2), llama(), PROMPTS),
+    "ppo, separate critic": lambda llama: (ppo(critic={"learning_rate": 3e-2}), llama(), PROMPTS),
     "ppo, shared critic, early stops": lambda llama: (ppo(critic="shared", target_kl=1e-3), llama(), PROMPTS),
-    "ppo, adapters": lambda llama: (ppo(critic_warmup=1), lora(llama()), PROMPTS),
+    "ppo, adapters": lambda llama: (ppo(critic={"warmup": 1}), lora(llama()), PROMPTS),
 }
 
 
@@ -603,7 +602,7 @@ def test_a_checkpoint_between_lines_of_the_log_loses_none(method, rows, make, tm
 def test_a_critics_own_learning_rate_survives(make, tiny_llama, tmp_path):
     def trainer() -> Trainer:
         options = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 1, "warmup_steps": 2}
-        return make(ppo(critic_learning_rate=3e-2), rows=PROMPTS, **options)
+        return make(ppo(critic={"learning_rate": 3e-2}), rows=PROMPTS, **options)
 
     def rates(trainer: Trainer) -> dict[str, set[float]]:
         names = {id(p): name.split(".")[0] for name, p in trainer.network.named_parameters()}

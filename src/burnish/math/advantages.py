@@ -46,6 +46,22 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, step
     return steps - kl_coef * kl + torch.where(last, (upcast(scores) - steps.sum(1)).unsqueeze(1), 0)
 
 
+def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """Soft penalty of long completions: 0 up to longest - buffer tokens, from there linearly down to -1 at longest.
+
+    Source: Yu et al., "DAPO: An open-source LLM reinforcement learning system at scale", 2025.
+
+    Args:
+        lengths: (N,), tokens of each completion.
+        longest: the most tokens that can be sampled.
+        buffer: in how many tokens the penalty grows from 0 to -1, from 1 to longest.
+
+    Returns:
+        (N,), in [-1, 0].
+    """
+    return -((upcast(lengths) - (longest - buffer)) / buffer).clamp(0, 1)
+
+
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the learned tokens of each row.
@@ -187,15 +203,17 @@ class Moments:
 def compute_advantages(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline) -> Tensor:
     """Advantages of tokens without a critic, from rewards of tokens; R_b is the sum of a row's rewards.
 
-    none: R_b, at every token of the row. mean: R_b less the mean of all rows. rloo, group_mean, group_std: those of
-    ``group``, on R_b. batch_whitened: the rewards from a token on, whitened over all learned tokens (REINFORCE++).
-    Source: Williams, 1992; batch_whitened: Hu et al., "REINFORCE++", 2025; the others as in ``group``.
+    none: R_b, at every token of the row. mean: R_b minus the mean over all rows. rloo, group_mean, group_std: those of
+    ``group``, on R_b. batch_whitened: the sum of rewards from a token on, whitened over all learned tokens
+    (REINFORCE++). reinforce++-baseline: group_mean, whitened over all learned tokens.
+    Source: Williams, 1992; batch_whitened and reinforce++-baseline: Hu et al., "REINFORCE++", 2025; the others as in
+    ``group``.
 
     Args:
         rewards: (B, T), such as those of token_rewards.
         mask: (B, T), True at the tokens that are learned.
         groups: (B,), integers; equal ones are completions of one prompt.
-        kind: one of the six.
+        kind: one of the seven.
 
     Returns:
         (B, T), 0 where the mask is False; without gradient.
@@ -211,10 +229,10 @@ def compute_advantages(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Base
     if kind == "mean":
         total = group(total, torch.zeros_like(groups), "mean")
     elif kind != "none":
-        named: dict[str, Grouping] = {"rloo": "rloo", "group_mean": "mean", "group_std": "std"}
-        total = group(total, groups, named[kind])
+        named: dict[str, Grouping] = {"rloo": "rloo", "group_std": "std"}
+        total = group(total, groups, named.get(kind, "mean"))
     (advantages,) = learned(mask, advantages=total.unsqueeze(1).expand_as(mask))
-    return advantages
+    return whiten(advantages, mask) if kind == "reinforce++-baseline" else advantages
 
 
 def _group_mean(x: Tensor, index: Tensor, sizes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length
 Estimate = Literal["k1", "k2", "k3"]
 """Estimators of a token's KL divergence (``math.kl``)."""
 
-Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened"]
+Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened", "reinforce++-baseline"]
 """What the reward of a completion is compared with (``math.advantages``)."""
 
 PreferenceLoss = Literal[

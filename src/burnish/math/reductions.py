@@ -9,6 +9,7 @@ from torch import Tensor
 
 from burnish.errors import UserError
 from burnish.math.choices import Reduction
+from burnish.math.segments import sequence_ids
 from burnish.math.tensors import learned, same_shape
 from burnish.types import Term
 
@@ -62,7 +63,7 @@ def reduction_weights(
         segments = torch.ones_like(mask, dtype=torch.long)
     same_shape(mask=mask, segments=segments)
     rows, width = mask.shape
-    sequence = segments.long() + torch.arange(rows, device=mask.device).unsqueeze(1) * (width + 1)
+    sequence = sequence_ids(segments)
     sizes = sequence.new_zeros(rows * (width + 1)).index_add(0, sequence.flatten(), mask.long().flatten())
     count = (sizes > 0).sum().to(dtype)
     if kind == "sequence_mean":

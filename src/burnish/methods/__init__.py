@@ -2,10 +2,12 @@
 
 from burnish.methods.settings import (
     DPOConfig,
+    GRPOConfig,
     PPOConfig,
     PretrainConfig,
     ReinforceConfig,
     RewardConfig,
+    RLOOConfig,
     SFTConfig,
     StepValueConfig,
 )
@@ -31,7 +33,9 @@ _SPECS = (
         implementation="burnish.methods.reward:RewardModel",
     ),
     MethodSpec("dpo", DPOConfig, (Preference, Ranking, Labelled), implementation="burnish.methods.dpo:DPO"),
-    MethodSpec("reinforce", ReinforceConfig, (Scored, Prompt), implementation="burnish.methods.reinforce:Reinforce"),
+    MethodSpec(
+        "reinforce", ReinforceConfig, (Scored, Prompt), implementation="burnish.methods.policy_gradient:Reinforce"
+    ),
     MethodSpec(
         "step_value",
         StepValueConfig,
@@ -39,7 +43,9 @@ _SPECS = (
         streams=True,
         implementation="burnish.methods.step_value:StepValue",
     ),
-    MethodSpec("ppo", PPOConfig, (Prompt,), implementation="burnish.methods.ppo:PPO"),
+    MethodSpec("ppo", PPOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:PPO"),
+    MethodSpec("rloo", RLOOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:RLOO"),
+    MethodSpec("grpo", GRPOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:GRPO"),
 )
 
 METHODS = {spec.name: spec for spec in _SPECS}

@@ -12,6 +12,7 @@ from burnish.data.batching import RowLoader
 from burnish.math import losses
 from burnish.math.reductions import reduce
 from burnish.math.statistics import wilson
+from burnish.math.value import step_value
 from burnish.methods import METHODS
 from burnish.methods.settings import StepValueConfig
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
@@ -81,7 +82,7 @@ class StepValue:
         targets, outcomes = batch.arrays["targets"], batch.arrays["outcomes"]
         return {
             "nll": losses.nll(logprobs, batch.loss_mask),
-            "value": losses.step_value(values, targets, outcomes != 0),
+            "value": step_value(values, targets, outcomes != 0),
         } | measured(values.detach(), targets, outcomes, batch.arrays["depths"])
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
@@ -107,6 +108,6 @@ def measured(values: Tensor, targets: Tensor, outcomes: Tensor, depths: Tensor) 
     third = (3 * depths - 1e-3).ceil()
     places = {"correct": outcomes > 0, "incorrect": outcomes < 0}
     places |= {name: third == i for i, name in enumerate(DEPTHS, start=1)}
-    terms = {f"value_{name}": losses.step_value(values, targets, where) for name, where in places.items()}
+    terms = {f"value_{name}": step_value(values, targets, where) for name, where in places.items()}
     right = (1 + (values * outcomes).sign()) / 2
     return terms | {"sign_accuracy": reduce(right, depths == 1)}

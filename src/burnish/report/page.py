@@ -40,6 +40,8 @@ METHODS = {
     "reinforce": "REINFORCE",
     "step_value": "step-level value model",
     "ppo": "proximal policy optimization",
+    "rloo": "REINFORCE with a leave-one-out baseline (RLOO)",
+    "grpo": "group relative policy optimization (GRPO)",
 }
 # Why a completion ended, in words; "stop" needs none.
 FINISH_REASONS = {

@@ -1,7 +1,7 @@
 """Prompts to optimizer steps: a batch is sampled, scored and given advantages, then passed over in mini-batches.
 
 A method that learns from its own completions has a ``Sampler``, and gives ``RolloutLoader`` two functions: what it
-measures of a rollout before the update, and how that becomes advantages.
+measures of rollouts before the update, and the advantage estimator. ``RolloutLoader._collect`` shows the order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Generator, GeneratorFactory
 from burnish.generate.sampling import Sampling
-from burnish.math.advantages import Moments
+from burnish.math.advantages import Moments, overlong_penalty, token_rewards, whiten
 from burnish.math.kl import AdaptiveKL, estimate
-from burnish.math.losses import truncated_importance
+from burnish.math.policy import correction_weights, effective_sample_size
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Context
@@ -39,13 +39,14 @@ from burnish.rl.collect import (
     mean_sampler_mismatch,
     samples,
     summary,
+    value_metrics,
     with_arrays,
     within,
 )
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence
 
 if TYPE_CHECKING:
-    from burnish.methods.settings import RolloutConfig
+    from burnish.methods.settings import PolicyGradientConfig
 
 
 class Sampler:
@@ -68,6 +69,13 @@ class Sampler:
         if self.generator is None:
             self.generator = self.factory(context.network.policy, context.tokenizer)
         return self.generator
+
+    def check_rewards(self) -> None:
+        """Raise a UserError where nothing scores completions."""
+        if not self.rewards:
+            raise UserError(
+                "prompts need a reward that scores their completions: set reward:, or give rows with text and reward"
+            )
 
     def check_explores(self) -> None:
         """Raise a UserError where every completion of a prompt would be the same."""
@@ -112,12 +120,12 @@ class Sampler:
         hidden = hidden_states(policy, batch) if hidden is None else hidden
         return token_logprobs(policy, hidden, batch, batch.loss_mask, how, "off")[0]
 
-    def experience(
+    def logprobs_of(
         self, policy: nn.Module, reference: Reference | None, sampled: bool
     ) -> Callable[..., dict[str, Tensor]]:
         """A function of rollouts and, where known, the policy's hidden states: log-probabilities (B, T) of each token.
 
-        Those of the policy where the sampler's do not serve for them: ``logprobs`` as tokens are sampled, unless
+        Those of the policy where the sampler's do not serve for them: ``old_logprobs`` as tokens are sampled, unless
         ``sampled``. With a reference its own, ``ref_logprobs``, and ``kl_logprobs``, the policy's at the same
         temperature, unless they are those of sampling. A policy that is the reference still has the reference's, so
         that its KL is 0.
@@ -160,31 +168,13 @@ class Sampler:
         rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
         examples = [Example((r.sequence,)) for r in rollouts]
         if reference is not None:
-            measure = self.experience(context.network.policy, reference, sampled=how == "sampled")
+            measure = self.logprobs_of(context.network.policy, reference, sampled=how == "sampled")
             examples = context.annotate(measure, examples)
         metrics = evaluation(rollouts, examples, self.start_scores)
         for r in rollouts:
             self.start_scores.setdefault(r.answer.source, r.score)
         context.samples(samples(rollouts, "eval"))
         return metrics
-
-
-class Experience(NamedTuple):
-    """A batch of N rollouts before its update, in float64: ``Experience(rollouts, mask, {"old_logprobs": ...}, ...)``.
-
-    ``mask``, every one of ``arrays``, and ``kl``, the estimate of each token's KL to the reference, are (N, T);
-    ``scores``, as the settings scale and clip them, and ``groups``, equal for completions of one prompt, are (N,).
-    ``steps`` (N, T) is the scaled part of the scores that lies on tokens; None where no reward speaks of tokens.
-    """
-
-    rollouts: list[Rollout]
-    mask: Tensor
-    arrays: dict[str, Tensor]
-    scores: Tensor
-    groups: Tensor
-    kl: Tensor
-    kl_coef: float
-    steps: Tensor | None
 
 
 class RolloutLoader:
@@ -195,26 +185,27 @@ class RolloutLoader:
         settings: of the method.
         rows: prompts.
         context: of the run.
-        experience: told whether the sampler's log-probabilities serve, gives what measures rollouts before the update:
-            (B, T) arrays, ``logprobs`` among them where the sampler's do not.
-        advantages: the (N, T) arrays that the loss reads, ``advantages`` among them, and metrics.
+        measure: told whether the sampler's log-probabilities serve, gives a function of rollouts before the update:
+            (B, T) arrays, ``old_logprobs`` where the sampler's do not serve, and ``values`` where there is a critic.
+        estimator: advantages (N, T) and returns (N, T), or None, from rewards (N, T), mask (N, T), groups (N,) and
+            values (N, T), or None.
         begin: told the number of the iteration before each of its steps.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        settings: RolloutConfig,
+        settings: PolicyGradientConfig,
         rows: list[Row],
         context: Context,
         *,
-        experience: Callable[[bool], Callable[[MicroBatch], Mapping[str, Tensor]]],
-        advantages: Callable[[Experience], tuple[dict[str, Tensor], dict[str, float]]],
+        measure: Callable[[bool], Callable[[MicroBatch], Mapping[str, Tensor]]],
+        estimator: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
         begin: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         s = self.settings = settings
         self.sampler, self.context = sampler, context
-        self.experience, self.advantages, self.begin = experience, advantages, begin
+        self.measure, self.estimator, self.begin = measure, estimator, begin
         self.rows, self.prompts = sampler.prompts(rows, context)
         self.batch = context.rows_per_step
         samples_each = sampler.sampling.samples
@@ -252,70 +243,140 @@ class RolloutLoader:
             yield examples
 
     def _collect(self, indices: list[int]) -> None:
-        """Sample a batch, score it, and work out what the update needs of it."""
-        began = time.perf_counter()
-        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        rollouts = collect(*what, self.context, self.sampler.bind(self.context))
-        seconds = time.perf_counter() - began
-        examples, gap = self._measured([Example((r.sequence,)) for r in rollouts])
-        found, metrics = self._estimate(rollouts, examples)
-        self.pending = with_arrays(examples, **found)
-        tokens = sum(len(r.answer.tokens) for r in rollouts)
-        self.context.log(
-            summary(rollouts)
-            | metrics
-            | {"sampler_mismatch": gap, "generated_per_second": tokens / seconds, "generation_seconds": seconds}
-        )
+        """Make a batch ready for its update: from prompts to advantages, in this order."""
+        # prompts, completions and their scores
+        rollouts, metrics = self._sample(indices)
+        # log-probabilities of the policy and the reference, and values
+        examples, mismatch = self._measured([Example((r.sequence,)) for r in rollouts])
+        metrics |= summary(rollouts) | {"sampler_mismatch": mismatch}
+        batch = collate(examples, 0)
+        mask, arrays = batch.loss_mask, {name: x.double() for name, x in batch.arrays.items()}
+        arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
+        # rewards of tokens: the score at the last one, less the KL
+        rewards = self._rewards(rollouts, mask, arrays, metrics)
+        # advantages and returns, over the whole batch
+        learned = self._advantages(rewards, mask, arrays, metrics)
+        # a prompt that carries no numbers runs once for all its completions
+        self.pending = with_arrays(examples, **{name: x.where(mask, 0.0) for name, x in learned.items()})
+        self.context.log(metrics)
         if self.iteration % self.settings.show_every == 0:
             self.context.samples(samples(rollouts[:4], "train"))
 
+    def _sample(self, indices: list[int]) -> tuple[list[Rollout], dict[str, float]]:
+        """Completions of prompts, scored, in the order of ``indices``, and metrics of their generation.
+
+        With dynamic sampling, a prompt whose completions all have the same score is replaced by one from outside the
+        batch. The order of replacements depends on the seed and the iteration alone, and an iteration that is
+        interrupted is sampled anew, so that a run resumes exactly.
+        """
+        began = time.perf_counter()
+        groups = drawn = self._completed(indices)
+        replaced: list[int] = []
+        if self.settings.dynamic_sampling:
+            order = permutation(len(self.prompts), self.context.seed, self.iteration, 2)
+            others = [i for i in order if i not in set(indices)]
+            for _ in range(self.settings.dynamic_sampling):
+                equal = [k for k, group in enumerate(groups) if len({r.score for r in group}) == 1]
+                chosen = others[len(replaced) :][: len(equal)]
+                if not chosen:
+                    break
+                fresh = self._completed(chosen)
+                replaced, drawn = replaced + chosen, drawn + fresh
+                by_place = dict(zip(equal, fresh, strict=False))  # the data may have fewer prompts left
+                groups = [by_place.get(k, group) for k, group in enumerate(groups)]
+        seconds = time.perf_counter() - began
+        tokens = sum(len(r.answer.tokens) for group in drawn for r in group)
+        metrics = {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
+        if self.settings.dynamic_sampling:
+            scores = [r.score for group in drawn for r in group]
+            metrics |= {"replaced_prompts": float(len(replaced)), "score_drawn": sum(scores) / len(scores)}
+        return [r for group in groups for r in group], metrics
+
+    def _completed(self, indices: list[int]) -> list[list[Rollout]]:
+        """The scored completions of each prompt."""
+        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
+        rollouts = collect(*what, self.context, self.sampler.bind(self.context))
+        each = self.sampler.sampling.samples
+        return [rollouts[k : k + each] for k in range(0, len(rollouts), each)]
+
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
-        """Rollouts with what the update needs of them, and the gap between sampler and trainer.
+        """Rollouts with what the update needs of them, and the mismatch between sampler and trainer.
 
         The policy runs over one rollout in eight, others each time, to see whether the sampler's log-probabilities
-        serve; over all of them where the gap is more than rounding, or tokens are weighed by it.
+        serve; over all of them where the mismatch is more than rounding, or losses are weighed by it.
         """
         annotate, limit = self.context.annotate, self.settings.max_sampler_mismatch
-        gap, self.sampled, self.compared = 0.0, False, False
-        if self.settings.importance_cap is None:
-            own = self.sampler.experience(self.context.network.policy, None, sampled=False)
+        mismatch, self.sampled, self.compared = 0.0, False, False
+        if self.settings.correction is None:
+            own = self.sampler.logprobs_of(self.context.network.policy, None, sampled=False)
             first = self.iteration % min(CHECKED, len(examples))
-            gap = mean_sampler_mismatch(annotate(own, examples[first::CHECKED]), limit)
-            self.sampled = gap <= ROUNDING
-        examples = annotate(self.experience(self.sampled), examples)
-        return examples, gap if self.sampled else mean_sampler_mismatch(examples, limit)
+            mismatch = mean_sampler_mismatch(annotate(own, examples[first::CHECKED]), limit)
+            self.sampled = mismatch <= ROUNDING
+        examples = annotate(self.measure(self.sampled), examples)
+        return examples, mismatch if self.sampled else mean_sampler_mismatch(examples, limit)
 
-    def _estimate(self, rollouts: list[Rollout], examples: list[Example]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The arrays that the loss reads, (N, T) each, and metrics; the KL coefficient moves on."""
-        s, batch = self.settings, collate(examples, 0)
-        mask, arrays = batch.loss_mask, {name: x.double() for name, x in batch.arrays.items()}
-        arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
-        ours, theirs = (arrays.get(name, arrays["old_logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
+    def _rewards(
+        self, rollouts: list[Rollout], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
+    ) -> Tensor:
+        """Rewards (N, T) of tokens; the KL coefficient moves on."""
+        s = self.settings
         if s.score_normalize:
             self.moments = self.moments.update(torch.tensor([r.score for r in rollouts]))
         moments = self.moments if s.score_normalize else None
         rule = (s.missing_eos, s.missing_eos_penalty or 0.0)
         scores = final_scores(rollouts, s.score_scale, s.score_clip, *rule, moments)
-        groups = torch.arange(len(rollouts)) // self.sampler.sampling.samples
-        kl = estimate(ours, theirs, s.kl_estimate, mask)
+        if s.overlong is not None:
+            lengths = torch.tensor([len(r.answer.tokens) for r in rollouts])
+            penalties = s.overlong.penalty * overlong_penalty(lengths, self.sampler.sampling.longest, s.overlong.buffer)
+            metrics["overlong"] = penalties.mean().item()
+            scores = scores + penalties
         steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
         if steps is not None and (s.score_normalize or s.score_clip is not None):
             raise UserError(
                 "score_normalize and score_clip change the score of a completion and not the rewards of its tokens, "
                 "which then no longer add up to it: take them away"
             )
-        found, metrics = self.advantages(Experience(rollouts, mask, arrays, scores, groups, kl, self.kl.coef, steps))
-        if s.importance_cap is not None:
-            weights = truncated_importance(arrays["old_logprobs"], arrays["sampler_logprobs"], mask, s.importance_cap)
-            found["advantages"] = found["advantages"] * weights
+        ours, theirs = (arrays.get(name, arrays["old_logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
+        kl_coef = self.kl.coef if s.kl_in == "reward" else 0.0
+        rewards = token_rewards(scores, estimate(ours, theirs, s.kl_estimate, mask), mask, kl_coef, steps)
         if "ref_logprobs" in arrays:
-            mean_kl = estimate(ours, theirs, "k1", mask).sum(1).mean().item()
-            penalized = scores.mean().item() - self.kl.coef * mean_kl
-            metrics |= {"kl": mean_kl, "kl_coef": self.kl.coef, "rlhf_reward": penalized}
+            kl = estimate(ours, theirs, "k1", mask).sum(1).mean().item()
+            penalized = scores.mean().item() - self.kl.coef * kl
+            metrics |= {"kl": kl, "kl_coef": self.kl.coef, "rlhf_reward": penalized}
         if s.kl_target is not None:
             self.kl = self.kl.update(metrics["kl"], len(rollouts))
-        # a prompt that carries no numbers runs once for all its completions
-        return {name: x.where(mask, 0.0) for name, x in found.items()}, metrics
+        return whiten(rewards, mask, shift_mean=False) if s.whiten_rewards else rewards
+
+    def _advantages(
+        self, rewards: Tensor, mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
+    ) -> dict[str, Tensor]:
+        """The arrays (N, T) that the loss reads."""
+        s, values = self.settings, arrays.get("values")
+        groups = torch.arange(len(rewards)) // self.sampler.sampling.samples
+        advantages, returns = self.estimator(rewards, mask, groups, values)
+        learned = {"old_logprobs": arrays["old_logprobs"], "advantages": advantages}
+        metrics["zero_advantage_fraction"] = (advantages == 0).all(1).double().mean().item()
+        if values is not None:
+            if returns is None:
+                raise UserError(
+                    f"method.critic: advantage {s.advantage.name} gave no returns that a critic could learn"
+                )
+            learned |= {"values": values, "returns": returns}
+            metrics |= value_metrics(returns, values, mask)
+        if s.kl_coef and s.kl_in == "loss":
+            learned["ref_logprobs"] = arrays["ref_logprobs"]
+        if s.correction is not None:
+            each = torch.ones_like(mask, dtype=torch.long)  # one sequence a row
+            bounds = s.correction.model_dump()
+            weights, touched = correction_weights(
+                arrays["old_logprobs"], arrays["sampler_logprobs"], mask, each, **bounds
+            )
+            learned["correction"] = weights
+            metrics |= {
+                "correction_touched": touched[mask].double().mean().item(),
+                "effective_sample_size": effective_sample_size(weights, mask).item(),
+            }
+        return learned
 
     def _mini_batch(self, update: int) -> list[Example]:
         """The examples of one optimizer step; every pass has a fresh permutation of the batch."""

@@ -1,0 +1,74 @@
+"""Losses of value models: each returns a sum and its count, and the trainer divides once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burnish.math.reductions import Weights, reduce
+from burnish.math.tensors import learned, same_shape
+from burnish.types import Term
+
+
+def clipped_value(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float | None,
+    weights: Weights | None = None,
+) -> Term:
+    """PPO's value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2).
+
+    Source: the implementation of Schulman et al., "Proximal policy optimization algorithms", 2017 (OpenAI baselines).
+
+    Args:
+        values: (B, T), of the critic that is trained.
+        old_values: (B, T), at the time of sampling; no gradient flows into it.
+        returns: (B, T), R; no gradient flows into it.
+        mask: (B, T), True where a token is learned.
+        clip: c, above 0; None leaves out the second part.
+        weights: from reduction_weights; None is the mean over tokens.
+
+    Returns:
+        Term.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    plain, clipped = _value_errors(values, old_values, returns, mask, clip)
+    return reduce(torch.maximum(plain, clipped) / 2, mask, weights)
+
+
+@torch.no_grad()
+def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Term:
+    """Tokens where the second part of clipped_value is the larger one, so that it decides. Arguments as there."""
+    plain, clipped = _value_errors(values, old_values, returns, mask, clip)
+    return reduce((clipped > plain).to(plain.dtype), mask)
+
+
+def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
+    """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2, and their number.
+
+    Source: Chen et al., "AlphaMath almost zero", 2024.
+
+    Args:
+        values: (B, T), V in [-1, 1] of the text up to and including each token.
+        targets: (B, T), Q in [-1, 1]; no gradient flows into it. ValueError: if the shapes differ.
+        mask: (B, T), True on the last token of each step.
+    """
+    same_shape(values=values, targets=targets)
+    values, targets = learned(mask, values=values, targets=targets.detach())
+    return reduce((values - targets).square(), mask)
+
+
+def _value_errors(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    values, old_values, returns = learned(mask, values=values, old_values=old_values.detach(), returns=returns.detach())
+    plain = (values - returns).square()
+    if clip is None:
+        return plain, plain
+    # Clamped between two bounds rather than as old + clamp(difference): inside the clip the value stays bit-equal.
+    inside = torch.clamp(values, old_values - clip, old_values + clip)
+    return plain, (inside - returns).square()

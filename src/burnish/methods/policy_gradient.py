@@ -1,0 +1,356 @@
+"""Policy gradient: PPO, REINFORCE, RLOO and GRPO as presets of one method.
+
+An advantage estimator, a policy loss, a critic and a reduction are chosen independently (``methods/settings.py``, where
+the presets are too). The estimators and losses that recipes call by name are in ``ADVANTAGES`` and ``POLICY_LOSSES``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar, get_args
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.errors import UserError, did_you_mean
+from burnish.generate.protocol import GeneratorFactory
+from burnish.generate.sampling import Sampling
+from burnish.math import advantages, policy
+from burnish.math.choices import Baseline
+from burnish.math.kl import estimate
+from burnish.math.reductions import reduce, reduction_weights
+from burnish.math.value import clipped_value, value_clipfrac
+from burnish.methods import METHODS
+from burnish.methods.reinforce import ScoredReinforce, are_prompts
+from burnish.methods.settings import Critic, OwnFunction, PolicyGradientConfig, ReinforceConfig
+from burnish.models.adapters import Reference
+from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs, unwrap
+from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
+from burnish.protocols import Context, StepLoader
+from burnish.render.truncate import Truncation
+from burnish.rewards import functions
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.model import ModelReward
+from burnish.rl.loader import RolloutLoader, Sampler
+from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
+from burnish.user_code import user_code
+
+F = TypeVar("F")
+
+# Estimators that compare the completions of a prompt, of which there must be several.
+GROUPS = ("rloo", "group_mean", "group_std", "reinforce++-baseline")
+
+
+PolicyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""``(logprobs, old_logprobs, advantages, mask, segments, *, settings) -> (losses, metrics)``.
+
+Losses (B, T) of tokens, and metrics (B, T) by name, whose means over learned tokens are logged. ``math/policy.py``
+describes the tensors. The settings are the other keys of ``policy_loss`` in a recipe.
+"""
+
+AdvantageEstimator = Callable[..., tuple[Tensor, Tensor | None]]
+"""``(rewards, mask, groups, values, *, settings) -> (advantages, returns)``, for all N rollouts of a batch.
+
+``rewards`` (N, T) are those of tokens, with the score at the last one, and the KL where it counts in the reward;
+``mask`` (N, T) is True where the policy wrote the token; ``groups`` (N,) are equal for completions of one prompt;
+``values`` (N, T) are the critic's, None without one. ``returns`` (N, T) are what the critic learns, None if no critic
+is read. The settings are the other keys of ``advantage`` in a recipe.
+"""
+
+
+def gae(
+    rewards: Tensor, mask: Tensor, groups: Tensor, values: Tensor | None, *, gamma: float, lam: float, whiten: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Generalized advantage estimation; the returns are those of the advantages before they are whitened."""
+    assert values is not None
+    estimates, returns = advantages.gae(rewards, values, mask, gamma, lam)
+    return advantages.whiten(estimates, mask) if whiten else estimates, returns
+
+
+def compared(
+    rewards: Tensor, mask: Tensor, groups: Tensor, values: Tensor | None, *, kind: Baseline
+) -> tuple[Tensor, Tensor | None]:
+    """Rewards of completions, compared with one another (``math.advantages.compute_advantages``)."""
+    return advantages.compute_advantages(rewards, mask, groups, kind), None
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "reinforce": policy.reinforce,
+    "clip": policy.clip,
+    "gspo": policy.gspo,
+    "gspo_token": policy.gspo_token,
+    "cispo": policy.cispo,
+    "sapo": policy.sapo,
+}
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "gae": gae,
+    **{kind: partial(compared, kind=kind) for kind in get_args(Baseline)},
+}
+
+
+def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callable[..., Any]:
+    """A registered function, or the user's own, with its settings.
+
+    Raises:
+        UserError: the user's function does not take these settings, or there is no such function.
+    """
+    settings = chosen.model_dump()
+    name = settings.pop("name")
+    if not isinstance(chosen, OwnFunction):
+        return partial(registry[name], **settings)  # type: ignore[call-overload]
+    function = functions.load(name)
+    takes = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    for setting in settings:
+        if setting not in takes:
+            known = f"its settings are {', '.join(takes)}" if takes else "it has no keyword-only arguments"
+            raise UserError(f"method.{key}.{setting}: {name} does not take it{did_you_mean(setting, takes)}; {known}")
+    if lacking := [n for n, p in takes.items() if p.default is p.empty and n not in settings]:
+        raise UserError(f"method.{key}.{lacking[0]}: {name} needs this setting")
+
+    def checked(*tensors: Tensor | None) -> Any:
+        with user_code(f"{key} {name}"):
+            result = function(*tensors, **settings)
+        assert tensors[0] is not None
+        shape = tuple(tensors[0].shape)
+        if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == shape):
+            what = "(losses, metrics)" if key == "policy_loss" else "(advantages, returns or None)"
+            raise UserError(f"{key} {name}: expected {what} with a first tensor of shape {shape}, got {result!r:.200}")
+        return result
+
+    return checked
+
+
+class PolicyGradient:
+    """Learns from completions of prompts: policy loss + critic.coef * value loss - entropy_coef * entropy + KL.
+
+    The other terms are there as far as the settings ask for them. ``PPO``, ``RLOO``, ``GRPO`` and ``Reinforce`` are
+    this method with the defaults of their presets.
+    """
+
+    spec = METHODS["ppo"]
+
+    def __init__(
+        self,
+        reward: Reward | list[NamedReward] | None = None,
+        sampling: Sampling | None = None,
+        generator: GeneratorFactory | None = None,
+        **settings: Any,
+    ) -> None:
+        assert issubclass(self.spec.config, PolicyGradientConfig)
+        self.settings = self.spec.config(**settings)
+        self.policy_loss = with_settings(POLICY_LOSSES, self.settings.policy_loss, "policy_loss")
+        self.estimator = with_settings(ADVANTAGES, self.settings.advantage, "advantage")
+        self.sampler = Sampler(reward or [], sampling, generator)
+        self.reference: Reference | None = None
+        self.warming_up = False
+        if self.spec.kinds == (Prompt,):
+            self._check_samples()
+
+    def _check_samples(self) -> None:
+        """Raise a UserError where there would be nothing to learn from the completions of a prompt."""
+        s, samples = self.settings, self.sampler.sampling.samples
+        self.sampler.check_explores()
+        if s.advantage.name in GROUPS and samples < 2:
+            raise UserError(
+                f"generation.samples: advantage {s.advantage.name} compares completions of a prompt: got {samples}"
+            )
+        if s.dynamic_sampling and samples < 2:
+            raise UserError(
+                "generation.samples: method.dynamic_sampling replaces prompts whose completions all have the same "
+                "score, and one completion always has"
+            )
+        if s.overlong is not None and s.overlong.buffer > self.sampler.sampling.longest:
+            raise UserError(
+                f"method.overlong.buffer: expected at most the {self.sampler.sampling.longest} tokens of a completion, "
+                f"got {s.overlong.buffer}"
+            )
+
+    @property
+    def critic(self) -> Critic | None:
+        """Settings of the critic, where there is one."""
+        return self.settings.critic if isinstance(self.settings.critic, Critic) else None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The terms of the loss that learn something now."""
+        s, warming_up = self.settings, self.warming_up
+        parts = {
+            "policy": 0.0 if warming_up else 1.0,
+            "value": self.critic.coef if self.critic and not self.critic.frozen else 0.0,
+            "entropy": 0.0 if warming_up else -s.entropy_coef,
+            "kl_loss": s.kl_coef if s.kl_in == "loss" and not warming_up else 0.0,
+        }
+        return {name: weight for name, weight in parts.items() if weight}
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the parts of the network that have one of their own."""
+        return {"critic": self.critic.learning_rate} if self.critic and self.critic.learning_rate else {}
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """Policy and critic without dropout, and the reference kept aside where there is one."""
+        disable_dropout(model)
+        self.reference = Reference(model) if self.settings.kl_coef or self.settings.reference else None
+        if self.critic is None:
+            return Network(model)
+        if self.critic.name == "shared":
+            critic: nn.Module = SharedCritic(model.config.get_text_config().hidden_size, model.dtype)  # type: ignore
+        else:
+            critic = self._separate_critic(model, tokenizer)
+        if self.critic.frozen:
+            critic.requires_grad_(False)
+        return Network(model, critic)
+
+    def _separate_critic(self, policy: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+        """Started from a causal reward model that reads the policy's tokens, at the scale of its part of the score."""
+        for reward in self.sampler.rewards if self.critic and self.critic.start == "auto" else []:
+            scorer = reward.function
+            if not isinstance(scorer, ModelReward) or scorer.tokenizer.get_vocab() != tokenizer.get_vocab():
+                continue
+            if hasattr(scorer.model, "score") and type(unwrap(scorer.model).config) is type(policy.config):
+                scale = reward.weight * self.settings.score_scale / scorer.std
+                return separate_critic(policy, scorer.model, scale, -scorer.mean * scale)
+        return separate_critic(policy)
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
+        """Prompts, with room for the completion."""
+        return self.sampler.examples(rows, tokenizer, truncation)
+
+    def loader(self, rows: list[Row], context: Context) -> StepLoader:
+        """Batches of prompts, sampled, scored, and cut into mini-batches."""
+        self.sampler.check_rewards()
+
+        def begin(iteration: int) -> None:
+            self.warming_up = self.critic is not None and iteration < self.critic.warmup
+
+        return RolloutLoader(
+            self.sampler,
+            self.settings,
+            rows,
+            context,
+            measure=lambda sampled: self.measure(context.network, sampled),
+            estimator=self.estimator,
+            begin=begin,
+        )
+
+    def measure(self, network: Network, sampled: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
+        """What the update needs of rollouts: log-probabilities as in ``Sampler.logprobs_of``, and values."""
+        logprobs = self.sampler.logprobs_of(network.policy, self.reference, sampled)
+        if network.critic is None:
+            return logprobs
+        reads_hidden = not sampled or isinstance(network.critic, SharedCritic)
+
+        def of(batch: MicroBatch) -> dict[str, Tensor]:
+            hidden = hidden_states(network.policy, batch) if reads_hidden else None
+            return logprobs(batch, hidden) | {"values": network.values(batch, hidden)}
+
+        return of
+
+    def counts(self, examples: list[Example]) -> dict[str, float]:
+        """Learned tokens, or sequences, as the reduction says."""
+        tokens = float(sum(e.sequences[0].loss_mask.sum() for e in examples))
+        sequences = float(sum(e.sequences[0].loss_mask.any() for e in examples))
+        reduced = tokens if self.settings.reduction == "token_mean" else sequences
+        return {"policy": reduced, "kl_loss": reduced, "value": tokens, "entropy": tokens}
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """Terms of the policy, the critic and the KL; as metrics the entropy, the ratio and those of the loss."""
+        s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.warp
+        old_logprobs, advantages = arrays["old_logprobs"], arrays["advantages"]
+        hidden = hidden_states(network.policy, batch)
+        entropies = "learned" if s.entropy_coef else "measured"
+        logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, transform, entropies)
+        losses, metrics = self.policy_loss(logprobs, old_logprobs, advantages, mask, batch.segments)
+        if "correction" in arrays:
+            losses = losses * arrays["correction"]
+        fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
+        weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
+        now = logprobs.detach()
+        moved = policy.log_ratios(now, old_logprobs, mask)
+        terms = {
+            "policy": reduce(losses, mask, weights),
+            "entropy": reduce(entropy, mask),
+            "approxkl": reduce(moved.square() / 2, mask),
+            "ratio": reduce(moved.exp(), mask),
+            "logprob_positive_advantage": reduce(now, mask & (advantages > 0)),
+            "logprob_negative_advantage": reduce(now, mask & (advantages < 0)),
+        }
+        terms |= {name: reduce(x.detach(), mask) for name, x in metrics.items()}
+        if "ref_logprobs" in arrays:
+            whole = SamplingTransform(transform.temperature)
+            ours = logprobs
+            if transform != whole:
+                ours, _ = token_logprobs(network.policy, hidden, batch, mask, whole, "off")
+            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights)
+        if self.critic is not None:
+            values = network.values(batch, hidden.detach() if self.warming_up else hidden)
+            targets = arrays["values"], arrays["returns"], mask, self.critic.clip
+            terms["value"] = clipped_value(values, *targets)
+            terms["value_clipfrac"] = value_clipfrac(values.detach(), *targets)
+        return terms
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
+        self.sampler.check_rewards()
+        return self.sampler.evaluate(rows, context, self.reference, self.settings.evaluation)
+
+
+class PPO(PolicyGradient):
+    """Clipped ratios, generalized advantage estimation and a critic (Schulman et al. 2017; Ouyang et al. 2022)."""
+
+    spec = METHODS["ppo"]
+
+
+class RLOO(PolicyGradient):
+    """REINFORCE with the mean of a prompt's other completions as the baseline (Ahmadian et al. 2024)."""
+
+    spec = METHODS["rloo"]
+
+
+class GRPO(PolicyGradient):
+    """Clipped ratios, with advantages in units of the deviation of a prompt's completions (Shao et al. 2024)."""
+
+    spec = METHODS["grpo"]
+
+
+class Reinforce(PolicyGradient):
+    """REINFORCE (Williams 1992) on completions of prompts; or on scored rows, as ``ScoredReinforce``."""
+
+    spec = METHODS["reinforce"]
+
+    def __init__(self, *sampled: Any, **settings: Any) -> None:
+        super().__init__(*sampled, **settings)
+        assert isinstance(self.settings, ReinforceConfig)
+        self.scored = ScoredReinforce(self.settings, self.policy_loss, self.sampler.start_scores)
+
+    def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
+        """The model without dropout, and the reference kept aside where there is one."""
+        network = super().prepare(model, tokenizer)
+        self.scored.reference = self.reference
+        return network
+
+    def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
+        """Prompts with room for the completion; or scored conversations, with the reward at every token."""
+        return (super() if are_prompts(rows) else self.scored).examples(rows, tokenizer, truncation)
+
+    def loader(self, rows: list[Row], context: Context) -> StepLoader:
+        """Batches of prompts, sampled, scored, and cut into mini-batches; or scored rows in a seeded order."""
+        if not are_prompts(rows):
+            return self.scored.loader(rows, context)
+        self._check_samples()
+        if "learn_eos" in self.settings.model_fields_set:
+            raise UserError("method.learn_eos belongs to scored rows: of a completion every token is learned")
+        return super().loader(rows, context)
+
+    def loss(self, network: Network, batch: MicroBatch) -> Terms:
+        """The loss on completions, which have old log-probabilities, or on scored rows."""
+        return super().loss(network, batch) if "old_logprobs" in batch.arrays else self.scored.loss(network, batch)
+
+    def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
+        """Completions of held-out prompts, scored; or the loss on scored rows.
+
+        Prompts may evaluate what is trained on scored rows.
+        """
+        return super().evaluate(rows, context) if are_prompts(rows) else self.scored.evaluate(rows, context)
