@@ -6,9 +6,11 @@ name each: B rows, T tokens, V vocabulary, N sequences, P pairs, G samples a pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar
+import math
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -232,7 +234,10 @@ class Pair(NamedTuple):
     p_better: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+Unit = Literal["tokens", "sequences", "pairs", "chosen_tokens", "step_ends", "trajectories"]
+
+
+@dataclass(frozen=True)
 class Example:
     """What must stay together in one micro-batch: one sequence, or those that are compared.
 
@@ -246,6 +251,28 @@ class Example:
     def source(self) -> str:
         """Where the row came from: file and line."""
         return self.sequences[0].source
+
+    @cached_property
+    def counts(self) -> dict[Unit, float]:
+        """What the example weighs in each unit that a term of a loss may be divided by.
+
+        ``{"tokens": 17.0, "sequences": 2.0, "pairs": 1.0, "chosen_tokens": 9.0, "step_ends": 0.0, ...}``
+
+        tokens: learned ones. sequences: those with a learned token. pairs: their weights. chosen_tokens: learned tokens
+        of the better sequence of each pair, times its weight. step_ends: ends of reasoning steps, where the array
+        ``outcomes`` is not 0. trajectories: 1 if any token is learned.
+        """
+        learned = [float(sequence.loss_mask.sum()) for sequence in self.sequences]
+        return {
+            "tokens": sum(learned),
+            "sequences": float(sum(n > 0 for n in learned)),
+            "pairs": float(sum(pair.weight for pair in self.pairs)),
+            "chosen_tokens": float(sum(pair.weight * learned[pair.better] for pair in self.pairs)),
+            "step_ends": float(
+                sum((s.arrays["outcomes"] != 0).sum() for s in self.sequences if "outcomes" in s.arrays)
+            ),
+            "trajectories": float(any(learned)),
+        }
 
     def to_plain(self) -> dict[str, Any]:
         """The example as dicts and lists, for a checkpoint."""
@@ -265,6 +292,13 @@ class Example:
         """The example that ``to_plain`` was called on."""
         sequences = tuple(Sequence(**sequence) for sequence in plain["sequences"])
         return cls(sequences, tuple(Pair(*pair) for pair in plain["pairs"]))
+
+
+def total_counts(examples: Iterable[Example]) -> dict[Unit, float]:
+    """What examples weigh together in each unit, rounded only once."""
+    units: tuple[Unit, ...] = get_args(Unit)
+    counts = [example.counts for example in examples]
+    return {unit: math.fsum(each[unit] for each in counts) for unit in units}
 
 
 class Changed(NamedTuple):
@@ -300,7 +334,8 @@ class MicroBatch:
     a segment of its own, and ``parents`` of their tokens is its number (else 0). ``starts`` and ``ends`` (N,) are the
     flat index (row * T + column) of each sequence's first and last token, behind a shared prompt: the position of the
     first one is how many tokens lie there. ``pairs`` (P, 2) indexes sequences; ``pair_weights``, ``margins`` and
-    ``p_better`` are (P,). ``packed`` says that a row may hold several sequences.
+    ``p_better`` are (P,). ``packed`` says that a row may hold several sequences. ``counts`` is what the examples weigh
+    in each unit (``Example.counts``).
     """
 
     tokens: Tensor
@@ -318,6 +353,7 @@ class MicroBatch:
     packed: bool
     runs: Segments | None
     sources: tuple[str, ...]
+    counts: Mapping[Unit, float]
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device."""
@@ -328,39 +364,98 @@ class MicroBatch:
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a reward sees: a prompt, one completion of it as text and tokens, and the further columns of the row.
+class Turn(NamedTuple):
+    """One message that the policy wrote, and why its generation ended: ``Turn("42", "stop")``."""
 
-    ``Answer(({"role": "user", "content": "12 + 30 ="},), "42", (42, 2), "stop", {"answer": "42"}, "prompts.jsonl:17")``
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample of the policy for a prompt: the turns that it took, their tokens, and how they were scored.
+
+    ``Trajectory(prompt=({"role": "user", "content": "12 + 30 ="},), turns=(Turn("42", "stop"),),
+    sequences=(Sequence([5, 6, 42, 2], [False, False, True, True], "prompts.jsonl:17",
+    {"sampler_logprobs": [0.0, 0.0, -0.1, -0.3]}),), finish_reason="stop", columns={"answer": "42"},
+    source="prompts.jsonl:17", score=1.2, rewards={"exact": 1.0, "brevity": 2.0})``
+
+    A sequence is one growing list of token ids. Its ``loss_mask`` is True on sampled tokens only, not on those of the
+    prompt and of an environment. Its array ``sampler_logprobs`` holds the sampler's log-probabilities, 0 where nothing
+    was sampled, and if a reward scores tokens, ``step_rewards`` holds the part of the score that lies on each. Where a
+    chat template rewrites earlier turns, a new sequence begins; all of them are one trajectory, with one score.
+
+    ``finish_reason`` is stop, length, context, turns, done or error. ``score`` is the weighted sum of ``rewards``; it
+    is 0 before there are any.
     """
 
     prompt: Messages
-    text: str
-    tokens: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    sequences: tuple[Sequence, ...]
     finish_reason: str
     columns: Mapping[str, Any]
     source: str
+    score: float = 0.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        prompt: Messages = (),
+        *,
+        tokens: npt.ArrayLike = (),
+        finish_reason: str = "stop",
+        columns: Mapping[str, Any] | None = None,
+        source: str = "",
+    ) -> Trajectory:
+        """A trajectory of one turn that nobody sampled, to try a reward on.
+
+        ``Trajectory.from_text("42", columns={"answer": "42"})``
+        """
+        ids = np.asarray(tokens, np.int64)
+        mask = np.arange(len(ids) + 1) > 0
+        sequence = Sequence(np.append(0, ids), mask, source, {"sampler_logprobs": np.zeros(len(mask))})
+        return cls(prompt, (Turn(text, finish_reason),), (sequence,), finish_reason, columns or {}, source)
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote; several turns are separated by line breaks."""
+        return "\n".join(turn.text for turn in self.turns)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The sampled ids of all turns."""
+        return np.concatenate([sequence.tokens[sequence.loss_mask] for sequence in self.sequences])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy ended the trajectory itself, rather than a limit."""
+        return self.finish_reason == "stop"
+
+
+Scoring = list[float] | list[list[float]]
+"""A number for each trajectory, or for each of its sampled tokens."""
 
 
 class Reward(Protocol):
-    """Scores answers, in their order: a finite number each, or for each a list of one number a token of it.
+    """Scores trajectories, in their order: a finite number each, or for each a list of one number a sampled token.
 
-    A plain function is a reward. The answers are its own: it may change them.
+    A plain function is a reward, and so is an ``async def``. The trajectories are its own: it may change them.
     """
 
-    def __call__(self, answers: list[Answer], /) -> list[float] | list[list[float]]:
-        """Score answers."""
+    def __call__(self, trajectories: list[Trajectory], /) -> Scoring | Awaitable[Scoring]:
+        """Score trajectories."""
         ...
 
 
 # --- losses -------------------------------------------------------------------------------------------------------
 
 
-class Term(NamedTuple):
-    """One part of a loss or one metric: a sum and what it will be divided by, both scalars.
+class Metric(NamedTuple):
+    """A sum and what it is divided by, both scalars: what a loss function returns, and what is only logged.
 
-    ``Term(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55; the mean of nothing is 0.
+    ``Metric(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55; the mean of nothing is 0.
     """
 
     total: Tensor
@@ -371,5 +466,21 @@ class Term(NamedTuple):
         """The quotient, 0 where the count is 0."""
         return self.total / self.count.where(self.count > 0, 1) * (self.count > 0)
 
+    def over(self, unit: Unit) -> Term:
+        """The sum as a part of a loss, to be divided by the units of the whole optimizer step."""
+        return Term(self.total, unit, self.count)
 
-Terms = dict[str, Term]
+
+class Term(NamedTuple):
+    """One part of a loss: a sum over a micro-batch, and the unit in which the trainer counts what it is divided by.
+
+    ``Term(torch.tensor(6.2), "tokens")``. ``count`` is how many units the sum covers, where the loss function knows it:
+    the trainer then checks that it divides by the same.
+    """
+
+    total: Tensor
+    unit: Unit
+    count: Tensor | None = None
+
+
+Terms = dict[str, Term | Metric]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from burnish import user_functions
 from burnish.config.evaluation import Evaluation
 from burnish.config.schema import PackageModel, Recipe, RewardSource, StageModel
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.render.templates import set_template
-from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
@@ -32,7 +32,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     """Load a reward, with its name and weight; ``folder`` is that of the run, which holds the stages."""
     if source.function is not None:
         name = source.name or source.function.rpartition(":")[2]
-        return NamedReward(name, source.weight, functions.load(recipe.locate(source.function)), source.function)
+        return NamedReward(name, source.weight, user_functions.load(recipe.locate(source.function)), source.function)
     assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as hf_logging
 
-from burnish import files
+from burnish import files, user_functions
 from burnish.config import Recipe, Stage, StageData
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
@@ -22,7 +22,6 @@ from burnish.errors import UserError
 from burnish.models import quantize
 from burnish.report import page as report
 from burnish.report.display import Display
-from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.user_code import user_code
 
@@ -114,7 +113,7 @@ def _check_all(recipe: Recipe) -> None:
 def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     """Run a stage's function; its folder appears only when it is complete."""
     assert stage.run is not None
-    function = functions.load(recipe.locate(stage.run))
+    function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
         function(staging, seed=recipe.seed, **stage.arguments)
