@@ -267,7 +267,7 @@ def function_problem(reference: str) -> str | None:
         body = ast.parse(Path(file).read_text("utf-8")).body
     except SyntaxError as error:
         return f"{file}:{error.lineno}: not valid Python: {error.msg}"
-    known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     known |= {
         target.id
         for node in body

@@ -10,7 +10,7 @@ from burnish.config.schema import PackageModel, Recipe, RewardSource, StageModel
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.render.templates import set_template
-from burnish.rewards.functions import NamedReward
+from burnish.rewards.functions import TIMEOUT, NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
 from burnish.types import Config, Reward
@@ -32,7 +32,8 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     """Load a reward, with its name and weight; ``folder`` is that of the run, which holds the stages."""
     if source.function is not None:
         name = source.name or source.function.rpartition(":")[2]
-        return NamedReward(name, source.weight, user_functions.load(recipe.locate(source.function)), source.function)
+        function = user_functions.load(recipe.locate(source.function))
+        return NamedReward(name, source.weight, function, source.function, source.timeout or TIMEOUT)
     assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)

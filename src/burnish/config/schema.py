@@ -173,6 +173,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
     weight: float = 1.0
     """0 measures without rewarding."""
     name: str | None = None
+    timeout: float | None = Field(None, gt=0)
+    """Seconds that one call of the function may take; a longer call stops the run. Default: 600."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> RewardSource:
@@ -181,6 +183,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
         of_model = self.label is not None or self.template is not None or self.normalize or self.steps is not None
         if self.function is not None and of_model:
             raise ValueError("label, template, normalize and steps belong to a reward with model:, not with function:")
+        if self.model is not None and self.timeout is not None:
+            raise ValueError("timeout belongs to a reward with function:, not with model:")
         if self.steps is not None and (self.label is not None or self.normalize):
             raise ValueError("label and normalize belong to a model with one score, not to one with steps:")
         return self
