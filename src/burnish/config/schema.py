@@ -173,7 +173,7 @@ class RewardSource(Config, use_attribute_docstrings=True):
     weight: float = 1.0
     """0 measures without rewarding."""
     name: str | None = None
-    timeout: float | None = Field(None, gt=0)
+    timeout: float | None = Field(default=None, gt=0)
     """Seconds that one call of the function may take; a longer call stops the run. Default: 600."""
 
     @pydantic.model_validator(mode="after")
