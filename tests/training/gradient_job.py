@@ -29,6 +29,8 @@ from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, 
 from burnish.data.batching import RowLoader
 from burnish.methods.dpo import mismatched
 from burnish.models.adapters import add_adapter
+from burnish.models.heads import Network, SharedCritic
+from burnish.models.layout import Layout
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Pair, Sequence, Text
 
@@ -253,6 +255,26 @@ def trainer(
         callbacks=[callback],
         **layout,
     )
+
+
+def network(critic: bool) -> Network:
+    """A policy in float64, with a critic that is a head on it where asked."""
+    torch.manual_seed(1)
+    policy = exact(LlamaForCausalLM(CONFIG), torch.float64).eval()
+    head = SharedCritic(CONFIG.hidden_size, torch.float64) if critic else None
+    if head is not None:
+        torch.nn.init.normal_(head.score.weight, std=0.3)
+    return Network(policy, head)
+
+
+def plain_gradient(method: Any, network: Network, layout: Layout, examples: list[Example], budget: int | None) -> Any:
+    """The gradient of the loss of one step, without a trainer."""
+    counts = method.counts(examples)
+    network.zero_grad()
+    for batch in layout.cut(examples, budget, 0, 1):
+        terms = network(method, batch)
+        torch.stack([weight * terms[n].total / counts[n] for n, weight in method.weights.items()]).sum().backward()
+    return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
 
 
 def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:

@@ -435,7 +435,7 @@ class _Training:
     def method(self, rewards: list[NamedReward]) -> Any:
         """The method with its settings; one that samples gets its rewards and how it samples."""
         assert self.stage.method is not None
-        settings = dict(self.stage.method.settings)
+        settings = self.recipe.method_settings(self.stage.method)
         if Prompt in self.spec.kinds:
             settings |= {"reward": rewards, "sampling": self.stage.generation}
         return method_class(self.stage.method.name)(**settings)
