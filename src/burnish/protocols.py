@@ -85,11 +85,11 @@ class MethodSpec:
 
 
 class Method(Protocol):
-    """A training algorithm. The trainer asks it for steps, sums its terms, divides each by its global count.
+    """A training algorithm. The trainer asks it for steps, sums its terms, and divides each by its global count.
 
     A recipe's method is made from the settings of its block, ``SFT(learn="all")``; if it reads ``Prompt`` rows, also
-    from ``reward`` and ``sampling``. A method may also have ``learning_rates``: those of parts of the network that have
-    one of their own, ``{"critic": 1e-5}``.
+    from ``reward``, ``sampling`` and ``generator``. A method may also have ``learning_rates``: those of parts of the
+    network that have one of their own, ``{"critic": 1e-5}``.
     """
 
     spec: MethodSpec
@@ -111,12 +111,8 @@ class Method(Protocol):
         """The steps of a run over these rows."""
         ...
 
-    def counts(self, examples: list[Example]) -> Mapping[str, float]:
-        """What each term of the loss will be divided by, over all the examples of a step."""
-        ...
-
     def loss(self, network: Any, batch: MicroBatch) -> Terms:
-        """Terms of one micro-batch: sums and counts, never means."""
+        """Terms and metrics of one micro-batch: sums, never means. A term names the unit that it is divided by."""
         ...
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

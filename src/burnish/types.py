@@ -6,9 +6,11 @@ name each: B rows, T tokens, V vocabulary, N sequences, P pairs, G samples a pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -232,7 +234,10 @@ class Pair(NamedTuple):
     p_better: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+Unit = Literal["tokens", "sequences", "pairs", "chosen_tokens", "step_ends", "trajectories"]
+
+
+@dataclass(frozen=True)
 class Example:
     """What must stay together in one micro-batch: one sequence, or those that are compared.
 
@@ -246,6 +251,28 @@ class Example:
     def source(self) -> str:
         """Where the row came from: file and line."""
         return self.sequences[0].source
+
+    @cached_property
+    def counts(self) -> dict[Unit, float]:
+        """What the example weighs in each unit that a term of a loss may be divided by.
+
+        ``{"tokens": 17.0, "sequences": 2.0, "pairs": 1.0, "chosen_tokens": 9.0, "step_ends": 0.0, ...}``
+
+        tokens: learned ones. sequences: those with a learned token. pairs: their weights. chosen_tokens: learned tokens
+        of the better sequence of each pair, times its weight. step_ends: ends of reasoning steps, where the array
+        ``outcomes`` is not 0. trajectories: 1 if any token is learned.
+        """
+        learned = [float(sequence.loss_mask.sum()) for sequence in self.sequences]
+        return {
+            "tokens": sum(learned),
+            "sequences": float(sum(n > 0 for n in learned)),
+            "pairs": float(sum(pair.weight for pair in self.pairs)),
+            "chosen_tokens": float(sum(pair.weight * learned[pair.better] for pair in self.pairs)),
+            "step_ends": float(
+                sum((s.arrays["outcomes"] != 0).sum() for s in self.sequences if "outcomes" in s.arrays)
+            ),
+            "trajectories": float(any(learned)),
+        }
 
     def to_plain(self) -> dict[str, Any]:
         """The example as dicts and lists, for a checkpoint."""
@@ -265,6 +292,13 @@ class Example:
         """The example that ``to_plain`` was called on."""
         sequences = tuple(Sequence(**sequence) for sequence in plain["sequences"])
         return cls(sequences, tuple(Pair(*pair) for pair in plain["pairs"]))
+
+
+def total_counts(examples: Iterable[Example]) -> dict[Unit, float]:
+    """What examples weigh together in each unit, rounded only once."""
+    units: tuple[Unit, ...] = get_args(Unit)
+    counts = [example.counts for example in examples]
+    return {unit: math.fsum(each[unit] for each in counts) for unit in units}
 
 
 class Changed(NamedTuple):
@@ -300,7 +334,8 @@ class MicroBatch:
     a segment of its own, and ``parents`` of their tokens is its number (else 0). ``starts`` and ``ends`` (N,) are the
     flat index (row * T + column) of each sequence's first and last token, behind a shared prompt: the position of the
     first one is how many tokens lie there. ``pairs`` (P, 2) indexes sequences; ``pair_weights``, ``margins`` and
-    ``p_better`` are (P,). ``packed`` says that a row may hold several sequences.
+    ``p_better`` are (P,). ``packed`` says that a row may hold several sequences. ``counts`` is what the examples weigh
+    in each unit (``Example.counts``).
     """
 
     tokens: Tensor
@@ -318,6 +353,7 @@ class MicroBatch:
     packed: bool
     runs: Segments | None
     sources: tuple[str, ...]
+    counts: Mapping[Unit, float]
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device."""
@@ -357,10 +393,10 @@ class Reward(Protocol):
 # --- losses -------------------------------------------------------------------------------------------------------
 
 
-class Term(NamedTuple):
-    """One part of a loss or one metric: a sum and what it will be divided by, both scalars.
+class Metric(NamedTuple):
+    """A sum and what it is divided by, both scalars: what a loss function returns, and what is only logged.
 
-    ``Term(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55; the mean of nothing is 0.
+    ``Metric(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55; the mean of nothing is 0.
     """
 
     total: Tensor
@@ -371,5 +407,21 @@ class Term(NamedTuple):
         """The quotient, 0 where the count is 0."""
         return self.total / self.count.where(self.count > 0, 1) * (self.count > 0)
 
+    def over(self, unit: Unit) -> Term:
+        """The sum as a part of a loss, to be divided by the units of the whole optimizer step."""
+        return Term(self.total, unit, self.count)
 
-Terms = dict[str, Term]
+
+class Term(NamedTuple):
+    """One part of a loss: a sum over a micro-batch, and the unit in which the trainer counts what it is divided by.
+
+    ``Term(torch.tensor(6.2), "tokens")``. ``count`` is how many units the sum covers, where the loss function knows it:
+    the trainer then checks that it divides by the same.
+    """
+
+    total: Tensor
+    unit: Unit
+    count: Tensor | None = None
+
+
+Terms = dict[str, Term | Metric]

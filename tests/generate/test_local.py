@@ -31,6 +31,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs, warp
+from burnish.models.heads import SharedCritic, StepValueHead, head_values
 
 V = 50
 SHAPE: dict[str, Any] = {
@@ -409,3 +410,144 @@ def test_seeds_differ_in_every_part_and_stay_the_same():
     assert len(set(seeds)) == len(grid)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert request_seed(0, 17, 0, 3) == 0xDC051BD4AD4AEFD9 >> 1  # printf 0/17/0/3 | b2sum -l 64
+
+
+# --- requests of one batch ----------------------------------------------------------------------------------------
+
+
+def test_every_request_has_its_own_settings():
+    model, tokens = llama(), prompts(5, 9, 3, 7, 5, 6, 4)
+    kinds = [
+        (Sampling(max_new_tokens=6), {4}),
+        (Sampling(max_new_tokens=12, temperature=0.0), {4}),
+        (Sampling(max_new_tokens=9, temperature=0.7, top_k=5), {9, 11}),
+        (Sampling(max_new_tokens=14, top_p=0.6, min_new_tokens=8), range(2, 30)),
+        (Sampling(max_new_tokens=9, stop=["a", "c"]), ()),
+        (Sampling(max_new_tokens=30, stop=["e"], min_new_tokens=3), ()),
+        (Sampling(length_range=[2, 20]), {0}),  # the pad id, which may be sampled where it ends
+    ]
+    wanted = [
+        Request(ids, i, sampling, frozenset(ends))
+        for i, (ids, (sampling, ends)) in enumerate(zip(tokens, kinds, strict=True))
+    ]
+    tokenizer = Letters()
+    tokenizer.pad_token_id = 0  # type: ignore[assignment]
+    together = complete(LocalGenerator(model, tokenizer, slots=4), wanted)
+    for request, mine in zip(wanted, together, strict=True):
+        (alone,) = complete(LocalGenerator(model, tokenizer), [request])
+        assert mine.tokens.tolist() == alone.tokens.tolist() and mine.finish_reason == alone.finish_reason
+        assert mine.logprobs == pytest.approx(alone.logprobs, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["shared", "steps"])
+def test_values_are_those_of_a_full_forward_pass(kind):
+    model = llama(max_position_embeddings=24)
+    torch.manual_seed(3)
+    critic = SharedCritic(32, torch.float64) if kind == "shared" else StepValueHead(32, torch.float64, std=0.5)
+    if isinstance(critic, SharedCritic):
+        torch.nn.init.normal_(critic.score.weight)
+    tokens = prompts(5, 9, 3, 7, 20, 6)
+    sampling = Sampling(max_new_tokens=10)
+    wanted = [Request(ids, i, sampling, frozenset(range(3)), i != 1) for i, ids in enumerate(tokens)]
+    done = complete(LocalGenerator(model, critic=critic, slots=3), wanted)
+    free = complete(LocalGenerator(model, slots=3), [replace(request, return_values=False) for request in wanted])
+    assert {c.finish_reason for c in done} == {"stop", "length", "context"}
+    for request, completion, without in zip(wanted, done, free, strict=True):
+        assert completion.tokens.tolist() == without.tokens.tolist()
+        if not request.return_values:
+            assert completion.values is None and completion.final_value is None
+            continue
+        ids = torch.tensor([[*request.tokens, *completion.tokens.tolist()]])
+        with torch.no_grad():
+            expected = head_values(critic, model.model(ids).last_hidden_state)[0, len(request.tokens) - 1 :].tolist()
+        assert completion.values.dtype == "float64"
+        assert completion.values.tolist() == pytest.approx(expected[:-1], abs=1e-9)
+        assert completion.final_value == pytest.approx(expected[-1], abs=1e-9)
+    with pytest.raises(UserError, match="values need a critic"):
+        complete(LocalGenerator(model), wanted)
+
+
+# --- reuse --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "sliding", "mixed windows", "soft-capped", "eager"])
+def test_a_request_that_goes_on_from_the_cache_reads_only_what_is_new(name):
+    torch.manual_seed(1)
+    model = MODELS[name]().eval()
+    sampling = Sampling(max_new_tokens=8)
+    first = [Request(ids, i, sampling, frozenset({4})) for i, ids in enumerate(prompts(20, 31, 25, 18, 40))]
+    widths = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, __, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+
+    def turns(generator):
+        before = complete(generator, first)
+        widths.clear()
+        second = [
+            Request((*r.tokens, *c.tokens.tolist(), *more), 100 + r.seed + sample, sampling, frozenset({4}))
+            for r, c, more in zip(first, before, prompts(3, 6, 2, 9, 4, seed=1), strict=True)
+            for sample in range(1 + (r.seed == 2))
+        ]
+        return second, complete(generator, second)
+
+    second, done = turns(LocalGenerator(model, slots=7))
+    read = [shape for shape in widths if shape[1] > 1]
+    assert read == [(5, 9)], "the last token sampled and what follows it, but for the last token of the prompt"
+    fresh = complete(LocalGenerator(model, slots=7), second)
+    for mine, expected in zip(done, fresh, strict=True):
+        assert mine.tokens.tolist() == expected.tokens.tolist()
+        assert mine.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
+    _, again = turns(LocalGenerator(model, slots=7))
+    assert [plain(c) for c in again] == [plain(c) for c in done], "equal plans give equal bytes"
+
+
+def test_the_cache_is_dropped_with_the_weights():
+    model, widths = llama(), []
+    model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    generator, (request,) = LocalGenerator(model, slots=2), requests(40)
+    drops = (
+        lambda: None,
+        generator.drop_cache,
+        lambda: generator.update_weights(0, model.named_parameters()),
+    )
+    before = complete(generator, [request])
+    for drop, most in zip(drops, (1, 39, 39), strict=True):
+        drop()
+        widths.clear()
+        assert complete(generator, [request])[0].tokens.tolist() == before[0].tokens.tolist()
+        assert max(widths) == most
+
+
+def test_plans_do_not_share_batches_and_come_as_they_are_done():
+    model = llama(torch.float32)
+    generator, alone = LocalGenerator(model, slots=3), LocalGenerator(model, slots=3)
+    first, second = requests(4, 6, 3, 9), requests(5, 7, seed=1)
+    handles = [*generator.submit(first, 0), *generator.submit(second, 0)]
+    with pytest.raises(RuntimeError, match="requests are in flight"):
+        generator.update_weights(1, ())
+    assert generator.poll(0) == [] and len(generator.tokens_so_far(handles[3])) == 1
+    done, polls = {}, 0
+    while len(done) < len(handles):
+        done.update(generator.poll(0.001))
+        polls += 1
+    assert polls > 2 and generator.poll(None) == []
+    expected = complete(alone, first) + complete(alone, second)
+    assert [plain(done[handle]) for handle in handles] == [plain(c) for c in expected]
+    with pytest.raises(ValueError, match="version 5: the generator holds version 0"):
+        generator.submit(first, 5)
+
+
+def test_weights_are_copied_only_where_they_are_others():
+    model, other = llama(), llama(initializer_range=0.1)
+    generator, wanted = LocalGenerator(model), requests(5, 7)
+    expected = [plain(c) for c in complete(LocalGenerator(other), wanted)]
+    places = [p.data_ptr() for p in model.parameters()]
+    assert [plain(c) for c in complete(generator, wanted)] != expected
+    generator.update_weights(3, other.state_dict().items())
+    assert [plain(c) for c in complete(generator, wanted, 3)] == expected
+    assert [p.data_ptr() for p in model.parameters()] == places
+    with pytest.raises(ValueError, match=r"lm_head.weight: \(50, 32\), expected \(2, 2\)"):
+        generator.update_weights(4, [("lm_head.weight", torch.zeros(2, 2))])

@@ -13,7 +13,7 @@ from burnish.errors import UserError
 from burnish.math import advantages, policy
 from burnish.math.choices import Baseline
 from burnish.math.reductions import Weights, reduce, reduction_weights
-from burnish.types import Term
+from burnish.types import Metric
 
 F64 = torch.float64
 
@@ -34,7 +34,7 @@ def reinforce(
     weights: Weights | None = None,
     floor: float | None = None,
     unlikelihood: bool = False,
-) -> Term:
+) -> Metric:
     """The loss with a reward for each row or each token, over sequences unless the weights say otherwise."""
     if rewards.dim() == 1:
         rewards = rewards.unsqueeze(1).expand_as(mask)

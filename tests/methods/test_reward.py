@@ -15,7 +15,7 @@ from burnish.math.statistics import wilson
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
 from burnish.render.truncate import Truncation
-from burnish.types import Messages, Pair, Preference, Ranking, Sequence, Term
+from burnish.types import Messages, Metric, Pair, Preference, Ranking, Sequence
 
 LN2 = math.log(2)
 
@@ -66,8 +66,8 @@ def sequences(rows: list[Any], tokenizer: Any) -> list[tuple[Sequence, ...]]:
 # --- the loss on given scores -------------------------------------------------------------------------------------
 
 
-def terms(monkeypatch: pytest.MonkeyPatch, given: list[float], pairs: list[Pair], **settings: Any) -> dict[str, Term]:
-    """The terms of a step whose sequences have these scores."""
+def terms(monkeypatch: pytest.MonkeyPatch, given: list[float], pairs: list[Pair], **settings: Any) -> dict[str, Metric]:
+    """The terms and metrics of a step whose sequences have these scores, with what they are divided by."""
     from burnish.data.batching import collate
     from burnish.types import Example
 
@@ -76,8 +76,11 @@ def terms(monkeypatch: pytest.MonkeyPatch, given: list[float], pairs: list[Pair]
     network: Any = torch.nn.Module()
     network.policy = None
     method = RewardModel(**settings)
-    found = method.loss(network, collate([example], 0))
-    assert method.counts([example])["preference"] == pytest.approx(float(found["preference"].count))
+    found: dict[str, Metric] = {}
+    for name, part in method.loss(network, collate([example], 0)).items():
+        assert part.count is not None
+        found[name] = Metric(part.total, part.count)
+    assert example.counts["pairs"] == pytest.approx(float(found["preference"].count))
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish import recipe
+from burnish import config
 from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.models.loading import load_value_model
@@ -120,7 +120,7 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
 
 
 def run(folder: Path, *overrides: str) -> dict[str, Any]:
-    pipeline.run(recipe.load("step_value", [f"out={folder}", *overrides]))
+    pipeline.run(config.load("step_value", [f"out={folder}", *overrides]))
     return json.loads((folder / "manifest.json").read_text())["stages"][-1]["results"]
 
 

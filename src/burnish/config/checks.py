@@ -25,6 +25,7 @@ from burnish.config.yaml import Keys, Problem, find, mistakes
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
+from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import PLAIN_TEMPLATES
@@ -113,7 +114,13 @@ def _explained(path: Keys, value: dict[str, Any]) -> str | None:
         return f"unknown key here; it belongs to a stage: stages.NAME.{key}" if key in Stage.model_fields else None
     if len(path) != 3:
         return None
-    blocks = {"data": Data, "generation": Sampling, "adapter": AdapterConfig, "trainer": TrainerConfig}
+    blocks = {
+        "data": Data,
+        "generation": Sampling,
+        "generator": GeneratorSettings,
+        "adapter": AdapterConfig,
+        "trainer": TrainerConfig,
+    }
     if (name := find(value, (*path[:2], "method", "name"))) in METHODS:
         blocks["method"] = METHODS[name].config
     home = next((block for block, config in blocks.items() if key in config.model_fields), None)
@@ -157,6 +164,8 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
         if stage.method and (text := _reward_problem(stage.method.name, stage.reward)):
             yield Problem(("stages", index, "reward"), text)
+        if text := _generator_problem(stage):
+            yield Problem(("stages", index, "generator"), text)
         if stage.method and stage.data and stage.data.stream:
             yield from (Problem(("stages", index, *path), text) for path, text in _stream_problems(stage))
         for key, text in stage.trainer.conflicts():
@@ -192,6 +201,14 @@ def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
     return f"method {method!r} uses no reward; take this key away" if rewards and not samples else None
+
+
+def _generator_problem(stage: Stage) -> str | None:
+    """What is wrong with a generator where nothing is sampled."""
+    if stage.method is None or "generator" not in stage.model_fields_set:
+        return None
+    samples = Prompt in method_spec(stage.method.name).kinds
+    return None if samples else f"method {stage.method.name!r} samples nothing; take this key away"
 
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
+from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
 from burnish.methods.settings import BLOCKS
 from burnish.models.settings import AdapterConfig
@@ -212,6 +213,7 @@ class Stage(Config, use_attribute_docstrings=True):
     data: Data | None = None
     reward: list[RewardSource] = Field([])
     generation: Sampling = Field(default_factory=Sampling)
+    generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     token_budget: int | None = Field(None, gt=0)
     """Most tokens of a micro-batch. Absent: 512 on a CPU, else a whole step."""
     packed: bool | None = None

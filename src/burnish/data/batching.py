@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burnish.errors import UserError
-from burnish.types import Example, MicroBatch, Segments, Sequence
+from burnish.types import Example, MicroBatch, Segments, Sequence, total_counts
 
 
 def shared_length(example: Example) -> int:
@@ -183,6 +183,7 @@ def collate(
         packed=packed or any(len(sequences) > 1 for _, sequences in units),
         runs=_runs(units, places[0][1], width) if packed else None,
         sources=tuple(sequence.source for example in examples for sequence in example.sequences),
+        counts=total_counts(examples),
     )
 
 

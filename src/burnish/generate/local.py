@@ -62,11 +62,7 @@ class LocalGenerator:
         """
         if version != self.version:
             raise ValueError(f"requests for weights of version {version}: the generator holds version {self.version}")
-        check_requests(self.model, requests)
-        if self.tokenizer is None and any(request.sampling.stop for request in requests):
-            raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
-        if self.critic is None and any(request.return_values for request in requests):
-            raise UserError("values need a critic that is a head on the policy: pass critic=, or ask for no values")
+        check_requests(requests, self.model, self.tokenizer, self.critic)
         first = self._submitted
         self._submitted += len(requests)
         if requests:
@@ -144,12 +140,17 @@ def load_named(model: Any, weights: Iterable[tuple[str, Tensor]] | Path) -> None
                 own[name].copy_(tensor)
 
 
-def check_requests(model: Any, requests: SequenceOf[Request]) -> None:
-    """Check that every prompt has a token and leaves room for one in the model's context window.
+def check_requests(requests: SequenceOf[Request], model: Any, tokenizer: Any, critic: Any) -> None:
+    """Check that requests can be served: their prompts fit the model, and there is what their settings need.
 
     Raises:
-        UserError: with the index of the request.
+        UserError: a prompt is empty or fills the context window; stop strings without a tokenizer; values without a
+            critic.
     """
+    if tokenizer is None and any(request.sampling.stop for request in requests):
+        raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
+    if critic is None and any(request.return_values for request in requests):
+        raise UserError("values need a critic that is a head on the policy: pass critic=, or ask for no values")
     context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
     for index, request in enumerate(requests):
         if not request.tokens:

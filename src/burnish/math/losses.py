@@ -11,10 +11,10 @@ from burnish.math.preference import kto_baseline as kto_baseline
 from burnish.math.preference import preference as preference
 from burnish.math.reductions import Weights, reduce
 from burnish.math.tensors import same_shape, upcast
-from burnish.types import Term
+from burnish.types import Metric
 
 
-def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
+def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Metric:
     """Negative log-likelihood: -sum_t log p(token_t).
 
     Args:
@@ -23,7 +23,7 @@ def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
         weights: from reduction_weights; None is the mean over tokens.
 
     Returns:
-        Term.
+        Metric.
 
     Raises:
         ValueError: if the shapes differ.
@@ -37,7 +37,7 @@ def bradley_terry(
     margin: Tensor | None = None,
     p_chosen: Tensor | None = None,
     weights: Tensor | None = None,
-) -> Term:
+) -> Metric:
     """Cross-entropy of sig(x), the modelled chance that chosen is better, with p; x = r_c - r_r - margin.
 
     -p log sig(x) - (1 - p) log sig(-x), which is -log sig(x) at p = 1.
@@ -52,7 +52,7 @@ def bradley_terry(
         weights: (P,), at least 0, such as 1 / (number of pairs) of a ranking; None is 1.
 
     Returns:
-        Term: weighted sum over pairs, and the sum of the weights.
+        Metric: weighted sum over pairs, and the sum of the weights.
 
     Raises:
         ValueError: if the shapes differ.
@@ -68,7 +68,7 @@ def bradley_terry(
     return _over_pairs(losses, weights)
 
 
-def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
+def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Metric:
     """(r_c + r_r)^2: Bradley-Terry does not fix where scores lie; this, with a small weight, keeps them around 0.
 
     Source: Eisenstein et al., "Helping or herding?", 2023. Arguments, result and errors as in bradley_terry.
@@ -78,13 +78,13 @@ def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -
 
 
 @torch.no_grad()
-def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Term:
+def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Metric:
     """Share of pairs with r_c > r_r; equal scores count 1/2. Arguments and result as in bradley_terry."""
     same_shape(chosen=chosen, rejected=rejected)
     return _over_pairs((1 + (upcast(chosen) - upcast(rejected)).sign()) / 2, weights)
 
 
-def _over_pairs(losses: Tensor, weights: Tensor | None) -> Term:
+def _over_pairs(losses: Tensor, weights: Tensor | None) -> Metric:
     weights = torch.ones_like(losses) if weights is None else upcast(weights)
     same_shape(pairs=losses, weights=weights)
-    return Term((weights * losses).sum(), weights.sum())
+    return Metric((weights * losses).sum(), weights.sum())

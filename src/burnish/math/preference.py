@@ -36,7 +36,7 @@ from torch import Tensor
 from burnish.errors import UserError
 from burnish.math.choices import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, WITHOUT_REFERENCE, PreferenceLoss
 from burnish.math.tensors import same_shape, upcast
-from burnish.types import Term
+from burnish.types import Metric
 
 # of a log-ratio: larger ones say nothing more, and differences of infinite ones are NaN
 LIMIT = 1e6
@@ -58,7 +58,7 @@ def preference(
     margin: Tensor | None = None,
     p_chosen: Tensor | None = None,
     weights: Tensor | None = None,
-) -> Term:
+) -> Metric:
     """Loss of pairs of answers, by the formulas at the head of this module.
 
     Args:
@@ -77,7 +77,7 @@ def preference(
         weights: (P,), at least 0; None is 1.
 
     Returns:
-        Term: weighted sum over pairs, and the sum of the weights.
+        Metric: weighted sum over pairs, and the sum of the weights.
 
     Raises:
         ValueError: the shapes differ.
@@ -100,7 +100,7 @@ def preference(
         if kind == "robust":  # the label is right with 1 - e; this weighs L(h) and L(-h) so that the mean is L(h)
             share = share / (1 - 2 * label_smoothing)
         losses = _of_difference(kind, better - worse, beta, gamma + margin, share)
-    return Term((weights * losses).sum(), weights.sum())
+    return Metric((weights * losses).sum(), weights.sum())
 
 
 def kto(
@@ -111,7 +111,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     weights: Tensor | None = None,
-) -> Term:
+) -> Metric:
     """Loss of single answers: w_d (1 - sig(b (lr - z0))) of good ones, w_u (1 - sig(b (z0 - lr))) of bad ones.
 
     Source: Ethayarajh et al., "KTO: Model alignment as prospect theoretic optimization", 2024.
@@ -127,7 +127,7 @@ def kto(
         weights: (N,), at least 0; None is 1.
 
     Returns:
-        Term: weighted sum over answers, and the sum of ``weights``.
+        Metric: weighted sum over answers, and the sum of ``weights``.
 
     Raises:
         ValueError: the shapes differ.
@@ -137,7 +137,7 @@ def kto(
     same_shape(logratios=x, desirable=desirable, weights=weights)
     x = beta * (x - _limited(baseline.detach()))
     losses = torch.where(desirable, desirable_weight * torch.sigmoid(-x), undesirable_weight * torch.sigmoid(x))
-    return Term((weights * losses).sum(), weights.sum())
+    return Metric((weights * losses).sum(), weights.sum())
 
 
 def kto_baseline(logratios: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from burnish.errors import UserError
 from burnish.math.choices import Reduction
 from burnish.math.segments import sequence_ids
 from burnish.math.tensors import learned, same_shape
-from burnish.types import Term
+from burnish.types import Metric
 
 
 class Weights(NamedTuple):
@@ -73,7 +73,7 @@ def reduction_weights(
     return Weights(tokens, count)
 
 
-def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Term:
+def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Metric:
     """Sum of values over the learned tokens, and its count: sum_t w_t * x_t.
 
     Args:
@@ -82,13 +82,13 @@ def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Term
         weights: from reduction_weights; None is 1 for each token, and their number as the count.
 
     Returns:
-        Term; total and count are 0 if nothing is learned.
+        Metric; total and count are 0 if nothing is learned.
 
     Raises:
         ValueError: if the shapes differ.
     """
     (values,) = learned(mask, values=values)
     if weights is None:
-        return Term(values.sum(), mask.sum().to(values.dtype))
+        return Metric(values.sum(), mask.sum().to(values.dtype))
     (tokens,) = learned(mask, weights=weights.tokens)
-    return Term((values * tokens).sum(), weights.count)
+    return Metric((values * tokens).sum(), weights.count)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from burnish.math.reductions import Weights, reduce
 from burnish.math.tensors import learned, same_shape
-from burnish.types import Term
+from burnish.types import Metric
 
 
 def clipped_value(
@@ -17,7 +17,7 @@ def clipped_value(
     mask: Tensor,
     clip: float | None,
     weights: Weights | None = None,
-) -> Term:
+) -> Metric:
     """PPO's value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2).
 
     Source: the implementation of Schulman et al., "Proximal policy optimization algorithms", 2017 (OpenAI baselines).
@@ -31,7 +31,7 @@ def clipped_value(
         weights: from reduction_weights; None is the mean over tokens.
 
     Returns:
-        Term.
+        Metric.
 
     Raises:
         ValueError: if the shapes differ.
@@ -41,13 +41,13 @@ def clipped_value(
 
 
 @torch.no_grad()
-def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Term:
+def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Metric:
     """Tokens where the second part of clipped_value is the larger one, so that it decides. Arguments as there."""
     plain, clipped = _value_errors(values, old_values, returns, mask, clip)
     return reduce((clipped > plain).to(plain.dtype), mask)
 
 
-def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Term:
+def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Metric:
     """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2, and their number.
 
     Source: Chen et al., "AlphaMath almost zero", 2024.

@@ -32,13 +32,14 @@ from burnish.types import (
     Encoded,
     Example,
     Labelled,
+    Metric,
     MicroBatch,
     Preference,
     Ranking,
     Row,
     Sequence,
-    Term,
     Terms,
+    total_counts,
 )
 
 STEPS_OF_ALARM = 20
@@ -137,16 +138,6 @@ class DPO:
         total = math.fsum(change.tolist())
         return total / len(change) if self.settings.averaged else total
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """Answers for KTO, else the summed weights of the pairs and of their chosen answers' tokens."""
-        if self.settings.loss == "kto":
-            return {"kto": float(sum(s.loss_mask.any() for e in examples for s in e.sequences))}
-        pairs = [(pair.weight, e.sequences[pair.better]) for e in examples for pair in e.pairs]
-        return {
-            "preference": sum(weight for weight, _ in pairs),
-            "nll": float(sum(weight * better.loss_mask.sum() for weight, better in pairs)),
-        }
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The loss and, as metrics, rewards and log-probabilities of both sides and the accuracy of the rewards.
 
@@ -183,10 +174,10 @@ class DPO:
             "logprob_rejected": totals[worse],
         }
         return {
-            "preference": preference,
-            "nll": Term(-(weights * totals[better]).sum(), (weights * lengths[better]).sum()),
+            "preference": preference.over("pairs"),
+            "nll": Metric(-(weights * totals[better]).sum(), (weights * lengths[better]).sum()).over("chosen_tokens"),
             "accuracy": losses.pair_accuracy(rewards[better], rewards[worse], weights),
-        } | {name: Term((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
+        } | {name: Metric((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
 
     def _rewards(self, ratios: Tensor, lengths: Tensor) -> Tensor:
         s = self.settings
@@ -204,11 +195,13 @@ class DPO:
         sides = {"chosen": weights * good, "rejected": weights * ~good}
         measured = {"": rewards, "logprob_": totals.detach()}
         return {
-            "kto": losses.kto(x, good, baseline, s.beta, s.desirable_weight, s.undesirable_weight, weights),
-            "accuracy": Term((weights * (1 + right) / 2).sum(), weights.sum()),
-            "baseline": Term((weights * baseline).sum(), weights.sum()),
+            "kto": losses.kto(x, good, baseline, s.beta, s.desirable_weight, s.undesirable_weight, weights).over(
+                "sequences"
+            ),
+            "accuracy": Metric((weights * (1 + right) / 2).sum(), weights.sum()),
+            "baseline": Metric((weights * baseline).sum(), weights.sum()),
         } | {
-            name + side: Term((weight * value).sum(), weight.sum())
+            name + side: Metric((weight * value).sum(), weight.sum())
             for name, value in measured.items()
             for side, weight in sides.items()
         }
@@ -217,8 +210,8 @@ class DPO:
         """Loss, rewards, and the accuracy of the rewards with its 95 % interval (Wilson)."""
         examples = self.ready(self.referenced(rows, context), context)
         metrics = context.evaluate(examples)
-        counts = self.counts(examples)
-        low, high = wilson(metrics["accuracy"], counts["kto"] if self.settings.loss == "kto" else counts["preference"])
+        counts = total_counts(examples)
+        low, high = wilson(metrics["accuracy"], counts["sequences" if self.settings.loss == "kto" else "pairs"])
         margin = metrics["chosen"] - metrics["rejected"]
         return metrics | {"margin": margin, "accuracy_low": low, "accuracy_high": high}
 

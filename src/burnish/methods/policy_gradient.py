@@ -34,7 +34,7 @@ from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.loader import RolloutLoader, Sampler
-from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms
+from burnish.types import Config, Encoded, MicroBatch, Prompt, Reward, Row, Terms, Unit
 from burnish.user_code import user_code
 
 F = TypeVar("F")
@@ -248,13 +248,6 @@ class PolicyGradient:
 
         return of
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """Learned tokens, or sequences, as the reduction says."""
-        tokens = float(sum(e.sequences[0].loss_mask.sum() for e in examples))
-        sequences = float(sum(e.sequences[0].loss_mask.any() for e in examples))
-        reduced = tokens if self.settings.reduction == "token_mean" else sequences
-        return {"policy": reduced, "kl_loss": reduced, "value": tokens, "entropy": tokens}
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """Terms of the policy, the critic and the KL; as metrics the entropy, the ratio and those of the loss."""
         s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.warp
@@ -269,9 +262,10 @@ class PolicyGradient:
         weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
         now = logprobs.detach()
         moved = policy.log_ratios(now, old_logprobs, mask)
-        terms = {
-            "policy": reduce(losses, mask, weights),
-            "entropy": reduce(entropy, mask),
+        unit: Unit = "tokens" if s.reduction == "token_mean" else "sequences"
+        terms: Terms = {
+            "policy": reduce(losses, mask, weights).over(unit),
+            "entropy": reduce(entropy, mask).over("tokens"),
             "approxkl": reduce(moved.square() / 2, mask),
             "ratio": reduce(moved.exp(), mask),
             "logprob_positive_advantage": reduce(now, mask & (advantages > 0)),
@@ -283,11 +277,12 @@ class PolicyGradient:
             ours = logprobs
             if transform != whole:
                 ours, _ = token_logprobs(network.policy, hidden, batch, mask, whole, "off")
-            terms["kl_loss"] = reduce(estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask), mask, weights)
+            kl = estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask)
+            terms["kl_loss"] = reduce(kl, mask, weights).over(unit)
         if self.critic is not None:
             values = network.values(batch, hidden.detach() if self.warming_up else hidden)
             targets = arrays["values"], arrays["returns"], mask, self.critic.clip
-            terms["value"] = clipped_value(values, *targets)
+            terms["value"] = clipped_value(values, *targets).over("tokens")
             terms["value_clipfrac"] = value_clipfrac(values.detach(), *targets)
         return terms
 

@@ -82,13 +82,9 @@ class Pretrain:
         examples = self.examples(rows, context.tokenizer, context.length).examples
         return RowLoader(examples, context.rows_per_step, context.seed)
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """Learned tokens."""
-        return {"nll": float(sum(s.loss_mask.sum() for e in examples for s in e.sequences))}
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The negative log-likelihood of the learned tokens."""
-        return {"nll": nll(learned_logprobs(network.policy, batch), batch.loss_mask)}
+        return {"nll": nll(learned_logprobs(network.policy, batch), batch.loss_mask).over("tokens")}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Loss and perplexity, exp(nll)."""

@@ -26,7 +26,7 @@ from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rl.collect import with_arrays
-from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Terms
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Terms, Unit
 
 # Settings that are read on scored rows; nothing is sampled there, so that the others would be ignored.
 READ = {
@@ -148,15 +148,16 @@ class ScoredReinforce:
         weights = reduction_weights(mask, s.reduction, None, batch.segments, logprobs.dtype)
         advantages, now = arrays["advantages"], logprobs.detach()
         losses, metrics = self.policy_loss(logprobs, now, advantages, mask, batch.segments)
-        terms = {
-            "policy": reduce(losses, mask, weights),
+        unit: Unit = "tokens" if s.reduction == "token_mean" else "sequences"
+        terms: Terms = {
+            "policy": reduce(losses, mask, weights).over(unit),
             "logprob_positive_advantage": reduce(now, mask & (advantages > 0)),
             "logprob_negative_advantage": reduce(now, mask & (advantages < 0)),
         }
         terms |= {name: reduce(x.detach(), mask) for name, x in metrics.items()}
         if "ref_logprobs" in arrays:
             kl = estimate(logprobs, arrays["ref_logprobs"], s.kl_estimate, mask)
-            terms["kl_loss"] = reduce(kl, mask, weights)
+            terms["kl_loss"] = reduce(kl, mask, weights).over(unit)
         return terms
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:

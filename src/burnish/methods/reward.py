@@ -19,7 +19,7 @@ from burnish.protocols import Context
 from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Encoded, Example, MicroBatch, Row, Term, Terms
+from burnish.types import Encoded, Metric, MicroBatch, Row, Terms, total_counts
 
 
 class RewardModel:
@@ -50,11 +50,6 @@ class RewardModel:
         examples = self.examples(rows, context.tokenizer, context.length).examples
         return RowLoader(examples, context.rows_per_step, context.seed)
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """The summed weights of the pairs."""
-        weight = sum(pair.weight for e in examples for pair in e.pairs)
-        return {"preference": weight, "centering": weight}
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The preference term and, as metrics, accuracy (a tie is one half), margin, and the two sides' scores."""
         score = scores(network.policy, batch)
@@ -67,16 +62,16 @@ class RewardModel:
             "squares": (better.square() + worse.square()) / 2,
         }
         return {
-            "preference": losses.bradley_terry(better, worse, margins, p_better, weights),
-            "centering": losses.centering(better, worse, weights),
+            "preference": losses.bradley_terry(better, worse, margins, p_better, weights).over("pairs"),
+            "centering": losses.centering(better, worse, weights).over("pairs"),
             "accuracy": losses.pair_accuracy(better, worse, weights),
-        } | {name: Term((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
+        } | {name: Metric((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
         """Loss, accuracy with its 95 % interval (Wilson), and the mean and spread of the scores."""
         examples = self.examples(rows, context.tokenizer, context.length).examples
         metrics = context.evaluate(examples)
-        low, high = wilson(metrics["accuracy"], sum(pair.weight for e in examples for pair in e.pairs))
+        low, high = wilson(metrics["accuracy"], total_counts(examples)["pairs"])
         mean = (metrics["chosen"] + metrics["rejected"]) / 2
         std = math.sqrt(max(0.0, metrics.pop("squares") - mean**2))
         return metrics | {"accuracy_low": low, "accuracy_high": high, "score_mean": mean, "score_std": std}

@@ -22,7 +22,7 @@ from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import check_delimiter, solutions
 from burnish.render.truncate import Truncation
-from burnish.types import Encoded, Example, MicroBatch, Row, Steps, Terms
+from burnish.types import Encoded, Example, Metric, MicroBatch, Row, Steps, Terms
 
 DEPTHS = ("first", "middle", "last")
 
@@ -68,12 +68,6 @@ class StepValue:
         examples = self.examples(rows, context.tokenizer, context.length).examples
         return RowLoader(examples, context.rows_per_step, context.seed)
 
-    def counts(self, examples: list[Example]) -> dict[str, float]:
-        """Learned tokens, and ends of steps."""
-        sequences = [s for e in examples for s in e.sequences]
-        ends = sum((s.arrays["outcomes"] != 0).sum() for s in sequences)
-        return {"nll": float(sum(s.loss_mask.sum() for s in sequences)), "value": float(ends)}
-
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
         hidden = hidden_states(network.policy, batch)
@@ -81,8 +75,8 @@ class StepValue:
         values = network.values(batch, hidden)
         targets, outcomes = batch.arrays["targets"], batch.arrays["outcomes"]
         return {
-            "nll": losses.nll(logprobs, batch.loss_mask),
-            "value": step_value(values, targets, outcomes != 0),
+            "nll": losses.nll(logprobs, batch.loss_mask).over("tokens"),
+            "value": step_value(values, targets, outcomes != 0).over("step_ends"),
         } | measured(values.detach(), targets, outcomes, batch.arrays["depths"])
 
     def evaluate(self, rows: list[Row], context: Context) -> dict[str, float]:
@@ -97,7 +91,7 @@ class StepValue:
 
 
 @torch.no_grad()
-def measured(values: Tensor, targets: Tensor, outcomes: Tensor, depths: Tensor) -> Terms:
+def measured(values: Tensor, targets: Tensor, outcomes: Tensor, depths: Tensor) -> dict[str, Metric]:
     """How good values (B, T) are, over step ends; targets, outcomes and depths (B, T) as in ``data.solutions``.
 
     value_correct, value_incorrect: squared error in solutions of that outcome. value_first, value_middle, value_last:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel, TaskType
@@ -27,9 +27,9 @@ from burnish.models.adapters import trained_on, wrap
 from burnish.models.dropout import disable_dropout
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.models.quantize import is_quantized
-from burnish.protocols import Method
-from burnish.types import MicroBatch, Term, Terms
+from burnish.types import MicroBatch
 
+T = TypeVar("T")
 VALUE_HEAD = "value_head.safetensors"
 
 
@@ -143,7 +143,7 @@ def separate_critic(
 class Network(nn.Module):
     """What is trained: a policy (or whatever model a method trains) and, where the method has one, a critic.
 
-    Its forward pass is the method's loss, so that wrappers for several processes see every parameter that is used.
+    Its forward pass is whatever is computed with it, so that wrappers for several processes see every parameter in use.
     All else that is asked of it is asked of the policy, as HF users expect of the model in a callback.
     """
 
@@ -166,16 +166,12 @@ class Network(nn.Module):
         alone = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
         return [self.policy, self.critic] if alone else [self.policy]  # type: ignore[list-item]
 
-    def forward(self, method: Method, batch: MicroBatch, learned: Collection[str] | None = None) -> Terms:
-        """The terms of one micro-batch; those that are not ``learned`` have no gradient (None: all are learned).
+    def forward(self, function: Callable[[MicroBatch], T], batch: MicroBatch) -> T:
+        """What a function of this network gives for a micro-batch.
 
-        DistributedDataParallel takes every parameter that a result depends on for a used one, and gives it zeros where
-        the loss leaves it out. Adam would count these as a step, and decay the weights.
+        Every pass is made through here, so that the hooks of wrappers (DistributedDataParallel, FSDP) run for it.
         """
-        terms = method.loss(self, batch)
-        if learned is None:
-            return terms
-        return {name: term if name in learned else Term(*(x.detach() for x in term)) for name, term in terms.items()}
+        return function(batch)
 
     def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """Values (B, T); a head on the policy reads ``hidden`` (B, T, H), the policy's hidden states, where given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from torch import nn
 from burnish.data.batching import collate, micro_batches, prompt, prompt_groups
 from burnish.errors import UserError
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
-from burnish.types import Example, MicroBatch, Sequence
+from burnish.types import Example, MicroBatch, Sequence, total_counts
 
 BUDGET_ON_CPU = 512
 """Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
@@ -117,6 +117,7 @@ class Layout:
 
     def collate(self, examples: list[Example]) -> MicroBatch:
         """One micro-batch of examples, on the device; neighbours behind the same prompt run it once."""
+        counts = total_counts(examples)
         neighbours = [
             list(group) for start, same in groupby(examples, prompt) for group in ([same] if start else zip(same))
         ]
@@ -124,6 +125,7 @@ class Layout:
             examples = [_join(group) for group in neighbours]
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
+        batch = replace(batch, counts=counts)
         return batch.to(self.device or unwrap(self.models[0]).device)
 
     def _shared(self, examples: list[Example]) -> bool:

@@ -8,6 +8,7 @@ prompt must be a prefix of the row's ids, or the mask would silently be wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def turns_by_marks(
             f"{row.source}: the chat template marks {len(generated)} turns as generated, the conversation has"
             f" {len(said)} by the assistant: fix its {{% generation %}} marks, or take them out"
         )
-    offsets = np.array(tokens.offsets).reshape(-1, 2)
+    offsets = np.fromiter(chain.from_iterable(tokens.offsets), np.int64, 2 * len(tokens.offsets)).reshape(-1, 2)
     spans = {i: _tokens_inside(offsets, first, last) for i, (first, last) in zip(said, generated, strict=True)}
     ends = set(special.eos)
     last_end = spans[said[-1]]
@@ -112,8 +113,7 @@ def _tokens_inside(offsets: np.ndarray, first: int, last: int) -> tuple[int, int
     Byte-level tokenizers may leave white space out of a token's characters, so a token can have none.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
-    empty = starts == ends
-    inside = np.flatnonzero(np.where(empty, (first < ends) & (ends <= last), (starts < last) & (ends > first)))
+    inside = np.flatnonzero((ends > first) & (starts < last + (starts == ends)))
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
 
 

@@ -88,30 +88,45 @@ class Renderer:
         template, special = self.template, self.special
         by_marks = template.marks_generation
         learned = [masks.learned_messages(row, learn) for row in rows]
+        whole = [template.render(row.messages, row.source, find_generated=by_marks) for row in rows]
         # The masks of a template without marks need the ids of prefixes. A plain template joins a prompt and its
         # answer without a special token between them, so its prompts are checked too.
         needed = [
             masks.prefixes(row, messages, opened=not by_marks or template.plain, closed=not by_marks)
             for row, messages in zip(rows, learned, strict=True)
         ]
-        rendered: list[Rendered] = []
-        for row, its_prefixes in zip(rows, needed, strict=True):
-            rendered.append(template.render(row.messages, row.source))
-            for prefix in its_prefixes:
-                rendered.append(template.render(row.messages[: prefix.messages], row.source, prefix.opens_turn))
-        tokenized = zip(rendered, self._tokenize(rendered), strict=True)
+        rendered = [
+            self._render_prefix(row, one, prefix)
+            for row, one, its_prefixes in zip(rows, whole, needed, strict=True)
+            for prefix in its_prefixes
+        ]
+        if by_marks:
+            tokenized = self._tokenize(whole, offsets=True)
+            prefix_ids = (tokens.ids for tokens in self._tokenize(rendered))
+        else:
+            both = self._tokenize(whole + rendered)
+            tokenized, prefix_ids = both[: len(whole)], (tokens.ids for tokens in both[len(whole) :])
         sequences = []
-        for row, messages, its_prefixes in zip(rows, learned, needed, strict=True):
-            text, tokens = next(tokenized)
-            of_prefix: dict[Prefix, list[int]] = {prefix: next(tokenized)[1].ids for prefix in its_prefixes}
+        for row, one, tokens, messages, its_prefixes in zip(rows, whole, tokenized, learned, needed, strict=True):
+            of_prefix = {prefix: next(prefix_ids) for prefix in its_prefixes}
             if by_marks:
-                turns = masks.turns_by_marks(row, messages, tokens, text.generated, special)
+                turns = masks.turns_by_marks(row, messages, tokens, one.generated, special)
                 masks.check_prefixes(row, tokens.ids, of_prefix, special)
             else:
                 turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
             mask = masks.loss_mask(row, tokens.ids, turns, learn, learn_eos, special)
             sequences.append(Sequence(tokens.ids, mask, row.source))
         return sequences
+
+    def _render_prefix(self, row: Conversation, whole: Rendered, prefix: Prefix) -> Rendered:
+        """The first messages of a conversation alone."""
+        messages = row.messages[: prefix.messages]
+        if not self.template.plain:
+            return self.template.render(messages, row.source, prefix.opens_turn)
+        # A plain template writes the same prompt in the whole conversation, up to where it marks the answer.
+        answers_before = sum(message["role"] == "assistant" for message in messages)
+        text = whole.text[: whole.generated[answers_before][0]]
+        return Rendered(text, (), messages, prefix.opens_turn, row.source)
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -229,11 +244,10 @@ class Renderer:
             rust.encode_special_tokens = as_text
         return rust
 
-    def _tokenize(self, rendered: list[Rendered]) -> list[Tokens]:
+    def _tokenize(self, rendered: list[Rendered], offsets: bool = False) -> list[Tokens]:
         """Tokenize rendered conversations in one batch; those with special tokens spelled by messages, one by one."""
         texts = [one.text for one in rendered]
-        with_offsets = self.template.marks_generation
-        tokenized = self._tokens_with_offsets(texts) if with_offsets else self._tokens_in_pieces(texts)
+        tokenized = self._tokens_with_offsets(texts) if offsets else self._tokens_in_pieces(texts)
         return [
             self._framed(one, tokens if self._only_the_templates(one, tokens) else self._literal.encode(one))
             for one, tokens in zip(rendered, tokenized, strict=True)
@@ -292,7 +306,7 @@ class Renderer:
             return tokens
         end = len(rendered.text)
         offsets = [*[(0, 0)] * len(before), *tokens.offsets, *[(end + 1, end + 1)] * len(after)]
-        return Tokens(before + tokens.ids + after, offsets)
+        return Tokens(before + tokens.ids + after, offsets if tokens.offsets else [])
 
 
 def _pairs(row: Preference | Ranking, ties: Literal["drop", "half"]) -> tuple[Pair, ...]:

@@ -58,7 +58,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 class Rendered(NamedTuple):
     """Messages as text: ``Rendered("<s>Hi Yo</s>", ((6, 12),), ({"role": "user", ...}, ...), False, "chat.jsonl:17")``.
 
-    ``generated`` are the spans of characters inside the template's ``{% generation %}`` blocks, one for each block.
+    ``generated`` are the spans of characters inside the template's ``{% generation %}`` blocks, one for each block, if
+    they were asked for.
     """
 
     text: str
@@ -86,10 +87,14 @@ class ChatTemplate:
             raise UserError(f"{tokenizer.name_or_path}: no chat template: set template: {names} ({error})") from error
         self.marks_generation = MARK.search(self.source) is not None
         self.plain = self.source in PLAIN_TEMPLATES.values()
-        self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+        # Those that the template does not name would only cost time, for every conversation.
+        special: dict[str, Any] = tokenizer.special_tokens_map
+        self._special_tokens = {name: token for name, token in special.items() if name in self.source}
 
-    def render(self, messages: Messages, source: str, add_generation_prompt: bool = False) -> Rendered:
-        """Render messages to text.
+    def render(
+        self, messages: Messages, source: str, add_generation_prompt: bool = False, find_generated: bool = False
+    ) -> Rendered:
+        """Render messages to text; ``find_generated``: with the spans that the template marks as generated.
 
         Raises:
             UserError: the template refuses the messages.
@@ -101,12 +106,12 @@ class ChatTemplate:
             texts, generated = render_jinja_template(
                 conversations=[list(messages)],  # pyright: ignore[reportArgumentType]
                 chat_template=self.source,
-                return_assistant_tokens_mask=self.marks_generation,
+                return_assistant_tokens_mask=find_generated,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(f"{source}: the chat template refuses these messages ({roles}): {error}") from error
-        spans: Any = tuple(generated[0]) if self.marks_generation else ()
+        spans: Any = tuple(generated[0]) if find_generated else ()
         return Rendered(texts[0], spans, messages, add_generation_prompt, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,9 +18,10 @@ from burnish.errors import UserError
 from burnish.models.heads import Network
 from burnish.models.layout import Layout
 from burnish.protocols import Method
-from burnish.types import Example, MicroBatch, Term, Terms
+from burnish.types import Example, Metric, MicroBatch, Term, Terms, Unit
 
 T = TypeVar("T")
+Metrics = dict[str, Metric]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +66,19 @@ class Passes:
         """Means of a method's terms over examples, and the loss that they make."""
         if not examples:
             raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
-        sums: Terms = {}
+        sums: Metrics = {}
         with self._evaluating():
-            for _, _, terms in self._passes(lambda batch: self.network(method, batch), examples, budget):
-                add(sums, terms)
+            for _, batch, terms in self._passes(lambda batch: method.loss(self.network, batch), examples, budget):
+                add(sums, terms, batch)
         means = self.means(sums)
         return {"loss": sum(weight * means[name] for name, weight in method.weights.items())} | means
 
-    def means(self, sums: Terms) -> dict[str, float]:
-        """Means of terms over all processes."""
+    def means(self, sums: Metrics) -> dict[str, float]:
+        """Means over all processes."""
         return {name: total / count if count else 0.0 for name, (total, count) in self.totals(sums).items()}
 
-    def totals(self, sums: Terms) -> dict[str, tuple[float, float]]:
-        """Sums and counts of terms over all processes."""
+    def totals(self, sums: Metrics) -> dict[str, tuple[float, float]]:
+        """Sums and counts over all processes."""
         totals: dict[str, tuple[float, float]] = {}
         for part in self.gather({name: (float(t.total), float(t.count)) for name, t in sums.items()}):
             for name, (total, count) in part.items():
@@ -99,7 +101,7 @@ class Passes:
 
         def run(batch: MicroBatch) -> T:
             with self.accelerator.autocast():
-                return function(batch)
+                return self.network(function, batch)
 
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         return self.layout.passes(run, examples, budget, rank=rank, world_size=world_size)
@@ -113,8 +115,47 @@ class Passes:
         self.network.train(training)
 
 
-def add(sums: Terms, terms: Terms) -> None:
-    """Add terms to sums, without their gradients."""
-    for name, term in terms.items():
-        total, count = term.total.detach(), term.count.detach()
-        sums[name] = Term(sums[name].total + total, sums[name].count + count) if name in sums else Term(total, count)
+def learned(terms: Terms, weights: Mapping[str, float], counts: Mapping[Unit, float]) -> Terms:
+    """Terms and metrics without the gradients that no loss uses: of metrics, and of terms with nothing to divide by.
+
+    DistributedDataParallel takes every parameter that a result depends on for a used one, and gives it zeros where
+    the loss leaves it out. Adam would count these as a step, and decay the weights.
+    """
+    if missing := weights.keys() - terms.keys():
+        raise ValueError(f"a method weighs {sorted(missing)[0]!r}, which its loss does not give")
+    kept: Terms = {}
+    for name, part in terms.items():
+        if isinstance(part, Term) and name in weights and counts[part.unit] > 0:
+            kept[name] = part._replace(count=None if part.count is None else part.count.detach())
+        elif isinstance(part, Term):
+            kept[name] = Term(part.total.detach(), part.unit, None if part.count is None else part.count.detach())
+        else:
+            kept[name] = Metric(part.total.detach(), part.count.detach())
+    return kept
+
+
+def add(sums: Metrics, terms: Terms, batch: MicroBatch) -> None:
+    """Add the terms and metrics of a micro-batch to sums, without their gradients."""
+    parts: Metrics = {}
+    for name, part in terms.items():
+        if isinstance(part, Term):
+            _check_count(name, part, batch)
+            parts[name] = Metric(part.total.detach(), part.total.new_tensor(batch.counts[part.unit]))
+        else:
+            parts[name] = Metric(part.total.detach(), part.count.detach())
+    merge(sums, parts)
+
+
+def merge(sums: Metrics, more: Metrics) -> None:
+    """Add metrics to sums."""
+    for name, (total, count) in more.items():
+        sums[name] = (
+            Metric(sums[name].total + total, sums[name].count + count) if name in sums else Metric(total, count)
+        )
+
+
+def _check_count(name: str, term: Term, batch: MicroBatch) -> None:
+    """Check that a term is divided by what it was summed over. On a GPU that would wait for the device."""
+    if term.count is not None and term.count.device.type == "cpu":
+        counted, expected = float(term.count), batch.counts[term.unit]
+        assert math.isclose(counted, expected, rel_tol=1e-5), f"{name}: counted {counted}, divided by {expected}"

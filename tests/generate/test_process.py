@@ -1,0 +1,221 @@
+"""The generator in a child process: the bytes of the local one, whenever the child dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import astuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burnish.errors import UserError
+from burnish.generate.local import LocalGenerator
+from burnish.generate.process import ProcessGenerator
+from burnish.generate.protocol import Completion, Request, complete
+from burnish.generate.sampling import Sampling
+from burnish.models import adapters
+from burnish.models.heads import SharedCritic
+
+PAD = SimpleNamespace(pad_token_id=0)
+ENDS = frozenset({3, 5, 8})
+
+
+def llama(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.3)).eval()
+
+
+def requests(n: int = 12, values: bool = False, **sampling: Any) -> list[Request]:
+    settings = Sampling(max_new_tokens=20, **sampling)
+    return [Request(tuple(range(9, 11 + i % 5)), i, settings, ENDS, values) for i in range(n)]
+
+
+def plain(completions: list[Completion]) -> list[Any]:
+    """Completions as values of which every bit is compared."""
+    return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
+
+
+class Mortal(ProcessGenerator):
+    """Kills its child once, before the message of this number in a weight update."""
+
+    dies_at: int | None = None
+    died = 0
+
+    def kill(self) -> None:
+        assert self._child is not None and self._child.process.pid is not None
+        self._child.process.kill()
+        self._child.process.join()
+        self.died += 1
+
+    def _send_weights(self) -> None:
+        assert self._child is not None
+        send, count = self._child.send, 0
+
+        def counted(*message: Any) -> None:
+            nonlocal count
+            if count == self.dies_at:
+                self.dies_at = None
+                self.kill()
+            count += 1
+            send(*message)
+
+        self._child.send = counted  # type: ignore[method-assign]
+        try:
+            super()._send_weights()
+        finally:
+            if self._child is not None:
+                self._child.send = send  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def head() -> SharedCritic:
+    head = SharedCritic(32)
+    torch.nn.init.normal_(head.score.weight)
+    return head
+
+
+@pytest.fixture(scope="module")
+def generator(head: SharedCritic) -> Iterator[Mortal]:
+    made = Mortal(llama(), PAD, head, slots=4)
+    yield made
+    made.close()
+
+
+def test_the_bytes_are_those_of_the_local_generator_whenever_the_child_dies(generator: Mortal, head: Any) -> None:
+    wanted = requests(values=True)
+    expected = complete(LocalGenerator(llama(), PAD, head, slots=4), wanted)
+    assert plain(complete(generator, wanted)) == plain(expected)
+    assert len({c.finish_reason for c in expected}) == 2
+
+    # in the middle of a weight update
+    generator.dies_at = 5
+    other = llama(seed=1)
+    generator.update_weights(1, other.named_parameters())
+    assert generator.died == 1
+    local = LocalGenerator(other, PAD, head, slots=4)
+    local.update_weights(1, other.named_parameters())
+    changed = complete(local, wanted, 1)
+    assert plain(changed) != plain(expected) and {c.version for c in changed} == {1}
+    # and of a poll: what has arrived stays, what is missing is done again
+    handles = generator.submit(wanted, 1)
+    done = dict(generator.poll(None))
+    assert 0 < len(done) < len(wanted)
+    generator.kill()
+    while len(done) < len(wanted):
+        arrived = dict(generator.poll(None))
+        assert not arrived.keys() & done.keys()
+        done |= arrived
+    assert generator.died == 2
+    assert plain([done[handle] for handle in handles]) == plain(changed)
+    assert generator.poll(None) == []
+
+
+def test_errors_of_the_child_arrive_with_their_message(generator: Mortal) -> None:
+    start = dict(llama().named_parameters())
+    broken = start["lm_head.weight"].detach().clone()
+    broken[3] = torch.nan
+    generator.update_weights(7, [("lm_head.weight", broken)])
+    with pytest.raises(UserError, match=r"logits are not numbers \(NaN\)"):
+        complete(generator, requests(2), 7)
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM: nonsense: no such parameter"):
+        generator.update_weights(8, [("nonsense", broken)])
+    with pytest.raises(ValueError, match="requests for weights of version 3: the generator holds version 8"):
+        generator.submit(requests(1), 3)
+    with pytest.raises(UserError, match="the prompt is empty"):
+        generator.submit([Request((), 0)], 8)
+
+
+def test_a_child_that_always_dies_is_an_error() -> None:
+    class Doomed(Mortal):
+        def _bring_up_to_date(self) -> None:
+            super()._bring_up_to_date()
+            self.kill()
+
+    # a child that is not even there takes no seconds to import torch
+    generator = Doomed(llama(), PAD)
+    with pytest.raises(RuntimeError, match=r"died 3 times in a row, at last with exit code -9"):
+        generator.submit(requests(1), 0)
+        generator.poll(None)
+    generator.close()
+
+
+@pytest.mark.slow
+def test_adapters_go_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
+    def adapted(seed: int) -> Any:
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        return peft.get_peft_model(llama(), lora).eval()
+
+    first, second = adapted(0), adapted(1)
+    wanted = requests(4)
+    expected = plain(complete(LocalGenerator(second, PAD), wanted))
+    adapters.save(second, tmp_path)
+    generator = ProcessGenerator(first, PAD)
+    assert plain(complete(generator, wanted)) != expected
+    generator.update_weights(0, ((n, p) for n, p in second.named_parameters() if p.requires_grad))
+    assert plain(complete(generator, wanted)) == expected
+    generator.update_weights(0, ((n, p) for n, p in first.named_parameters() if p.requires_grad))
+    generator.update_weights(0, tmp_path)
+    assert plain(complete(generator, wanted)) == expected
+    generator.close()
+
+
+SCRIPT = """
+import sys, tests.generate.test_process as t
+if __name__ == "__main__":
+    generator = t.ProcessGenerator(t.llama(), t.PAD)
+    long = t.Sampling(max_new_tokens=100, min_new_tokens=100)
+    wanted = [t.Request((9, 10), i, long) for i in range(64)]
+    generator.submit(wanted, 0)
+    print(generator._child.process.pid, flush=True)
+    while True:
+        generator.poll(None) or generator.submit(wanted, 0)
+"""
+
+
+def gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_child_ends_with_its_parent(number: signal.Signals, tmp_path: Any) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])}
+    job = subprocess.Popen(
+        [sys.executable, str(tmp_path / "job.py")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    child = int(job.stdout.readline())
+    time.sleep(1)
+    if number == signal.SIGINT:
+        os.killpg(job.pid, number)  # as Ctrl-C in a terminal does
+    else:
+        job.send_signal(number)
+    _, errors = job.communicate(timeout=60)
+    assert gone(child)
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    assert "burnish-generator" not in errors and "leaked" not in errors

@@ -1,0 +1,75 @@
+"""The key ``generator`` of a stage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from burnish import config
+from burnish.errors import UserError
+from burnish.generate.continuous import ContinuousGenerator
+from burnish.generate.local import LocalGenerator
+from burnish.generate.settings import GeneratorSettings, factory
+
+RECIPE = """
+name: chosen
+stages:
+  - name: ppo
+    method: {{name: ppo}}
+    model: {folder}
+    data: {{train: {folder}/prompts.jsonl}}
+    reward: [{{function: "rewards.py:brevity"}}]
+    {line}
+"""
+
+
+def load(folder: Path, line: str = "") -> Any:
+    (folder / "config.json").write_text("{}")
+    (folder / "rewards.py").write_text("def brevity(answers): return [0.0 for _ in answers]")
+    (folder / "prompts.jsonl").write_text('{"prompt": "2+2="}')
+    (folder / "recipe.yaml").write_text(RECIPE.format(line=line, folder=folder))
+    return config.load(str(folder / "recipe.yaml")).stages[0].generator
+
+
+def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
+    assert load(tmp_path) == GeneratorSettings(name="local")
+    assert load(tmp_path, "generator: {name: process, slots: 8}") == GeneratorSettings(name="process", slots=8)
+    chosen = load(tmp_path, "generator: {name: continuous, page_size: 16}")
+    assert chosen == GeneratorSettings(name="continuous", page_size=16)
+    model = SimpleNamespace()
+    made: Any = factory(chosen)(model, None)
+    assert type(made) is ContinuousGenerator and (made.slots, made.page_size) == (256, 16)
+    assert type(factory(GeneratorSettings())(model, None)) is LocalGenerator
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous' or 'process', .*did you mean"),
+        ("generator: local", "generator: expected a block"),
+        ("generator: {name: local, page_size: 16}", "page_size belong to {name: continuous}"),
+    ],
+)
+def test_what_is_no_generator_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, line)
+
+
+def test_the_settings_import_no_torch() -> None:
+    code = "import sys, burnish.generate.settings, burnish.generate.protocol; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_method_that_samples_nothing_takes_no_generator(tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "2+2=", "completion": "4"}')
+    (tmp_path / "recipe.yaml").write_text(
+        f"name: chosen\nstages: [{{name: sft, method: {{name: sft}}, model: {tmp_path}, "
+        f"data: {{train: {tmp_path}/chat.jsonl}}, generator: {{name: local}}}}]"
+    )
+    with pytest.raises(UserError, match="method 'sft' samples nothing; take this key away"):
+        config.load(str(tmp_path / "recipe.yaml"))
