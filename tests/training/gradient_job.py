@@ -32,7 +32,7 @@ from burnish.models.adapters import add_adapter
 from burnish.models.heads import Network, SharedCritic
 from burnish.models.layout import Layout
 from burnish.models.settings import AdapterConfig
-from burnish.types import Example, Pair, Sequence, Text
+from burnish.types import Example, Pair, Sequence, Text, total_counts
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -269,11 +269,12 @@ def network(critic: bool) -> Network:
 
 def plain_gradient(method: Any, network: Network, layout: Layout, examples: list[Example], budget: int | None) -> Any:
     """The gradient of the loss of one step, without a trainer."""
-    counts = method.counts(examples)
+    counts = total_counts(examples)
     network.zero_grad()
     for batch in layout.cut(examples, budget, 0, 1):
-        terms = network(method, batch)
-        torch.stack([weight * terms[n].total / counts[n] for n, weight in method.weights.items()]).sum().backward()
+        terms = method.loss(network, batch)
+        parts = [weight * terms[n].total / counts[terms[n].unit] for n, weight in method.weights.items()]
+        torch.stack(parts).sum().backward()
     return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
 
 
