@@ -258,9 +258,9 @@ def _keys(annotation: Any, path: Keys) -> set[str]:
     """Keys that a block may have, following a path through the fields of nested models, and the tags of unions."""
     if path and isinstance(path[0], int):
         return _keys(annotation, path[1:])
-    if path and path[0].startswith("<"):
+    if path and (tag := str(path[0])).startswith("<"):
         branches = [get_args(branch) for branch in get_args(annotation)]
-        chosen = [branch[0] for branch in branches if pydantic.Tag(path[0]) in branch[1:]]
+        chosen = [branch[0] for branch in branches if pydantic.Tag(tag) in branch[1:]]
         return set().union(*(_keys(branch, path[1:]) for branch in chosen))
     if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
         return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
