@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from burnish import DPO, PPO, SFT, RewardModel
 from burnish.generate.sampling import Sampling
 from burnish.math.kl import AdaptiveKL
-from burnish.types import Answer, Conversation, Messages, Preference, Prompt
+from burnish.types import Conversation, Messages, Preference, Prompt, Trajectory
 
 
 def said(text: str, role: str = "assistant") -> Messages:
@@ -89,7 +89,7 @@ def test_shuffled_preferences_teach_a_policy_nothing(shuffled: bool, make_traine
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "ppo shared"])
 def test_a_learning_rate_of_zero_changes_no_byte(name: str, make_trainer: Any, tiny_llama: Any, weights: Any) -> None:
-    def brevity(answers: list[Answer]) -> list[float]:
+    def brevity(answers: list[Trajectory]) -> list[float]:
         return [-float(len(a.tokens)) for a in answers]
 
     method, model, rows = {

@@ -7,8 +7,8 @@ name each: B rows, T tokens, V vocabulary, N sequences, P pairs, G samples a pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
@@ -364,29 +364,88 @@ class MicroBatch:
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a reward sees: a prompt, one completion of it as text and tokens, and the further columns of the row.
+class Turn(NamedTuple):
+    """One message that the policy wrote, and why its generation ended: ``Turn("42", "stop")``."""
 
-    ``Answer(({"role": "user", "content": "12 + 30 ="},), "42", (42, 2), "stop", {"answer": "42"}, "prompts.jsonl:17")``
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample of the policy for a prompt: the turns that it took, their tokens, and how they were scored.
+
+    ``Trajectory(prompt=({"role": "user", "content": "12 + 30 ="},), turns=(Turn("42", "stop"),),
+    sequences=(Sequence([5, 6, 42, 2], [False, False, True, True], "prompts.jsonl:17",
+    {"sampler_logprobs": [0.0, 0.0, -0.1, -0.3]}),), finish_reason="stop", columns={"answer": "42"},
+    source="prompts.jsonl:17", score=1.2, rewards={"exact": 1.0, "brevity": 2.0})``
+
+    A sequence is one growing list of token ids. Its ``loss_mask`` is True on sampled tokens only, not on those of the
+    prompt and of an environment. Its array ``sampler_logprobs`` holds the sampler's log-probabilities, 0 where nothing
+    was sampled, and if a reward scores tokens, ``step_rewards`` holds the part of the score that lies on each. Where a
+    chat template rewrites earlier turns, a new sequence begins; all of them are one trajectory, with one score.
+
+    ``finish_reason`` is stop, length, context, turns, done or error. ``score`` is the weighted sum of ``rewards``; it
+    is 0 before there are any.
     """
 
     prompt: Messages
-    text: str
-    tokens: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    sequences: tuple[Sequence, ...]
     finish_reason: str
     columns: Mapping[str, Any]
     source: str
+    score: float = 0.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        prompt: Messages = (),
+        *,
+        tokens: npt.ArrayLike = (),
+        finish_reason: str = "stop",
+        columns: Mapping[str, Any] | None = None,
+        source: str = "",
+    ) -> Trajectory:
+        """A trajectory of one turn that nobody sampled, to try a reward on.
+
+        ``Trajectory.from_text("42", columns={"answer": "42"})``
+        """
+        ids = np.asarray(tokens, np.int64)
+        mask = np.arange(len(ids) + 1) > 0
+        sequence = Sequence(np.append(0, ids), mask, source, {"sampler_logprobs": np.zeros(len(mask))})
+        return cls(prompt, (Turn(text, finish_reason),), (sequence,), finish_reason, columns or {}, source)
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote; several turns are separated by line breaks."""
+        return "\n".join(turn.text for turn in self.turns)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The sampled ids of all turns."""
+        return np.concatenate([sequence.tokens[sequence.loss_mask] for sequence in self.sequences])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy ended the trajectory itself, rather than a limit."""
+        return self.finish_reason == "stop"
+
+
+Scoring = list[float] | list[list[float]]
+"""A number for each trajectory, or for each of its sampled tokens."""
 
 
 class Reward(Protocol):
-    """Scores answers, in their order: a finite number each, or for each a list of one number a token of it.
+    """Scores trajectories, in their order: a finite number each, or for each a list of one number a sampled token.
 
-    A plain function is a reward. The answers are its own: it may change them.
+    A plain function is a reward, and so is an ``async def``. The trajectories are its own: it may change them.
     """
 
-    def __call__(self, answers: list[Answer], /) -> list[float] | list[list[float]]:
-        """Score answers."""
+    def __call__(self, trajectories: list[Trajectory], /) -> Scoring | Awaitable[Scoring]:
+        """Score trajectories."""
         ...
 
 

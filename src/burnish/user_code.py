@@ -14,17 +14,23 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from burnish.errors import UserCodeError, UserError
+from burnish.time_limit import TimeLimitExceeded, time_limit
 
 
 @contextlib.contextmanager
 def user_code(
-    what: str, during: str = "", *, seed: int | None = None, keep_environment: bool = False
+    what: str,
+    during: str = "",
+    *,
+    seed: int | None = None,
+    keep_environment: bool = False,
+    timeout: float | None = None,
 ) -> Iterator[None]:
     """A context for the user's code, which restores afterwards what the code changed in the process.
 
@@ -43,20 +49,31 @@ def user_code(
             the random states as they are.
         keep_environment: do not restore environment variables. A file may set some when it is imported, such as an API
             key, that its functions read later.
+        timeout: seconds that the code may take; None sets no limit.
 
     Raises:
-        UserCodeError: the code raised an exception or called ``sys.exit``. ``UserError`` and ``KeyboardInterrupt`` pass
-            through.
+        UserCodeError: the code raised an exception, called ``sys.exit``, or exceeded its time limit. ``UserError`` and
+            ``KeyboardInterrupt`` pass through.
     """
-    try:
-        with _restored(keep_environment):
-            if seed is not None:
-                _seed(seed)
+    with reported(what, during, timeout), isolated(keep_environment):
+        if seed is not None:
+            seed_random(seed)
+        with contextlib.nullcontext() if timeout is None else time_limit(timeout):
             yield
+
+
+@contextlib.contextmanager
+def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
+    """Turn what the user's code raises into a ``UserCodeError``; the arguments are those of ``user_code``."""
+    try:
+        yield
     except UserError:
         raise
+    except TimeLimitExceeded as error:
+        message = " ".join(part for part in (what, f"exceeded its time limit of {timeout:g} seconds", during) if part)
+        raise UserCodeError(f"{message}; a larger timeout allows more", _own_traceback(error)) from error
     except (Exception, SystemExit) as error:
-        name, text = type(error).__name__, _text(error)
+        name, text = type(error).__name__, _last_line(error)
         message = " ".join(part for part in (what, "raised", name, during) if part)
         raise UserCodeError(f"{message}: {text}" if text else message, _own_traceback(error)) from error
 
@@ -102,13 +119,12 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def _restored(keep_environment: bool) -> Iterator[None]:
+def isolated(keep_environment: bool = False) -> Iterator[None]:
+    """Restore what the body changes in the process; ``user_code`` lists it."""
     folder, environment = os.getcwd(), os.environ.copy()
     filters, listed = warnings.filters, list(warnings.filters)
     settings = [(read(), read, write) for read, write in SETTINGS]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    torch_seed = torch.initial_seed()
+    states = random_states()
     try:
         yield
     finally:
@@ -116,13 +132,7 @@ def _restored(keep_environment: bool) -> Iterator[None]:
         for before, read, write in settings:
             if read() != before:
                 write(before)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        else:  # CUDA was not in use: restore the seed, because torch.manual_seed sets it for CPU and CUDA alike
-            torch.cuda.manual_seed_all(torch_seed)
+        set_random_states(states)
         # After the settings, because torch imports modules there that set environment variables and filters.
         if not keep_environment:
             _set_environment(environment)
@@ -140,7 +150,38 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def _seed(seed: int) -> None:
+# --- random numbers -----------------------------------------------------------------------------------------------
+
+
+class RandomStates(NamedTuple):
+    """The random states of the process; ``cuda`` is None where CUDA is not in use."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    torch_seed: int
+    cuda: list[torch.Tensor] | None
+
+
+def random_states() -> RandomStates:
+    """The states of ``random``, numpy and torch."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return RandomStates(random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed(), cuda)
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Restore what ``random_states`` gave."""
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.set_rng_state(states.torch)
+    if states.cuda is not None:
+        torch.cuda.set_rng_state_all(states.cuda)
+    else:  # CUDA was not in use: restore the seed, because torch.manual_seed sets it for CPU and CUDA alike
+        torch.cuda.manual_seed_all(states.torch_seed)
+
+
+def seed_random(seed: int) -> None:
+    """Seed ``random``, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -150,25 +191,34 @@ def _seed(seed: int) -> None:
 # --- messages -----------------------------------------------------------------------------------------------------
 
 
-def _text(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     return str(traceback.TracebackException.from_exception(error, limit=0))
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback with only the frames of the user's files, or with all frames below the call if there are none."""
+    """The traceback with the frames of the user's files only, or with all frames of the code if there are none."""
     whole = traceback.TracebackException.from_exception(error)
-    del whole.stack[:2]  # the context manager and its body
-    todo = [whole]
-    while todo:
-        one = todo.pop()
+    while whole.stack and _is_caller(whole.stack[0].filename):
+        del whole.stack[0]
+    unfiltered = [whole]
+    while unfiltered:
+        one = unfiltered.pop()
         one.stack[:] = [frame for frame in one.stack if not _is_library(frame.filename)] or one.stack
-        todo += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
+        unfiltered += [
+            cause for cause in (one.__cause__, one.__context__, *(one.exceptions or ())) if cause is not None
+        ]
     return "".join(whole.format())
 
 
-LIBRARIES = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
+PACKAGE = Path(__file__).parent
+LIBRARIES = (str(PACKAGE), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
 
 
 def _is_library(file: str) -> bool:
     inside = file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
     return inside or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _is_caller(file: str) -> bool:
+    """Whether a file of ours calls the user's code; rewards of shipped recipes count as code of the user."""
+    return Path(file).is_relative_to(PACKAGE) and not Path(file).is_relative_to(PACKAGE / "recipes")

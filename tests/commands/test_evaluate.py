@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from burnish.commands.evaluate import _log_ratios
 from burnish.commands.generate import Loaded
 from burnish.config.evaluation import Evaluation
 from burnish.math.tensors import token_logprobs
-from burnish.rl.collect import Rollout
-from burnish.types import Answer, Sequence
+from burnish.types import Sequence, Trajectory
 
 REWARDS = """
 def length(answers):
@@ -175,15 +175,15 @@ def test_the_kl_is_that_at_the_temperature(tiny_llama: Any, tiny_tokenizer: Any)
     one, two = (Loaded(str(seed), tiny_llama(seed), tiny_tokenizer) for seed in (0, 1))
     ids = (5, 9, 30, 41, 2)
     sequence = Sequence(ids, (False, False, True, True, True), "row")
-    rollout = Rollout(sequence, Answer((), "", ids[2:], "stop", {}, "row"), 0.0, {})
+    trajectory = replace(Trajectory.from_text("", source="row"), sequences=(sequence,))
     settings = {"data": {"eval": "none"}, "generation": {"temperature": 0.5}}
-    name, found = _log_ratios(one, two, [rollout], Evaluation.model_validate(settings))
+    name, found = _log_ratios(one, two, [trajectory], Evaluation.model_validate(settings))
     sides = []
     for model in (one.model, two.model):
         with torch.no_grad():
             whole = (model(torch.tensor([ids])).logits[0, 1:-1] / 0.5).log_softmax(-1)
         sides.append(sum(row[token].item() for row, token in zip(whole, ids[2:], strict=True)))
-    assert (name, found[id(rollout)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
+    assert (name, found[id(trajectory)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
 
 
 def test_a_model_against_itself_is_a_draw(here: Path) -> None:

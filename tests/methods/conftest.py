@@ -12,13 +12,13 @@ from burnish import PPO
 from burnish.generate.sampling import Sampling
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
-from burnish.types import Answer, Example, Prompt
+from burnish.types import Example, Prompt, Trajectory
 
 ENDS = [2, *range(15, 25)]  # the end token and ten letters, so that some completions stop and others are cut
 SHORT = Sampling(max_new_tokens=6)
 
 
-def by_tokens(answers: list[Answer]) -> list[float]:
+def by_tokens(answers: list[Trajectory]) -> list[float]:
     """A score that follows from the tokens alone: -1, -0.75, ... 1."""
     return [sum(a.tokens) % 9 / 4 - 1 for a in answers]
 

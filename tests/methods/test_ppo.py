@@ -12,7 +12,7 @@ import torch
 
 from burnish.generate.sampling import Sampling
 from burnish.rewards.functions import NamedReward
-from burnish.types import Answer, Example, Sequence
+from burnish.types import Example, Sequence, Trajectory
 
 MONTE_CARLO = {"lam": 1.0, "whiten": False}
 
@@ -182,7 +182,7 @@ def test_scores_are_scaled_then_clipped(run: Any) -> None:
 
 
 def test_rewards_are_weighed_and_weight_zero_only_measures(run: Any, by_tokens_reward: Any) -> None:
-    def lengths(answers: list[Answer]) -> list[float]:
+    def lengths(answers: list[Trajectory]) -> list[float]:
         return [float(len(a.tokens)) for a in answers]
 
     both = [NamedReward("by_tokens", 2.0, by_tokens_reward), NamedReward("length", -0.5, lengths)]

@@ -18,7 +18,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion
 from burnish.generate.sampling import Sampling
 from burnish.models.layout import Layout
-from burnish.types import Answer, Example, Prompt, Scored, Sequence
+from burnish.types import Example, Prompt, Scored, Sequence, Trajectory
 
 FOUR = Sampling(max_new_tokens=6, samples=4)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_tokens(answers: list[Answer]) -> list[float]:
+def by_tokens(answers: list[Trajectory]) -> list[float]:
     """A score that follows from the tokens alone."""
     return [sum(a.tokens) % 9 / 4 - 1 for a in answers]
 
@@ -293,7 +293,7 @@ def test_a_prompt_runs_once_for_its_completions(run: Any, monkeypatch: pytest.Mo
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def per_token(answers: list[Answer]) -> list[list[float]]:
+def per_token(answers: list[Trajectory]) -> list[list[float]]:
     return [[float(token % 3) for token in a.tokens] for a in answers]
 
 
@@ -317,7 +317,7 @@ def test_groups_of_equal_scores_are_told(run: Any) -> None:
 
 
 def test_equal_scores_carry_no_signal_when_whitened(run: Any) -> None:
-    def equal(answers: list[Answer]) -> list[float]:
+    def equal(answers: list[Trajectory]) -> list[float]:
         return [0.1] * len(answers)
 
     trainer, batches, _ = run(reward=equal, advantage="batch_whitened")
@@ -380,7 +380,7 @@ def test_the_weight_of_what_another_sampled_is_capped(run: Any) -> None:
 def test_prompts_evaluate_what_is_learned_from_scored_rows(make_trainer: Any, tiny_llama: Any) -> None:
     rows = [Scored((*p.messages, {"role": "assistant", "content": "1"}), 1.0, p.source) for p in prompts(8)]
 
-    def ones(answers: list[Answer]) -> list[float]:
+    def ones(answers: list[Trajectory]) -> list[float]:
         return [float(a.text.startswith("1")) for a in answers]
 
     method = Reinforce(ones, Sampling(max_new_tokens=2))
@@ -404,7 +404,7 @@ def test_the_scores_of_the_start_go_with_the_state_of_a_run(make_trainer: Any, t
 
 
 def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> None:
-    def digits(answers: list[Answer]) -> list[float]:
+    def digits(answers: list[Trajectory]) -> list[float]:
         return [float(any(c.isdigit() for c in a.text)) for a in answers]
 
     method = Reinforce(digits, Sampling(max_new_tokens=3, samples=8), advantage="group_std")

@@ -16,7 +16,7 @@ from burnish.models.layout import BUDGET_OF_PASS, Layout
 from burnish.models.loading import load_reward_model
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.types import Answer, Conversation, Example, Messages, Sequence
+from burnish.types import Conversation, Example, Messages, Sequence, Trajectory
 
 
 def examples(n: int, length: int = 10) -> list[Example]:
@@ -67,7 +67,8 @@ def test_passes_go_on_in_halves_where_memory_runs_out(
     words = ["yes\n" * (1 + i % 4) for i in range(12)]
     ids = [tuple(tiny_tokenizer(text, add_special_tokens=False)["input_ids"]) for text in words]
     answers = [
-        Answer(prompt, t.strip(), i, "stop", {}, f"a:{k}") for k, (t, i) in enumerate(zip(words, ids, strict=True))
+        Trajectory.from_text(t.strip(), prompt, tokens=i, source=f"a:{k}")
+        for k, (t, i) in enumerate(zip(words, ids, strict=True))
     ]
     rows = [
         Conversation((*prompt, {"role": "assistant", "content": text}), None, f"c:{i}") for i, text in enumerate(words)

@@ -13,7 +13,7 @@ from burnish.models.loading import load_reward_model
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.model import ModelReward
-from burnish.types import Answer, Conversation, Message
+from burnish.types import Conversation, Message, Trajectory
 
 SIZES: dict[str, Any] = builders.SIZES | {"vocab_size": 105, "num_hidden_layers": 1, "max_position_embeddings": 128}
 DEBERTA: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
@@ -49,7 +49,7 @@ def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
     trainer.save_model(str(tmp_path / "saved"))
     trained = load_reward_model(str(tmp_path / "saved"), labels=None)
     reward = ModelReward(trained, tiny_tokenizer, length=Truncation(max_length=128))
-    given = [Answer(QUESTION, text, (), "stop", {}, "x:1") for text in TEXTS]
+    given = [Trajectory.from_text(text, QUESTION, source="x:1") for text in TEXTS]
     together, alone = reward(given), [reward([one])[0] for one in given]
     assert together == pytest.approx(alone, abs=1e-5) and len({round(score, 3) for score in alone}) == 3
 

@@ -18,7 +18,7 @@ from burnish.models.loading import load_value_model
 from burnish.recipes import chains
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import solution
-from burnish.types import Answer, Steps
+from burnish.types import Steps, Trajectory
 
 SIZES: dict[str, Any] = {"rows": 400, "prompts": 32, "held_out": 40}
 
@@ -104,8 +104,10 @@ def test_a_solution_reads_as_a_conversation_would(made: Path) -> None:
 
 
 def test_exact_reads_the_last_total() -> None:
-    def answer(text: str) -> Answer:
-        return Answer(({"role": "user", "content": "3+4-2=?"},), text, (), "stop", {"answer": "5"}, "p:1")
+    def answer(text: str) -> Trajectory:
+        return Trajectory.from_text(
+            text, ({"role": "user", "content": "3+4-2=?"},), columns={"answer": "5"}, source="p:1"
+        )
 
     assert chains.exact([answer("3+4=7\n7-2=5"), answer("3+4=7"), answer("5"), answer("")]) == [1, 0, 1, 0]
 

@@ -10,7 +10,7 @@ import pytest
 
 from burnish.errors import UserError
 from burnish.recipes import films
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 Pack = Callable[[dict[str, bytes]], bytes]
 
@@ -156,8 +156,8 @@ def test_shares_and_gaps_that_leave_nothing_are_refused(archive: Path, tmp_path:
 def test_vader_tells_praise_from_blame() -> None:
     pytest.importorskip("vaderSentiment", reason="the judge is installed by `make quickstart`")
 
-    def answer(text: str) -> Answer:
-        return Answer(({"role": "user", "content": "?"},), text, (), "stop", {}, "prompts.jsonl:1")
+    def answer(text: str) -> Trajectory:
+        return Trajectory.from_text(text, ({"role": "user", "content": "?"},), source="prompts.jsonl:1")
 
     praise, nothing, blame = films.vader([answer("A wonderful film."), answer(""), answer("A horrible mess.")])
     assert -1 <= blame < -0.3 < nothing == 0 < 0.3 < praise <= 1

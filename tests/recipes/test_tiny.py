@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.errors import UserError
 from burnish.recipes import tiny
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 SIZES = {"rows": 3000, "pairs": 200, "prompts": 100, "held_out": 64}
 FILES = ("sft", "pairs", "prompts")
@@ -130,8 +130,10 @@ def test_a_conversation_is_rewarded_by_whether_it_is_right(tmp_path: Path) -> No
 
 
 def test_exact_is_one_for_the_sum_alone() -> None:
-    def answer(text: str) -> Answer:
-        return Answer(({"role": "user", "content": "12+30"},), text, (), "stop", {"answer": "42"}, "prompts.jsonl:1")
+    def answer(text: str) -> Trajectory:
+        return Trajectory.from_text(
+            text, ({"role": "user", "content": "12+30"},), columns={"answer": "42"}, source="prompts.jsonl:1"
+        )
 
     assert tiny.exact([answer("42"), answer("43"), answer("042"), answer("42="), answer("")]) == [1.0, 0, 0, 0, 0]
 

@@ -7,7 +7,7 @@ import pytest
 from burnish.errors import UserError
 from burnish.recipes import wordnet
 from burnish.recipes.wordnet import Noun, nouns, overlap, prepare
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 WORDS = ("anchor", "basket", "candle", "dagger", "engine", "fiddle", "garden", "hammer", "island", "jacket")
 
@@ -45,8 +45,8 @@ def test_too_few_nouns_and_no_dictionary_are_told(dictionary, tmp_path):
 
 
 def test_overlap_by_hand():
-    def answer(text: str) -> Answer:
-        return Answer((), text, (), "stop", {"answer": "a device for cutting"}, "x:1")
+    def answer(text: str) -> Trajectory:
+        return Trajectory.from_text(text, columns={"answer": "a device for cutting"}, source="x:1")
 
     # device, for and cutting are expected; "a" is too short to count
     assert overlap([answer("a device for cutting"), answer("cutting wood"), answer("2 + 2")]) == [1.0, 2 / 5, 0.0]

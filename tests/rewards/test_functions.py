@@ -16,13 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.errors import UserCodeError, UserError
-from burnish.rewards.functions import NamedReward, load, score
-from burnish.types import Answer, Messages
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.scoring import score
+from burnish.types import Messages, Trajectory
+from burnish.user_functions import load
 
 
 def answers(*texts):
     return [
-        Answer(({"role": "user", "content": "Hi"},), text, (5,) * len(text), "stop", {"n": i}, f"prompts.jsonl:{i + 1}")
+        Trajectory.from_text(
+            text,
+            ({"role": "user", "content": "Hi"},),
+            tokens=(5,) * len(text),
+            columns={"n": i},
+            source=f"prompts.jsonl:{i + 1}",
+        )
         for i, text in enumerate(texts)
     ]
 
@@ -57,9 +65,9 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
 @pytest.mark.parametrize(
     "returned, message",
     [
-        ([1.0], "reward mine returned 1 scores for 2 answers, of which the first is prompts.jsonl:1"),
-        ([1.0, math.nan], r"reward mine gave nan for prompts.jsonl:2, answer 'b': expected a finite number"),
-        ([math.inf, 1.0], r"reward mine gave inf for prompts.jsonl:1, answer 'a'"),
+        ([1.0], "reward mine returned 1 scores for 2 trajectories, of which the first is prompts.jsonl:1"),
+        ([1.0, math.nan], r"reward mine gave nan for prompts.jsonl:2, completion 'b': expected a finite number"),
+        ([math.inf, 1.0], r"reward mine gave inf for prompts.jsonl:1, completion 'a'"),
         ([1.0, None], r"reward mine gave None for prompts.jsonl:2"),
         (["x", 1.0], r"reward mine gave 'x' for prompts.jsonl:1"),
         (None, "reward mine returned NoneType: expected a list of 2 numbers"),
@@ -74,7 +82,7 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
         (torch.zeros(2, 1), r"reward mine returned Tensor of shape \(2, 1\): expected shape \(2,\), one number"),
         (np.zeros((1, 2)), r"reward mine returned ndarray of shape \(1, 2\): expected shape \(2,\)"),
         (torch.tensor(1.0), r"reward mine returned Tensor of shape \(\): expected shape \(2,\)"),
-        (torch.zeros(3), "reward mine returned 3 scores for 2 answers"),
+        (torch.zeros(3), "reward mine returned 3 scores for 2 trajectories"),
         (["1.5", 1.0], r"reward mine gave '1.5' for prompts.jsonl:1.*expected a finite number"),
         ([1.0, 1j], r"reward mine gave 1j for prompts.jsonl:2"),
         (torch.tensor([1.0, math.nan]), r"reward mine gave nan for prompts.jsonl:2"),
@@ -156,7 +164,7 @@ def test_functions_of_one_file_share_its_state(tmp_path):
     [
         ("brevity", "not a function: expected file.py:name or package.module:name"),
         ("{folder}/mine.py:", "not a function: expected file.py:name"),
-        ("{folder}/mime.py:brevity", r"mime.py: no such file; did you mean '.*mine.py'\?"),
+        ("{folder}/mime.py:brevity", r"mime.py: no such file; did you mean .*mine.py'\?"),
         ("{folder}/absent/x.py:brevity", r"x.py: no such file$"),
         ("{folder}/mine.py:brevty", r"has no brevty; did you mean 'brevity'\?"),
         ("{folder}/mine.py:zzz", r"has no zzz; it has brevity$"),
@@ -254,7 +262,8 @@ def acts():
 
     def edit_answers(answers):
         for answer in answers:
-            object.__setattr__(answer, "text", "the best answer")
+            object.__setattr__(answer, "turns", ())
+            answer.sequences[0].arrays.clear()
 
     def chdir(answers):
         os.chdir("/")
@@ -334,9 +343,15 @@ def asked(*texts):
     """Answers with columns and prompts that can be edited, which answers of one prompt share, as in a run."""
     prompt, columns = prompt_of("Hi"), {"n": 1, "tests": ["a"]}
     made = [
-        Answer(prompt, text, (5,) * len(text), "stop", columns, f"prompts.jsonl:{i}") for i, text in enumerate(texts)
+        Trajectory.from_text(text, prompt, tokens=(5,) * len(text), columns=columns, source=f"prompts.jsonl:{i}")
+        for i, text in enumerate(texts)
     ]
-    return [*made, Answer(prompt_of("Bye"), "z", (5,), "stop", {"n": 2, "tests": []}, "prompts.jsonl:99")]
+    return [
+        *made,
+        Trajectory.from_text(
+            "z", prompt_of("Bye"), tokens=(5,), columns={"n": 2, "tests": []}, source="prompts.jsonl:99"
+        ),
+    ]
 
 
 @given(st.lists(st.sampled_from(acts()), min_size=1, max_size=3, unique=True), st.lists(st.text("ab", max_size=5)))
@@ -348,7 +363,7 @@ def test_whatever_rewards_do_scores_stay_with_their_answers_and_the_run_as_it_wa
 
     found, kept, states = [], [], []
     for functions in (rewards, [good] * len(rewards)):
-        seen: list[list[Answer]] = []
+        seen: list[list[Trajectory]] = []
         given = asked(*texts)
         named = [NamedReward(f"reward{i}", 1.0 + i, function) for i, function in enumerate(functions)]
         states.append(state())
@@ -373,7 +388,7 @@ def test_random_numbers_of_a_reward_depend_on_the_seed_and_its_name():
 
 
 def test_a_column_that_cannot_be_copied_is_told():
-    answer = Answer((), "a", (5,), "stop", {"client": sys}, "prompts.jsonl:3")
+    answer = Trajectory.from_text("a", tokens=(5,), columns={"client": sys}, source="prompts.jsonl:3")
     with pytest.raises(UserError, match=r"prompts.jsonl:3: its columns cannot be copied for a reward: cannot pickle"):
         score([answer], [NamedReward("good", 1.0, length)])
 
@@ -408,7 +423,7 @@ def test_an_exception_names_the_reward_and_the_batch_and_shows_the_users_frames(
         return str(caught.value), caught.value.traceback
 
     message, shown = error("ratio")
-    batch = "on a batch of 3 answers (prompts.jsonl:1 ... prompts.jsonl:3)"
+    batch = "on a batch of 3 trajectories (prompts.jsonl:1 ... prompts.jsonl:3)"
     assert message == f"reward ratio (mine.py:ratio) raised ZeroDivisionError {batch}: division by zero"
     assert "return 1 / 0" in shown and "During handling of the above" in shown and "JSONDecodeError" in shown
     message, shown = error("leave", ["a"])

@@ -17,7 +17,7 @@ from burnish.errors import UserError
 from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.rewards.model import ModelReward
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[EOS]", "[UNK]", *LETTERS])}
@@ -68,7 +68,7 @@ def ids(text):
 
 def answers(*pairs):
     return [
-        Answer(({"role": "user", "content": prompt},), text, (), "stop", {}, f"prompts.jsonl:{i + 1}")
+        Trajectory.from_text(text, ({"role": "user", "content": prompt},), source=f"prompts.jsonl:{i + 1}")
         for i, (prompt, text) in enumerate(pairs)
     ]
 

@@ -20,19 +20,21 @@ from burnish.math import advantages
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import step_ends, step_tokens
 from burnish.report.metrics import read_metrics
-from burnish.rewards.functions import NamedReward, score
+from burnish.rewards.functions import NamedReward
+from burnish.rewards.scoring import score
 from burnish.rewards.steps import StepReward
-from burnish.types import Answer, Messages, Prompt
+from burnish.types import Messages, Prompt, Trajectory
 
+MONTE_CARLO = {"lam": 1.0, "whiten": False}
 QUESTION: Messages = ({"role": "user", "content": "3+4-2=?"},)
 
 
 @pytest.fixture
 def answer(tiny_tokenizer):
-    def make(text: str, finish: str = "stop") -> Answer:
+    def make(text: str, finish: str = "stop") -> Trajectory:
         tokens = tuple(tiny_tokenizer.encode(text, add_special_tokens=False))
         tokens += (tiny_tokenizer.eos_token_id,) * (finish == "stop")
-        return Answer(QUESTION, text.strip(), tokens, finish, {}, "p.jsonl:1")
+        return Trajectory.from_text(text.strip(), QUESTION, tokens=tokens, finish_reason=finish, source="p.jsonl:1")
 
     return make
 
@@ -109,7 +111,7 @@ def test_an_answer_that_was_cut_off_fails_even_at_the_end_of_a_step(reward, answ
 
 def test_another_tokenizer_is_told(reward, answer):
     foreign = answer("3+4=7\n")
-    other = Answer(QUESTION, "what the policy wrote", foreign.tokens, "stop", {}, "p.jsonl:7")
+    other = Trajectory.from_text("what the policy wrote", QUESTION, tokens=foreign.tokens, source="p.jsonl:7")
     with pytest.raises(UserError, match=r"p\.jsonl:7: the value model's tokenizer reads '3\+4=7"):
         reward()([other])
 
@@ -158,7 +160,7 @@ def test_scores_keep_what_lies_on_tokens(answer):
     totals, by_name, tokens = score(answers, rewards)
     assert totals == [2 * 3 + 0.5 + 10, 2 * 2 + 0.5 + 10]
     assert by_name == {"steps": [3, 2], "more": [0.5, 0.5], "whole": [10, 10], "watched": [21, 14]}
-    assert tokens == [(2.0, 2.0, 2.5), (2.0, 2.5)]
+    assert tokens is not None and [one.tolist() for one in tokens] == [[2.0, 2.0, 2.5], [2.0, 2.5]]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_scores_keep_what_lies_on_tokens(answer):
     [
         ([[1.0], [1.0]], "gave 1 numbers for the 3 tokens of p.jsonl:1"),
         ([[1.0, math.nan, 0.0], [1.0, 1.0]], "gave nan for p.jsonl:1"),
-        ([[1.0, 0.0, 0.0], 1.0], "numbers of tokens for some answers only"),
+        ([[1.0, 0.0, 0.0], 1.0], "numbers of tokens for some trajectories only"),
     ],
 )
 def test_numbers_of_tokens_are_checked(returned, message, answer):
@@ -192,19 +194,19 @@ def test_settings_that_change_scores_alone_do_not_go_with_rewards_of_tokens(sett
 
 def test_ppo_gets_rewards_on_the_tokens_that_were_sampled(make_trainer, tiny_llama, tiny_tokenizer, reward):
     steps = reward()
-    seen: list[Answer] = []
+    seen: list[Trajectory] = []
 
-    def watched(answers: list[Answer]) -> list[list[float]]:
+    def watched(answers: list[Trajectory]) -> list[list[float]]:
         seen.extend(answers)
         return steps(answers)
 
-    method = PPO(watched, Sampling(max_new_tokens=8), kl_coef=0.0, reference=False, lam=1.0, whiten_advantages=False)
+    method = PPO(watched, Sampling(max_new_tokens=8), kl_coef=0.0, reference=False, advantage=MONTE_CARLO)
     rows = [Prompt(QUESTION, {}, f"p.jsonl:{i}") for i in range(4)]
     trainer = make_trainer(method, tiny_llama(seed=3), rows)
     loader = trainer.get_train_dataloader()
     examples = next(iter(loader))
     prompt = len(Renderer(tiny_tokenizer).prompt(QUESTION))
-    by_tokens = {answer.tokens: numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
+    by_tokens = {tuple(answer.tokens): numbers for answer, numbers in zip(seen, steps(seen), strict=True)}
     for (sequence,) in (example.sequences for example in examples):
         rewards = by_tokens[tuple(sequence.tokens[prompt:])]
         # without discount and with lambda 1, a return is what is still to come

@@ -19,24 +19,14 @@ from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import (
-    Rollout,
-    collect,
-    eos_ids,
-    final_scores,
-    interval,
-    mean_sampler_mismatch,
-    summary,
-    value_metrics,
-    with_arrays,
-)
-from burnish.types import Answer, Example, Prompt, Sequence
+from burnish.rl.collect import collect, eos_ids
+from burnish.types import Prompt, Trajectory
 
 SHORT = Sampling(max_new_tokens=5)
 
 
-def tokens_reward(answers: list[Answer]) -> list[float]:
-    return [sum(a.tokens) % 9 / 4 - 1 for a in answers]
+def tokens_reward(trajectories: list[Trajectory]) -> list[float]:
+    return [t.tokens.sum().item() % 9 / 4 - 1 for t in trajectories]
 
 
 def prompt(text: str, number: int) -> Prompt:
@@ -45,11 +35,6 @@ def prompt(text: str, number: int) -> Prompt:
 
 def prompts(n: int) -> list[Prompt]:
     return [prompt(f"{i} + 1", i) for i in range(n)]
-
-
-def rollout(score: float, finish: str = "stop", tokens: int = 2) -> Rollout:
-    answer = Answer(({"role": "user", "content": "?"},), "!", (7,) * tokens, finish, {}, "row 1")
-    return Rollout(Sequence((5, *answer.tokens), (False,) + (True,) * tokens, "row 1"), answer, score, {"one": score})
 
 
 @pytest.fixture
@@ -77,25 +62,25 @@ def test_every_prompt_gets_its_samples_in_order(trainer_of: Any, tiny_tokenizer:
     trainer = trainer_of(rows)
     tokens = [Renderer(tiny_tokenizer).prompt(row.messages, row.source) for row in rows]
 
-    def sampled(indices: list[int], samples: int, iteration: int) -> list[Rollout]:
+    def sampled(indices: list[int], samples: int, iteration: int) -> list[Trajectory]:
         sampling = Sampling(max_new_tokens=5, samples=samples)
         rewards = [NamedReward("tokens", 1.0, tokens_reward)]
         generator = trainer.method.sampler.bind(trainer.context)
         return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.context, generator)
 
     four = sampled([4, 0, 2], 4, 7)
-    assert [r.answer.source for r in four] == [f"prompts:{i}" for i in (4, 0, 2) for _ in range(4)]
-    for r in four:
-        number = r.answer.columns["number"]
-        assert tuple(r.sequence.tokens) == tokens[number] + r.answer.tokens
-        assert tuple(r.sequence.loss_mask) == (False,) * len(tokens[number]) + (True,) * len(r.answer.tokens)
-        assert r.answer.prompt == rows[number].messages and r.sequence.source == r.answer.source
-        assert r.score == r.rewards["tokens"] == tokens_reward([r.answer])[0]
-    groups = [[r.answer.tokens for r in four[i : i + 4]] for i in (0, 4, 8)]
-    assert all(len(set(group)) == 4 for group in groups)
+    assert [t.source for t in four] == [f"prompts:{i}" for i in (4, 0, 2) for _ in range(4)]
+    for t in four:
+        number, (sequence,) = t.columns["number"], t.sequences
+        assert sequence.tokens.tolist() == [*tokens[number], *t.tokens]
+        assert sequence.loss_mask.tolist() == [False] * len(tokens[number]) + [True] * len(t.tokens)
+        assert t.prompt == rows[number].messages and sequence.source == t.source
+        assert t.score == t.rewards["tokens"] == tokens_reward([t])[0]
+    groups = [[t.tokens.tolist() for t in four[i : i + 4]] for i in (0, 4, 8)]
+    assert all(len({tuple(ids) for ids in group}) == 4 for group in groups)
     # a completion depends on its prompt, its number and the iteration, not on what else is sampled
-    assert [r.answer.tokens for r in sampled([2, 4], 2, 7)] == groups[2][:2] + groups[0][:2]
-    assert sampled([4], 4, 8)[0].answer.tokens != groups[0][0]
+    assert [t.tokens.tolist() for t in sampled([2, 4], 2, 7)] == groups[2][:2] + groups[0][:2]
+    assert sampled([4], 4, 8)[0].tokens.tolist() != groups[0][0]
 
 
 def test_end_tokens_are_the_tokenizers_and_the_models(tiny_llama: Any, tiny_tokenizer: Any) -> None:
@@ -110,9 +95,9 @@ def test_end_tokens_are_the_tokenizers_and_the_models(tiny_llama: Any, tiny_toke
 @pytest.mark.parametrize("too_long", ["drop", "truncate_left"])
 def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: Any, tiny_tokenizer: Any) -> None:
     rows = [prompt("x" * 60 if i in (0, 3, 4) else f"{i}" * (i + 1), i) for i in range(8)]
-    seen: list[Answer] = []
+    seen: list[Trajectory] = []
 
-    def watching(answers: list[Answer]) -> list[float]:
+    def watching(answers: list[Trajectory]) -> list[float]:
         seen.extend(answers)
         return tokens_reward(answers)
 
@@ -151,7 +136,7 @@ def test_prompts_that_are_all_dropped_are_told(trainer_of: Any) -> None:
 
 
 def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer_of: Any, tiny_tokenizer: Any) -> None:
-    def spoiling(answers: list[Answer]) -> list[float]:
+    def spoiling(answers: list[Trajectory]) -> list[float]:
         scores = tokens_reward(answers)
         answers.sort(key=lambda a: a.text)
         for a in answers:
@@ -165,7 +150,7 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
         torch.set_default_dtype(torch.float64)
         return scores
 
-    def noise(answers: list[Answer]) -> list[float]:
+    def noise(answers: list[Trajectory]) -> list[float]:
         return [a.columns["number"] + random.random() + torch.rand(()).item() for a in answers]
 
     def state() -> list[Any]:
@@ -176,7 +161,7 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
     trainer = trainer_of(rows)
     tokens = [Renderer(tiny_tokenizer).prompt(row.messages, row.source) for row in rows]
 
-    def rollouts(reward: Any, iteration: int = 7) -> list[Rollout]:
+    def rollouts(reward: Any, iteration: int = 7) -> list[Trajectory]:
         rewards = [NamedReward("tokens", 2.0, reward), NamedReward("noise", 1.0, noise)]
         generator = trainer.method.sampler.bind(trainer.context)
         sampling = Sampling(max_new_tokens=5, samples=2)
@@ -189,73 +174,7 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
     assert rollouts(spoiling) == well
     assert state() == before
     assert rows == prompts(4)
-    assert [r.rewards["noise"] for r in well] != [r.rewards["noise"] for r in rollouts(tokens_reward, 8)]
-
-
-# --- numbers ------------------------------------------------------------------------------------------------------
-
-
-def test_final_scores_by_hand() -> None:
-    rollouts = [rollout(-3.0), rollout(0.5, "length"), rollout(2.0, "context"), rollout(1.0)]
-    expected = {
-        (): [-3.0, 0.5, 2.0, 1.0],
-        (2.0,): [-6.0, 1.0, 4.0, 2.0],
-        (2.0, 1.5): [-1.5, 1.0, 1.5, 1.5],
-        (2.0, 1.5, "subtract", 3.0): [-1.5, -2.0, -1.5, 1.5],
-        (1.0, None, "replace", -4.0): [-3.0, -4.0, -4.0, 1.0],
-    }
-    for arguments, scores in expected.items():
-        assert final_scores(rollouts, *arguments).tolist() == scores
-
-
-def test_summary_by_hand() -> None:
-    found = summary([rollout(1.0), rollout(1.0, "length", 6), rollout(4.0), rollout(0.0, "context", 2)])
-    assert found == {
-        "score": 1.5,
-        "score_std": 1.5,
-        "ties": 0.25,
-        "length": 3.0,
-        "stopped": 0.5,
-        "reward_one": 1.5,
-    }
-
-
-def test_interval_by_hand() -> None:
-    found = interval("x", [1.0, 2.0, 3.0, 6.0])
-    half = 1.959964 * math.sqrt(14 / 3 / 4)  # squares around 3: 4 + 1 + 0 + 9 over n - 1
-    assert found == pytest.approx({"x": 3.0, "x_low": 3 - half, "x_high": 3 + half})
-    assert interval("x", [2.0]) == {"x": 2.0}
-
-
-def test_the_gap_is_a_mean_over_learned_tokens() -> None:
-    def examples(*sampled: float) -> list[Example]:
-        rows = (((9.0, *sampled[:2]), (False, True, True)), ((9.0, sampled[2], 9.0), (False, True, False)))
-        arrays = [{"old_logprobs": (0.0,) * 3, "sampler_logprobs": theirs} for theirs, _ in rows]
-        return [Example((Sequence((5,) * 3, on, "row", a),)) for (_, on), a in zip(rows, arrays, strict=True)]
-
-    assert mean_sampler_mismatch(examples(0.1, -0.2, 0.0), 0.11) == pytest.approx(0.1)
-    for bad in ((0.1, -0.2, 0.0), (math.nan,) * 3, (-math.inf,) * 3):
-        with pytest.raises(RuntimeError, match="would not be what was sampled"):
-            mean_sampler_mismatch(examples(*bad), 0.09)
-
-
-def test_explained_variance_by_hand() -> None:
-    mask = torch.tensor([[True, True, True, True, False]])
-    returns = torch.tensor([[0.0, 2.0, 4.0, 6.0, 50.0]])
-    exact = value_metrics(returns, returns + 3, mask)
-    assert exact == pytest.approx({"returns": 3.0, "values": 6.0, "explained_variance": 1.0})
-    none = value_metrics(returns, torch.full((1, 5), 3.0), mask)
-    assert none["explained_variance"] == 0.0
-    half = value_metrics(returns, torch.tensor([[0.0, 2.0, 0.0, 2.0, 9.0]]), mask)
-    assert half["explained_variance"] == pytest.approx(1 - 4 / 5)  # errors 0 0 4 4, variance 4; of the returns 5
-    assert value_metrics(torch.ones(1, 5), returns, mask)["explained_variance"] == 0.0
-
-
-def test_arrays_are_cut_to_each_sequence() -> None:
-    examples = [Example((Sequence((5,) * n, (False,) + (True,) * (n - 1), "row"),)) for n in (2, 3)]
-    made = with_arrays(examples, a=torch.arange(6.0).view(2, 3))
-    arrays = [{name: values.tolist() for name, values in e.sequences[0].arrays.items()} for e in made]
-    assert arrays == [{"a": [0.0, 1.0]}, {"a": [3.0, 4.0, 5.0]}]
+    assert [t.rewards["noise"] for t in well] != [t.rewards["noise"] for t in rollouts(tokens_reward, 8)]
 
 
 # --- evaluation and samples ---------------------------------------------------------------------------------------

@@ -26,23 +26,23 @@ from burnish.config.run import model_reference, named_reward
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, request_seed
 from burnish.math.statistics import best_of_k, bootstrap, pass_at_k
 from burnish.methods.pretrain import Pretrain
 from burnish.methods.reward import RewardModel
 from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
-from burnish.models.heads import Network
 from burnish.models.layout import Layout
-from burnish.protocols import Context
 from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
-from burnish.rl.collect import Rollout, collect, samples
-from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text
+from burnish.rl.collect import eos_ids, sample_and_score
+from burnish.rl.metrics import sample_rows
+from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
 """Shapes of rows that are answered."""
@@ -253,38 +253,48 @@ def _measure_answers(
     prompts = [row for row in found if isinstance(row, Prompt)]
     tokens = Renderer(loaded.tokenizer).prompts(prompts)
     sampling = evaluation.generation
-    context, generator = _context(loaded, evaluation), LocalGenerator(loaded.model, loaded.tokenizer)
-    rollouts = collect(prompts, tokens, list(range(len(prompts))), 0, sampling, rewards, context, generator)
-    by_row: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        by_row.setdefault(rollout.answer.source, []).append(rollout)
+    ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
+    for i, ids in enumerate(tokens):
+        seeds = [request_seed(evaluation.seed, i, g, 0) for g in range(sampling.samples)]
+        requests += [Request(ids, seed, sampling, ends) for seed in seeds]
+    trajectories = sample_and_score(
+        [row for row in prompts for _ in range(sampling.samples)],
+        requests,
+        rewards,
+        LocalGenerator(loaded.model, loaded.tokenizer),
+        loaded.tokenizer,
+        seed=(evaluation.seed, 0, 0),
+    )
+    by_row: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_row.setdefault(trajectory.source, []).append(trajectory)
 
-    def measure(value: Callable[[list[Rollout]], float]) -> Measure:
+    def measure(value: Callable[[list[Trajectory]], float]) -> Measure:
         return Measure({source: value(mine) for source, mine in by_row.items()})
 
     measures = {"score": measure(lambda mine: fmean(r.score for r in mine))} if len(rewards) > 1 else {}
     for reward in rewards:
-        measures |= _of_reward(reward.name, rollouts, sampling.samples, any(r.weight for r in rewards), measure)
+        measures |= _of_reward(reward.name, trajectories, sampling.samples, any(r.weight for r in rewards), measure)
     if reference is not None:
-        name, ratios = _log_ratios(loaded, reference, rollouts, evaluation)
+        name, ratios = _log_ratios(loaded, reference, trajectories, evaluation)
         measures[name] = measure(lambda mine: fmean(ratios[id(r)] for r in mine))
-    measures["tokens"] = measure(lambda mine: fmean(len(r.answer.tokens) for r in mine))
-    measures["stopped"] = measure(lambda mine: fmean(float(r.answer.finish_reason == "stop") for r in mine))
+    measures["tokens"] = measure(lambda mine: fmean(len(r.tokens) for r in mine))
+    measures["stopped"] = measure(lambda mine: fmean(float(r.stopped) for r in mine))
     totals = {source: [r.score for r in mine] for source, mine in by_row.items()}
-    return Measured(measures, samples(rollouts, "eval"), totals if any(r.weight for r in rewards) else {})
+    return Measured(measures, sample_rows(trajectories, "eval"), totals if any(r.weight for r in rewards) else {})
 
 
 def _of_reward(
     name: str,
-    rollouts: list[Rollout],
+    trajectories: list[Trajectory],
     n: int,
     chosen: bool,
-    measure: Callable[[Callable[[list[Rollout]], float]], Measure],
+    measure: Callable[[Callable[[list[Trajectory]], float]], Measure],
 ) -> dict[str, Measure]:
     """The mean of a reward; its pass@k where it is 0 or 1; and of the best of k by the score, where there is one."""
     found = {name: measure(lambda mine: fmean(r.rewards[name] for r in mine))}
     ks = [2**power for power in range(n.bit_length())]
-    if {r.rewards[name] for r in rollouts} <= {0.0, 1.0}:
+    if {r.rewards[name] for r in trajectories} <= {0.0, 1.0}:
         for k in ks:
             found[f"{name} pass@{k}"] = measure(
                 lambda mine, k=k: pass_at_k(n, round(sum(r.rewards[name] for r in mine)), k)
@@ -297,7 +307,7 @@ def _of_reward(
 
 
 def _log_ratios(
-    loaded: Loaded, reference: Loaded, rollouts: list[Rollout], evaluation: Evaluation
+    loaded: Loaded, reference: Loaded, trajectories: list[Trajectory], evaluation: Evaluation
 ) -> tuple[str, dict[int, float]]:
     """Sum of log p - log p_reference over each completion; its mean is the KL where it was sampled from p whole."""
     if loaded.tokenizer.get_vocab() != reference.tokenizer.get_vocab():
@@ -305,33 +315,12 @@ def _log_ratios(
     sampling = evaluation.generation
     whole = sampling.temperature > 0 and sampling.top_k is None and sampling.top_p is None
     how = SamplingTransform(sampling.temperature or 1.0)
-    sides = [logprobs(one.model, [r.sequence for r in rollouts], how) for one in (loaded, reference)]
-    ratios = {id(r): math.fsum(a) - math.fsum(b) for r, a, b in zip(rollouts, *sides, strict=True)}
+    ratios = dict.fromkeys(map(id, trajectories), 0.0)
+    owners = [(id(t), sequence) for t in trajectories for sequence in t.sequences]
+    sides = [logprobs(one.model, [sequence for _, sequence in owners], how) for one in (loaded, reference)]
+    for (owner, _), a, b in zip(owners, *sides, strict=True):
+        ratios[owner] += math.fsum(a) - math.fsum(b)
     return "kl" if whole else "log ratio", ratios
-
-
-def _context(loaded: Loaded, evaluation: Evaluation) -> Context:
-    """What ``collect`` uses of a run; there is none here, and one process."""
-
-    def none(*_: Any) -> Any:
-        raise AssertionError("nothing is trained here")
-
-    return Context(
-        network=Network(loaded.model),
-        tokenizer=loaded.tokenizer,
-        length=evaluation.data,
-        seed=evaluation.seed,
-        rows_per_step=1,
-        rank=0,
-        world_size=1,
-        device=unwrap(loaded.model).device,
-        evaluate=none,
-        annotate=none,
-        gather=lambda value: [value],
-        last=none,
-        log=none,
-        samples=none,
-    )
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------

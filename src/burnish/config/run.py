@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as hf_logging
 
-from burnish import files
+from burnish import files, user_functions
 from burnish.config import (
     Data,
     PackageModel,
@@ -49,7 +49,6 @@ from burnish.render.templates import set_template
 from burnish.report import page as report
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
-from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
@@ -282,7 +281,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     """What scores completions, loaded, under its name and weight; ``folder`` is the run's, where stages are."""
     if source.function is not None:
         name = source.name or source.function.rpartition(":")[2]
-        return NamedReward(name, source.weight, functions.load(recipe.locate(source.function)), source.function)
+        return NamedReward(name, source.weight, user_functions.load(recipe.locate(source.function)), source.function)
     assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
@@ -304,7 +303,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
 def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     """Run a stage's function into its folder, which is complete or absent."""
     assert stage.run is not None
-    function = functions.load(recipe.locate(stage.run))
+    function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
         function(staging, seed=recipe.seed, **stage.arguments)

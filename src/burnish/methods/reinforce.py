@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader, collate
+from burnish.data.batching import RowLoader
 from burnish.errors import UserError
 from burnish.math import advantages as adv
 from burnish.math.kl import estimate
@@ -25,7 +25,7 @@ from burnish.protocols import Context
 from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.rl.collect import with_arrays
+from burnish.rl.trajectory import learned_arrays, with_learned_arrays
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Terms, Unit
 
 # Settings that are read on scored rows; nothing is sampled there, so that the others would be ignored.
@@ -120,12 +120,12 @@ class ScoredReinforce:
     def _compute_advantages(self, step: list[Example]) -> list[Example]:
         """The rows of a step are the group that they are compared in."""
         assert isinstance(self.settings.advantage, Compared)
-        batch = collate(step, 0)
+        mask, arrays = learned_arrays(step)
         scores = torch.tensor([example.sequences[0].arrays["advantages"][0] for example in step], dtype=torch.float64)
-        rewards = adv.token_rewards(scores, torch.zeros(batch.loss_mask.shape), batch.loss_mask, 0.0)
+        rewards = adv.token_rewards(scores, torch.zeros(mask.shape), mask, 0.0)
         groups = torch.zeros(len(step), dtype=torch.long)
-        advantages = adv.compute_advantages(rewards, batch.loss_mask, groups, self.settings.advantage.name)
-        return with_arrays(step, **(dict(batch.arrays) | {"advantages": advantages}))
+        advantages = adv.compute_advantages(rewards, mask, groups, self.settings.advantage.name)
+        return with_learned_arrays(step, **(arrays | {"advantages": advantages}))
 
     def _watch(self, context: Context) -> None:
         """Warn once when rows with negative rewards have become far less likely than chance."""

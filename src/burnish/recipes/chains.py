@@ -16,7 +16,7 @@ from typing import Any
 from burnish.errors import UserError
 from burnish.recipes import write_rows
 from burnish.recipes.models import character_tokenizer, random_llama
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 CHARACTERS = "0123456789+-=?\n"
 LARGEST = 9
@@ -85,9 +85,9 @@ def prepare(
     write_model(folder / "model", seed)
 
 
-def exact(answers: list[Answer]) -> list[float]:
+def exact(trajectories: list[Trajectory]) -> list[float]:
     """1 where the last line of an answer ends in the right total, and 0 elsewhere."""
-    return [float(a.text.strip().rpartition("=")[2] == a.columns["answer"]) for a in answers]
+    return [float(t.text.strip().rpartition("=")[2] == t.columns["answer"]) for t in trajectories]
 
 
 def ask(rng: random.Random) -> Question:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from burnish.errors import UserError
 from burnish.recipes import write_rows
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 RESOURCES = "additional_resources/hutto_ICWSM_2014.tar.gz"
 SNIPPETS = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
@@ -134,13 +134,13 @@ def prepare(
     write("pairs-eval-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in held])
 
 
-def vader(answers: list[Answer]) -> list[float]:
+def vader(trajectories: list[Trajectory]) -> list[float]:
     """Sentiment of each answer by VADER's lexicon and rules, from -1 (negative) to 1 (positive).
 
     Raises:
         UserError: the package vaderSentiment is not installed.
     """
-    return [analyzer().polarity_scores(answer.text)["compound"] for answer in answers]
+    return [analyzer().polarity_scores(t.text)["compound"] for t in trajectories]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 from burnish.errors import UserError
 from burnish.recipes import write_rows
 from burnish.recipes.models import character_tokenizer, random_llama
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 Question = tuple[int, int]
 
@@ -82,14 +82,14 @@ def prepare(
     write_model(folder / "model", seed)
 
 
-def exact(answers: list[Answer]) -> list[float]:
+def exact(trajectories: list[Trajectory]) -> list[float]:
     """1 where an answer is the sum and nothing else, and 0 elsewhere."""
-    return [float(answer.text == answer.columns["answer"]) for answer in answers]
+    return [float(t.text == t.columns["answer"]) for t in trajectories]
 
 
-def constant(answers: list[Answer]) -> list[float]:
+def constant(trajectories: list[Trajectory]) -> list[float]:
     """1 for every answer: a control, from which nothing can be learned."""
-    return [1.0] * len(answers)
+    return [1.0] * len(trajectories)
 
 
 def answered(rng: random.Random, question: Question, corrupted: float) -> dict[str, str]:

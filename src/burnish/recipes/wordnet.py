@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from burnish.errors import UserError
 from burnish.recipes import write_rows
-from burnish.types import Answer
+from burnish.types import Trajectory
 
 PLACES = ("data/wordnet", "/usr/share/wordnet")
 WORD = re.compile(r"[a-z]{3,}")
@@ -87,9 +87,9 @@ def pair(noun: Noun, other: Noun) -> dict[str, str]:
     return {"prompt": ask(noun), "chosen": noun.definition, "rejected": other.definition}
 
 
-def overlap(answers: list[Answer]) -> list[float]:
+def overlap(trajectories: list[Trajectory]) -> list[float]:
     """F1 of the words of an answer and of the definition, in [0, 1]: a judge that no training sees."""
-    return [_f1(_words(answer.text), _words(answer.columns["answer"])) for answer in answers]
+    return [_f1(_words(t.text), _words(t.columns["answer"])) for t in trajectories]
 
 
 def _words(text: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Any sequence-classification checkpoint as a reward: its raw logit on the prompt with the answer."""
+"""Any sequence-classification checkpoint as a reward: its raw logit on the prompt with the completion."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Answer, Conversation, Example, Message
+from burnish.types import Conversation, Example, Message, Trajectory
 
 TOKEN_BUDGET = 8192
 """Tokens, padding included, that are scored in one forward pass."""
 
 
 class ModelReward:
-    """Scores answers by a reward model or a classifier: the raw logit of one label, never a sigmoid or softmax.
+    """Scores completions by a reward model or a classifier: the raw logit of one label, never a sigmoid or softmax.
 
-    ``ModelReward(model, tokenizer)([Answer(({"role": "user", "content": "Hi"},), "Hello!", ...)])`` is ``[1.7]``. The
-    answer's text is written under this tokenizer's own template, as its training rows were. What does not fit is cut
-    from the prompt's oldest side.
+    ``ModelReward(model, tokenizer)([Trajectory.from_text("Hello!", ({"role": "user", "content": "Hi"},))])`` gives
+    ``[1.7]``. The text is rendered with this tokenizer's own template, as the training rows of the model were. If it is
+    too long, the oldest part of the prompt is truncated.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class ModelReward:
         Args:
             model: a transformers model for sequence classification, plain or with an adapter; it is frozen.
             tokenizer: with a chat template.
-            label: the name or number of the logit that is the score; None where there is only one.
-            length: the longest sequence; None is what the model can take, cut from the prompt.
-            normalize: give (score - mean) / std, by the mean and std of held-out scores stored with the model.
-            token_budget: tokens, padding included, of one forward pass.
+            label: the name or number of the logit that is the score; None if there is only one.
+            length: the longest sequence; None is the longest that the model takes, with prompts truncated.
+            normalize: give (score - mean) / std, with the mean and std of held-out scores stored with the model.
+            token_budget: tokens of one forward pass, padding included.
 
         Raises:
             UserError: no such label, or there are several and none is named; no mean and std to normalize by.
@@ -63,30 +63,30 @@ class ModelReward:
 
     @cached_property
     def layout(self) -> Layout:
-        """How answers lie in a batch."""
+        """How trajectories lie in a batch."""
         pad_id: Any = self.tokenizer.pad_token_id
         return Layout([self.model], pad_id=pad_id or 0)
 
-    def __call__(self, answers: list[Answer], /) -> list[float]:
-        """One logit for each answer, in their order.
+    def __call__(self, trajectories: list[Trajectory], /) -> list[float]:
+        """One logit for each trajectory, in their order.
 
         Raises:
-            UserError: an answer that the template refuses, or that is too long even without its prompt.
+            UserError: the template refuses a completion, or it is too long even without its prompt.
         """
         rows = [
-            Conversation((*a.prompt, Message(role="assistant", content=a.text)), len(a.prompt), a.source)
-            for a in answers
+            Conversation((*t.prompt, Message(role="assistant", content=t.text)), len(t.prompt), t.source)
+            for t in trajectories
         ]
         examples = [Example((sequence,)) for sequence in Renderer(self.tokenizer).answers(rows, self.length)]
-        found = [0.0] * len(answers)
+        rewards = [0.0] * len(trajectories)
         with torch.no_grad():
             passes = self.layout.passes(
                 lambda batch: scores(self.model, batch, self.label).tolist(), examples, self.token_budget
             )
             for group, _, values in passes:
                 for i, value in zip(group, values, strict=True):
-                    found[i] = (value - self.mean) / self.std
-        return found
+                    rewards[i] = (value - self.mean) / self.std
+        return rewards
 
 
 def stored_scale(config: Any) -> tuple[float, float]:
@@ -108,22 +108,22 @@ def find_label(config: Any, label: str | int | None) -> int:
         UserError: no such label, or there are several and none is named.
     """
     names = {index: str(name) for index, name in config.id2label.items()}
-    said = ", ".join(f"{name!r}" for name in names.values())
+    known = ", ".join(f"{name!r}" for name in names.values())
     if label is None:
         if len(names) > 1:
-            raise UserError(f"label: the reward model has {len(names)} labels: name one of {said}")
+            raise UserError(f"label: the reward model has {len(names)} labels: name one of {known}")
         return 0
     if label in names:
         return int(label)
     same = [index for index, name in names.items() if name == label]
     if same:
         return same[0]
-    hint = did_you_mean(str(label), names.values()) or f"; expected one of {said}"
+    hint = did_you_mean(str(label), names.values()) or f"; expected one of {known}"
     raise UserError(f"label: the reward model has no label {label!r}{hint}")
 
 
 def longest(config: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most tokens that the model and its tokenizer were made for; None where neither says."""
+    """The most tokens that the model and its tokenizer were made for; None if neither says."""
     window = getattr(config.get_text_config(), "max_position_embeddings", None)
     # A tokenizer without a limit has one of 1e30.
     limits = [limit for limit in (window, tokenizer.model_max_length) if limit is not None and limit < 1e9]

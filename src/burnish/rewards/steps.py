@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -14,21 +15,21 @@ from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import step_ends
 from burnish.rewards.model import TOKEN_BUDGET
-from burnish.types import Answer, Example, Prompt, Sequence
+from burnish.types import Example, Prompt, Sequence, Trajectory
 
 FAILED = -1.0  # what tree search gives a state that leads nowhere
 
 
 class StepReward:
-    """Rewards the steps of answers by their values V: a number for each token, 0 but where a step ends.
+    """Rewards the steps of solutions by their values V: a number for each sampled token, 0 except where a step ends.
 
     ``differences``: V_k - V_{k-1} at the end of step k, where V_0 = 0, since no training row says what a bare question
-    is worth; the sum over a solution is its last value. ``raw``: V_k, so that many fair steps are worth more than few.
+    is worth. The sum over a solution is its last value. ``raw``: V_k, so that many fair steps are worth more than few.
 
-    An answer that was cut off, or whose last line lacks its delimiter, fails: its last token is a step worth -1, or
-    else never to end a step would be a way around a bad one.
+    A solution that was cut off, or whose last line lacks its delimiter, fails: its last token is a step worth -1.
+    Otherwise the policy could avoid the value of a bad step by never ending it.
 
-    The sampled ids are read as they are: the model's tokenizer must be the policy's.
+    The sampled ids are read as they are, so the model's tokenizer has to be the policy's.
     """
 
     def __init__(
@@ -49,52 +50,61 @@ class StepReward:
 
     @cached_property
     def layout(self) -> Layout:
-        """How answers lie in a batch; a prompt runs once for all its answers."""
+        """How solutions lie in a batch; a prompt runs once for all its solutions."""
         return Layout(self.network.models)
 
-    def __call__(self, answers: list[Answer], /) -> list[list[float]]:
-        """One number for each token of each answer.
+    def __call__(self, trajectories: list[Trajectory], /) -> list[list[float]]:
+        """One number for each sampled token of each trajectory.
 
         Raises:
             UserError: the template refuses a prompt, or the tokens are not this tokenizer's.
         """
-        rewards = []
-        for answer, values in zip(answers, self.values(answers), strict=True):
-            text = self.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-            if str(text).strip() != answer.text:
-                raise UserError(
-                    f"{answer.source}: the value model's tokenizer reads {str(text)[:80]!r} where the policy wrote "
-                    f"{answer.text[:80]!r}: a reward for steps needs a value model with the policy's tokenizer"
-                )
-            worth = {t: values[t] for t in step_ends(self.tokenizer, answer.tokens, self.delimiter)}
-            if answer.finish_reason != "stop" or self._unfinished(answer, worth):
-                worth[len(answer.tokens) - 1] = FAILED
-            mine, before = [0.0] * len(answer.tokens), 0.0
-            for t, value in worth.items():
-                mine[t] = value - before if self.steps == "differences" else value
-                before = value
-            rewards.append(mine)
+        return [self._rewards(t, values) for t, values in zip(trajectories, self.values(trajectories), strict=True)]
+
+    def _rewards(self, trajectory: Trajectory, values: list[float]) -> list[float]:
+        """The rewards of a solution from the values of its prefixes."""
+        tokens = trajectory.tokens.tolist()
+        self._check_tokenizer(trajectory)
+        value_at = {t: values[t] for t in step_ends(self.tokenizer, tokens, self.delimiter)}
+        if not trajectory.stopped or self._unfinished(tokens, value_at):
+            value_at[len(tokens) - 1] = FAILED
+        rewards, before = [0.0] * len(tokens), 0.0
+        for t, value in value_at.items():
+            rewards[t] = value - before if self.steps == "differences" else value
+            before = value
         return rewards
 
-    def _unfinished(self, answer: Answer, worth: dict[int, float]) -> bool:
+    def _check_tokenizer(self, trajectory: Trajectory) -> None:
+        text = self._decoded(trajectory.tokens.tolist())
+        if text != trajectory.text:
+            raise UserError(
+                f"{trajectory.source}: the value model's tokenizer reads {text[:80]!r} where the policy wrote "
+                f"{trajectory.text[:80]!r}: a reward for steps needs a value model with the policy's tokenizer"
+            )
+
+    def _unfinished(self, tokens: list[int], value_at: dict[int, float]) -> bool:
         """Whether text follows the last step, or there is no step at all."""
-        rest = self.tokenizer.decode(list(answer.tokens[max(worth, default=-1) + 1 :]), skip_special_tokens=True)
-        return not worth or bool(str(rest).strip())
+        return not value_at or bool(self._decoded(tokens[max(value_at) + 1 :]))
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
     @torch.no_grad()
-    def values(self, answers: list[Answer]) -> list[list[float]]:
-        """V of every prefix of each answer, one number for each of its tokens."""
-        rows = [Prompt(answer.prompt, {}, answer.source) for answer in answers]
-        prompts = Renderer(self.tokenizer).prompts(rows)
-        examples = []
-        for answer, prompt in zip(answers, prompts, strict=True):
-            asked = (False,) * len(prompt) + (True,) * len(answer.tokens)
-            examples.append(Example((Sequence(prompt + answer.tokens, asked, answer.source),)))
-        found: list[list[float]] = [[] for _ in answers]
+    def values(self, trajectories: list[Trajectory]) -> list[list[float]]:
+        """V of every prefix of each solution, one number for each sampled token."""
+        prompts = Renderer(self.tokenizer).prompts([Prompt(t.prompt, {}, t.source) for t in trajectories])
+        examples = [_example(prompt, t) for prompt, t in zip(prompts, trajectories, strict=True)]
+        values: list[list[float]] = [[] for _ in trajectories]
         passes = self.layout.passes(
             lambda batch: self.network.values(batch).flatten().tolist(), examples, self.token_budget
         )
-        for group, batch, values in passes:
+        for group, batch, flat in passes:
             for i, end in zip(group, batch.ends.tolist(), strict=True):
-                found[i] = values[end + 1 - len(answers[i].tokens) : end + 1]
-        return found
+                values[i] = flat[end + 1 - len(trajectories[i].tokens) : end + 1]
+        return values
+
+
+def _example(prompt: tuple[int, ...], trajectory: Trajectory) -> Example:
+    """A prompt as this tokenizer writes it, with the sampled ids after it."""
+    tokens = np.concatenate([np.asarray(prompt, np.int64), trajectory.tokens])
+    return Example((Sequence(tokens, np.arange(len(tokens)) >= len(prompt), trajectory.source),))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import collate, permutation
+from burnish.data.batching import permutation
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Generator, GeneratorFactory
@@ -31,19 +31,12 @@ from burnish.render.encode import cache_key, encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import (
-    Rollout,
-    collect,
-    evaluation,
-    final_scores,
-    mean_sampler_mismatch,
-    samples,
-    summary,
-    value_metrics,
-    with_arrays,
-    within,
-)
-from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence
+from burnish.rl.collect import collect
+from burnish.rl.metrics import evaluation, sample_rows, summary, value_metrics
+from burnish.rl.mismatch import mean_sampler_mismatch, within
+from burnish.rl.scores import final_scores
+from burnish.rl.trajectory import learned_arrays, with_learned_arrays
+from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, Trajectory
 
 if TYPE_CHECKING:
     from burnish.methods.settings import PolicyGradientConfig
@@ -165,15 +158,15 @@ class Sampler:
         greedy = {"temperature": 0.0} if how == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
-        rollouts = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
-        examples = [Example((r.sequence,)) for r in rollouts]
+        trajectories = collect(prompts, tokens, indices, -1, sampling, self.rewards, context, self.bind(context))
+        examples = [Example(t.sequences) for t in trajectories]
         if reference is not None:
             measure = self.logprobs_of(context.network.policy, reference, sampled=how == "sampled")
             examples = context.annotate(measure, examples)
-        metrics = evaluation(rollouts, examples, self.start_scores)
-        for r in rollouts:
-            self.start_scores.setdefault(r.answer.source, r.score)
-        context.samples(samples(rollouts, "eval"))
+        metrics = evaluation(trajectories, examples, self.start_scores)
+        for t in trajectories:
+            self.start_scores.setdefault(t.source, t.score)
+        context.samples(sample_rows(trajectories, "eval"))
         return metrics
 
 
@@ -187,8 +180,8 @@ class RolloutLoader:
         context: of the run.
         measure: told whether the sampler's log-probabilities serve, gives a function of rollouts before the update:
             (B, T) arrays, ``old_logprobs`` where the sampler's do not serve, and ``values`` where there is a critic.
-        estimator: advantages (N, T) and returns (N, T), or None, from rewards (N, T), mask (N, T), groups (N,) and
-            values (N, T), or None.
+        estimator: advantages (N, L) and returns (N, L), or None, from rewards (N, L), mask (N, L), groups (N,) and
+            values (N, L), or None. A row is a trajectory, as ``learned_arrays`` lays it out.
         begin: told the number of the iteration before each of its steps.
     """
 
@@ -245,24 +238,22 @@ class RolloutLoader:
     def _collect(self, indices: list[int]) -> None:
         """Make a batch ready for its update: from prompts to advantages, in this order."""
         # prompts, completions and their scores
-        rollouts, metrics = self._sample(indices)
+        trajectories, metrics = self._sample(indices)
         # log-probabilities of the policy and the reference, and values
-        examples, mismatch = self._measured([Example((r.sequence,)) for r in rollouts])
-        metrics |= summary(rollouts) | {"sampler_mismatch": mismatch}
-        batch = collate(examples, 0)
-        mask, arrays = batch.loss_mask, {name: x.double() for name, x in batch.arrays.items()}
+        examples, mismatch = self._measured([Example(t.sequences) for t in trajectories])
+        metrics |= summary(trajectories) | {"sampler_mismatch": mismatch}
+        mask, arrays = learned_arrays(examples)
         arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
         # rewards of tokens: the score at the last one, less the KL
-        rewards = self._rewards(rollouts, mask, arrays, metrics)
+        rewards = self._rewards(trajectories, mask, arrays, metrics)
         # advantages and returns, over the whole batch
         learned = self._advantages(rewards, mask, arrays, metrics)
-        # a prompt that carries no numbers runs once for all its completions
-        self.pending = with_arrays(examples, **{name: x.where(mask, 0.0) for name, x in learned.items()})
+        self.pending = with_learned_arrays(examples, **learned)
         self.context.log(metrics)
         if self.iteration % self.settings.show_every == 0:
-            self.context.samples(samples(rollouts[:4], "train"))
+            self.context.samples(sample_rows(trajectories[:4], "train"))
 
-    def _sample(self, indices: list[int]) -> tuple[list[Rollout], dict[str, float]]:
+    def _sample(self, indices: list[int]) -> tuple[list[Trajectory], dict[str, float]]:
         """Completions of prompts, scored, in the order of ``indices``, and metrics of their generation.
 
         With dynamic sampling, a prompt whose completions all have the same score is replaced by one from outside the
@@ -276,7 +267,7 @@ class RolloutLoader:
             order = permutation(len(self.prompts), self.context.seed, self.iteration, 2)
             others = [i for i in order if i not in set(indices)]
             for _ in range(self.settings.dynamic_sampling):
-                equal = [k for k, group in enumerate(groups) if len({r.score for r in group}) == 1]
+                equal = [k for k, group in enumerate(groups) if len({t.score for t in group}) == 1]
                 chosen = others[len(replaced) :][: len(equal)]
                 if not chosen:
                     break
@@ -285,19 +276,19 @@ class RolloutLoader:
                 by_place = dict(zip(equal, fresh, strict=False))  # the data may have fewer prompts left
                 groups = [by_place.get(k, group) for k, group in enumerate(groups)]
         seconds = time.perf_counter() - began
-        tokens = sum(len(r.answer.tokens) for group in drawn for r in group)
+        tokens = sum(len(t.tokens) for group in drawn for t in group)
         metrics = {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
         if self.settings.dynamic_sampling:
-            scores = [r.score for group in drawn for r in group]
+            scores = [t.score for group in drawn for t in group]
             metrics |= {"replaced_prompts": float(len(replaced)), "score_drawn": sum(scores) / len(scores)}
-        return [r for group in groups for r in group], metrics
+        return [t for group in groups for t in group], metrics
 
-    def _completed(self, indices: list[int]) -> list[list[Rollout]]:
+    def _completed(self, indices: list[int]) -> list[list[Trajectory]]:
         """The scored completions of each prompt."""
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        rollouts = collect(*what, self.context, self.sampler.bind(self.context))
+        trajectories = collect(*what, self.context, self.sampler.bind(self.context))
         each = self.sampler.sampling.samples
-        return [rollouts[k : k + each] for k in range(0, len(rollouts), each)]
+        return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
         """Rollouts with what the update needs of them, and the mismatch between sampler and trainer.
@@ -316,17 +307,17 @@ class RolloutLoader:
         return examples, mismatch if self.sampled else mean_sampler_mismatch(examples, limit)
 
     def _rewards(
-        self, rollouts: list[Rollout], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
+        self, trajectories: list[Trajectory], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
     ) -> Tensor:
-        """Rewards (N, T) of tokens; the KL coefficient moves on."""
+        """Rewards (N, L) of tokens; the KL coefficient moves on."""
         s = self.settings
         if s.score_normalize:
-            self.moments = self.moments.update(torch.tensor([r.score for r in rollouts]))
+            self.moments = self.moments.update(torch.tensor([t.score for t in trajectories]))
         moments = self.moments if s.score_normalize else None
         rule = (s.missing_eos, s.missing_eos_penalty or 0.0)
-        scores = final_scores(rollouts, s.score_scale, s.score_clip, *rule, moments)
+        scores = final_scores(trajectories, s.score_scale, s.score_clip, *rule, moments)
         if s.overlong is not None:
-            lengths = torch.tensor([len(r.answer.tokens) for r in rollouts])
+            lengths = torch.tensor([len(t.tokens) for t in trajectories])
             penalties = s.overlong.penalty * overlong_penalty(lengths, self.sampler.sampling.longest, s.overlong.buffer)
             metrics["overlong"] = penalties.mean().item()
             scores = scores + penalties
@@ -344,13 +335,13 @@ class RolloutLoader:
             penalized = scores.mean().item() - self.kl.coef * kl
             metrics |= {"kl": kl, "kl_coef": self.kl.coef, "rlhf_reward": penalized}
         if s.kl_target is not None:
-            self.kl = self.kl.update(metrics["kl"], len(rollouts))
+            self.kl = self.kl.update(metrics["kl"], len(trajectories))
         return whiten(rewards, mask, shift_mean=False) if s.whiten_rewards else rewards
 
     def _advantages(
         self, rewards: Tensor, mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
     ) -> dict[str, Tensor]:
-        """The arrays (N, T) that the loss reads."""
+        """The arrays (N, L) that the loss reads."""
         s, values = self.settings, arrays.get("values")
         groups = torch.arange(len(rewards)) // self.sampler.sampling.samples
         advantages, returns = self.estimator(rewards, mask, groups, values)
@@ -366,7 +357,7 @@ class RolloutLoader:
         if s.kl_coef and s.kl_in == "loss":
             learned["ref_logprobs"] = arrays["ref_logprobs"]
         if s.correction is not None:
-            each = torch.ones_like(mask, dtype=torch.long)  # one sequence a row
+            each = torch.ones_like(mask, dtype=torch.long)  # one trajectory a row
             bounds = s.correction.model_dump()
             weights, touched = correction_weights(
                 arrays["old_logprobs"], arrays["sampler_logprobs"], mask, each, **bounds

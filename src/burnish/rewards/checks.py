@@ -1,0 +1,103 @@
+"""What a reward returned, checked: one finite number for each trajectory, or one for each of its sampled tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from burnish.errors import UserError
+from burnish.rewards.functions import NamedReward
+from burnish.types import Trajectory
+
+LARGEST = torch.finfo(torch.float32).max
+
+OfTokens = npt.NDArray[np.float64]
+"""One number for each sampled token of a trajectory."""
+
+Values = list[float] | list[OfTokens]
+"""What a reward gives trajectories, in their order."""
+
+
+def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) -> Values:
+    """What a reward returned, as one kind of value for all trajectories.
+
+    Raises:
+        UserError: another number of scores than trajectories or tokens, or a score that is not a finite number. The
+            message names the reward and the row.
+    """
+    values = _listed(returned, reward, len(trajectories))
+    if len(values) != len(trajectories):
+        raise UserError(
+            f"reward {reward.name} returned {len(values)} scores for {len(trajectories)} trajectories, of which the "
+            f"first is {trajectories[0].source}: expected one for each trajectory"
+        )
+    of_tokens = [_has_tokens(value) for value in values]
+    if any(of_tokens) and not all(of_tokens):
+        raise UserError(
+            f"reward {reward.name} gave numbers of tokens for some trajectories only: expected them for all"
+        )
+    pairs = zip(values, trajectories, strict=True)
+    if any(of_tokens):
+        return [_of_tokens(value, reward, trajectory) for value, trajectory in pairs]
+    return [_finite(value, reward, trajectory) for value, trajectory in pairs]
+
+
+def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
+    """The values for n trajectories that a reward returned, not checked yet."""
+    if isinstance(returned, torch.Tensor | np.ndarray):
+        if returned.ndim != 1:
+            raise UserError(
+                f"reward {reward.name} returned {type(returned).__name__} of shape {tuple(returned.shape)}: expected "
+                f"shape ({n},), one number for each trajectory"
+            )
+        return returned.tolist()
+    if not hasattr(returned, "__len__") or isinstance(returned, str | bytes | bytearray | Mapping | Set):
+        raise UserError(
+            f"reward {reward.name} returned {type(returned).__name__}: expected a list of {n} numbers, one for each "
+            "trajectory"
+        )
+    return returned
+
+
+def _has_tokens(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+
+
+def _of_tokens(value: Any, reward: NamedReward, trajectory: Trajectory) -> OfTokens:
+    expected = len(trajectory.tokens)
+    if len(value) != expected:
+        raise UserError(
+            f"reward {reward.name} gave {len(value)} numbers for the {expected} tokens of {trajectory.source}: "
+            "expected one for each"
+        )
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+    return np.array([_finite(number, reward, trajectory) for number in value])
+
+
+def _finite(value: Any, reward: NamedReward, trajectory: Trajectory) -> float:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    try:
+        # float("1.5") would accept text
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        limit = f" of at most {LARGEST:.2g}, as float32 holds it" if math.isfinite(number) else ""
+        raise UserError(
+            f"reward {reward.name} gave {value!r} for {trajectory.source}, completion {_short(trajectory.text)!r}: "
+            f"expected a finite number{limit}"
+        )
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,97 @@
+"""What trajectories amount to: metrics of training and of evaluations, and rows of samples.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.types import Example, Trajectory
+
+
+def summary(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Means over trajectories: score and each reward by name, lengths, the share that stopped."""
+    n = len(trajectories)
+    scores = torch.tensor([t.score for t in trajectories], dtype=torch.float64)
+    lengths = torch.tensor([len(t.tokens) for t in trajectories], dtype=torch.float64)
+    return {
+        "score": scores.mean().item(),
+        "score_std": scores.std(correction=0).item(),
+        "ties": 1 - len(scores.unique()) / n,
+        "length": lengths.mean().item(),
+        "stopped": sum(t.stopped for t in trajectories) / n,
+    } | {f"reward_{name}": sum(t.rewards[name] for t in trajectories) / n for name in trajectories[0].rewards}
+
+
+def value_metrics(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
+    """Means of returns and values, and the share of the returns' variance that is explained, over learned tokens."""
+    returns, values = returns[mask], values[mask]
+    variance = returns.var(correction=0)
+    explained = 1 - (returns - values).var(correction=0) / variance if variance > 0 else torch.zeros(())
+    return {
+        "returns": returns.mean().item(),
+        "values": values.mean().item(),
+        "explained_variance": explained.item(),
+    }
+
+
+def interval(name: str, values: list[float]) -> dict[str, float]:
+    """The mean of independent values and its 95 % interval (normal approximation), as name, name_low, name_high."""
+    x = torch.tensor(values, dtype=torch.float64)
+    mean = x.mean().item()
+    if len(x) < 2:
+        return {name: mean}
+    half = 1.959964 * x.std().item() / math.sqrt(len(x))
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+
+
+def evaluation(trajectories: list[Trajectory], examples: list[Example], start: Mapping[str, float]) -> dict[str, float]:
+    """Means with intervals: score, each reward, KL (k1) of whole trajectories, win rate over the start.
+
+    Args:
+        trajectories: scored.
+        examples: theirs. With a reference they have ``ref_logprobs`` and, unless the sampler's log-probabilities serve,
+            ``kl_logprobs`` or ``old_logprobs``.
+        start: the scores of prompts before training, by source, where they were measured.
+    """
+    metrics = summary(trajectories) | interval("score", [t.score for t in trajectories])
+    for name in trajectories[0].rewards:
+        metrics |= interval(f"reward_{name}", [t.rewards[name] for t in trajectories])
+    if all("ref_logprobs" in s.arrays for example in examples for s in example.sequences):
+        metrics |= interval("kl", [_log_ratio(example) for example in examples])
+    pairs = [(t.score, start[t.source]) for t in trajectories if t.source in start]
+    if pairs:
+        won = interval("win_rate", [(after > before) + 0.5 * (after == before) for after, before in pairs])
+        metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
+    return metrics
+
+
+def _log_ratio(example: Example) -> float:
+    """Log p - log p_reference of all that was sampled."""
+
+    def total(*names: str) -> float:
+        arrays = [s.arrays for s in example.sequences]
+        name = next(name for name in names if name in arrays[0])
+        return math.fsum(np.concatenate([of[name] for of in arrays]))
+
+    return total("kl_logprobs", "old_logprobs", "sampler_logprobs") - total("ref_logprobs")
+
+
+def sample_rows(trajectories: list[Trajectory], kind: str) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl; ``kind`` is train or eval."""
+    return [
+        {
+            "kind": kind,
+            "prompt": t.prompt[-1]["content"],
+            "completion": t.text,
+            "score": t.score,
+            "rewards": dict(t.rewards),
+            "finish_reason": t.finish_reason,
+            "source": t.source,
+        }
+        for t in trajectories
+    ]

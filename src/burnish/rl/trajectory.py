@@ -1,0 +1,128 @@
+"""Grows trajectories turn by turn, and lays their sampled tokens out as tensors and back.
+
+What was sampled is never decoded and tokenized again: a trajectory only grows, by tokens that the policy sampled and by
+tokens that it did not sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from burnish.generate.protocol import Completion
+from burnish.types import Example, Prompt, Sequence, Trajectory, Turn
+
+Ids = npt.ArrayLike
+
+
+def begin(row: Prompt, tokens: Ids) -> Trajectory:
+    """A trajectory that holds the tokens of its prompt and no turn yet."""
+    return Trajectory(row.messages, (), (_context(tokens, row.source),), "", row.columns, row.source)
+
+
+def with_turn(trajectory: Trajectory, completion: Completion, text: str) -> Trajectory:
+    """The trajectory with one more turn of the policy, whose tokens read as ``text``."""
+    sequence = _grown(trajectory.sequences[-1], completion.tokens, True, completion.logprobs)
+    return replace(
+        trajectory,
+        turns=(*trajectory.turns, Turn(text, completion.finish_reason)),
+        sequences=(*trajectory.sequences[:-1], sequence),
+        finish_reason=completion.finish_reason,
+    )
+
+
+def with_context(trajectory: Trajectory, tokens: Ids) -> Trajectory:
+    """The trajectory with tokens that were not sampled: an environment's, or the template's between two turns."""
+    sequence = _grown(trajectory.sequences[-1], tokens, False, np.zeros(np.shape(tokens)))
+    return replace(trajectory, sequences=(*trajectory.sequences[:-1], sequence))
+
+
+def with_rewritten_history(trajectory: Trajectory, tokens: Ids) -> Trajectory:
+    """The trajectory with a new sequence, for a template that rewrites earlier turns; ``tokens`` are all up to here."""
+    return replace(trajectory, sequences=(*trajectory.sequences, _context(tokens, trajectory.source)))
+
+
+def _context(tokens: Ids, source: str) -> Sequence:
+    size = np.shape(tokens)
+    return Sequence(tokens, np.zeros(size, bool), source, {"sampler_logprobs": np.zeros(size)})
+
+
+def _grown(sequence: Sequence, tokens: Ids, sampled: bool, logprobs: npt.ArrayLike) -> Sequence:
+    return Sequence(
+        np.concatenate([sequence.tokens, np.asarray(tokens, np.int64)]),
+        np.concatenate([sequence.loss_mask, np.full(np.shape(tokens), sampled)]),
+        sequence.source,
+        {"sampler_logprobs": np.concatenate([sequence.arrays["sampler_logprobs"], logprobs])},
+    )
+
+
+def with_scores(
+    trajectory: Trajectory, score: float, rewards: Mapping[str, float], of_tokens: npt.ArrayLike | None
+) -> Trajectory:
+    """The trajectory with its scores; ``of_tokens`` is the part of the score on each sampled token, if there is one."""
+    sequences = trajectory.sequences
+    if of_tokens is not None:
+        sequences = tuple(
+            sequence.with_arrays(step_rewards=_scattered(sequence, numbers))
+            for sequence, numbers in zip(sequences, _split(sequences, np.asarray(of_tokens)), strict=True)
+        )
+    return replace(trajectory, sequences=sequences, score=score, rewards=dict(rewards))
+
+
+# --- sampled tokens as tensors ------------------------------------------------------------------------------------
+
+
+def learned_arrays(examples: list[Example]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The learned tokens of each example in one row: a mask (N, L) and the per-token arrays, (N, L) in float64.
+
+    L is the largest number of learned tokens in an example, over all its sequences, in order. What lies between them,
+    such as prompts and observations, is left out, so that a trajectory of several sequences is one row like any other.
+    The mask is False, and the arrays are 0, behind the last learned token of a row.
+    """
+    counts = [sum(int(s.loss_mask.sum()) for s in example.sequences) for example in examples]
+    mask = np.arange(max(counts, default=0)) < np.array(counts)[:, None]
+    names = examples[0].sequences[0].arrays if examples else ()
+    arrays = {name: np.zeros(mask.shape) for name in names}
+    for name, rows in arrays.items():
+        rows[mask] = np.concatenate([s.arrays[name][s.loss_mask] for e in examples for s in e.sequences])
+    return torch.from_numpy(mask), {name: torch.from_numpy(rows) for name, rows in arrays.items()}
+
+
+def with_learned_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
+    """The examples with these arrays (N, L), laid out as by ``learned_arrays``, instead of those that they have.
+
+    Tokens that are not learned get 0.
+    """
+    rows = {name: values.double().numpy() for name, values in arrays.items()}
+    made = []
+    for i, example in enumerate(examples):
+        parts = {name: _split(example.sequences, values[i]) for name, values in rows.items()}
+        made.append(
+            replace(
+                example,
+                sequences=tuple(
+                    replace(s, arrays={name: _scattered(s, part[k]) for name, part in parts.items()})
+                    for k, s in enumerate(example.sequences)
+                ),
+            )
+        )
+    return made
+
+
+def _split(sequences: tuple[Sequence, ...], numbers: npt.NDArray) -> list[npt.NDArray]:
+    """Numbers of the learned tokens of all sequences, cut into those of each."""
+    ends = list(accumulate(int(sequence.loss_mask.sum()) for sequence in sequences))
+    return np.split(numbers[: ends[-1]], ends[:-1])
+
+
+def _scattered(sequence: Sequence, numbers: npt.NDArray) -> npt.NDArray:
+    """Numbers of the learned tokens, at their places among all tokens."""
+    array = np.zeros(len(sequence))
+    array[sequence.loss_mask] = numbers
+    return array

@@ -1,0 +1,153 @@
+"""Runs the user's coroutines, such as async rewards, while this process does other work in between.
+
+Coroutines run in the calling thread, and only while ``UserTasks.advance`` is called, so that no code of the user runs
+at the same time as ours. From one await to the next, a coroutine is isolated like any other code of the user
+(``user_code``), and it has random states of its own. So its result does not depend on what runs beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.time_limit import TimeLimitExceeded, time_limit
+from burnish.user_code import RandomStates, isolated, random_states, reported, seed_random, set_random_states
+
+SLICE = 0.001
+"""Seconds that ``advance`` gives the event loop where it does not wait."""
+
+CLEANUP = 1.0
+"""Seconds that a coroutine has between two awaits once its time is up, for its ``finally`` blocks."""
+
+
+@dataclass
+class _Call:
+    """A call of the user's code: its seed, when its time is up (``time.monotonic``), and how many tasks it started."""
+
+    seed: int
+    deadline: float
+    tasks: int = 0
+
+    def next_seed(self) -> int:
+        """The call's own seed for its first task, and one derived from it for every further task."""
+        number, self.tasks = self.tasks, self.tasks + 1
+        digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1 if number else self.seed
+
+
+_current: ContextVar[_Call | None] = ContextVar("the call that a task belongs to", default=None)
+
+
+class UserTasks:
+    """The event loop that runs the user's coroutines. ``user_tasks()`` gives the one of this process."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.runner.get_loop().set_task_factory(_new_task)
+        self.running: dict[asyncio.Task[Any], _Call] = {}
+
+    def start(
+        self, awaitable: Awaitable[Any], *, what: str, during: str, seed: int, timeout: float
+    ) -> asyncio.Task[Any]:
+        """Begin to await what the user's code returned; ``advance`` runs it. The arguments are those of ``user_code``.
+
+        The task ends with the coroutine's result, or with the exception that ``user_code`` would raise.
+        """
+        call = _Call(seed, time.monotonic() + timeout)
+        token = _current.set(call)
+        try:
+            task = self.runner.get_loop().create_task(_reporting(awaitable, what, during, timeout))
+        finally:
+            _current.reset(token)
+        self.running[task] = call
+        return task
+
+    def advance(self, wait: bool = False) -> None:
+        """Run all calls as far as they get; if ``wait``, wait until one of them ends."""
+        if not self.running:
+            return
+        end = min(call.deadline for call in self.running.values()) if wait else 0.0
+        self._run(self.running, max(end - time.monotonic(), SLICE))
+        # Deadlines are compared only now: this process may have been busy when the answer of a server arrived.
+        now = time.monotonic()
+        self.running = {task: call for task, call in self.running.items() if not task.done()}
+        self.cancel([task for task, call in self.running.items() if now > call.deadline])
+
+    def cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """End those of these calls that are still running, as if their time were up."""
+        tasks = list(tasks)
+        if canceled := [task for task in tasks if task.cancel()]:
+            self._run(canceled, None, asyncio.ALL_COMPLETED)
+        for task in tasks:
+            self.running.pop(task, None)
+            task.exception()  # else asyncio logs that nobody asked for it
+
+    def _run(
+        self, tasks: Iterable[asyncio.Task[Any]], seconds: float | None, until: str = asyncio.FIRST_COMPLETED
+    ) -> None:
+        self.runner.run(asyncio.wait(list(tasks), timeout=seconds, return_when=until))
+
+
+@functools.cache
+def user_tasks() -> UserTasks:
+    """The one event loop of this process, since clients that the user's code keeps are bound to a loop."""
+    tasks = UserTasks()
+    atexit.register(tasks.runner.close)
+    return tasks
+
+
+async def _reporting(awaitable: Awaitable[Any], what: str, during: str, timeout: float) -> Any:
+    with reported(what, during, timeout):
+        try:
+            return await awaitable
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise TimeLimitExceeded from error
+            raise RuntimeError("the coroutine awaited something that was canceled") from error
+
+
+def _new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    """A task of the loop; one that belongs to a call of the user's code is isolated."""
+    call = _current.get()
+    return asyncio.Task(coroutine if call is None else _Isolated(coroutine, call), loop=loop, **options)
+
+
+class _Isolated(Coroutine[Any, Any, Any]):
+    """A coroutine that restores at every await what it changed in the process, and keeps its own random states."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], call: _Call) -> None:
+        self.coroutine, self.call, self.seed = coroutine, call, call.next_seed()
+        self.states: RandomStates | None = None
+
+    def send(self, value: Any, /) -> Any:
+        return self._step(self.coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self.coroutine.throw, *error)
+
+    def close(self) -> None:
+        self.coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise AssertionError("a task drives this coroutine; nothing awaits it")
+
+    def _step(self, resume: Callable[..., Any], *arguments: Any) -> Any:
+        """Run to the next await, or to the end, which ``StopIteration`` tells the task."""
+        with isolated():
+            if self.states is None:
+                seed_random(self.seed)
+            else:
+                set_random_states(self.states)
+            try:
+                with time_limit(max(self.call.deadline - time.monotonic(), CLEANUP)):
+                    return resume(*arguments)
+            finally:
+                self.states = random_states()
