@@ -460,7 +460,7 @@ def test_values_are_those_of_a_full_forward_pass(kind):
         ids = torch.tensor([[*request.tokens, *completion.tokens.tolist()]])
         with torch.no_grad():
             expected = head_values(critic, model.model(ids).last_hidden_state)[0, len(request.tokens) - 1 :].tolist()
-        assert completion.values.dtype == "float64"
+        assert completion.values is not None and completion.values.dtype == "float64"
         assert completion.values.tolist() == pytest.approx(expected[:-1], abs=1e-9)
         assert completion.final_value == pytest.approx(expected[-1], abs=1e-9)
     with pytest.raises(UserError, match="values need a critic"):

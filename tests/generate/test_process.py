@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,7 +200,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_child_ends_with_its_parent(number: signal.Signals, tmp_path: Any) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     job = subprocess.Popen(
         [sys.executable, str(tmp_path / "job.py")],
         env=environment,

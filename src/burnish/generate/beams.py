@@ -1,8 +1,16 @@
 """Beam search and beam-sampling: the likeliest completions of one prompt, best first.
 
-One prompt is searched at a time, so that no prompt is padded and its result depends on no other. transformers' own
-beam search is not used: it draws from the global random state, keeps all logits to return a score, takes what is not
-set from the model's generation config, and fills up with continuations of probability 0 where top-k leaves few.
+One prompt is searched at a time, so that no prompt is padded and its result depends on no other.
+
+transformers' ``generate`` finds the same beams without sampling (a test compares them), but lacks what this file
+gives. Measured with transformers 5.23:
+
+- It fills up with what has probability 0: of 7 possible completions it returns 50 for 50 beams, 43 of them with a score
+  of -5e8; with ``top_k=2``, four sampled beams of one token hold two tokens that top-k had left out or taken already.
+- Scores of sampled beams are those of the warped logits: at temperature 0.5, -22.3 where the model's log p is -11.1.
+  Log-probabilities of tokens need ``output_scores``, which keeps (beams, V) numbers for every step.
+- It draws from the global random state, so that a search has no seed of its own.
+- It gives no finish reasons, and takes what is not set from the model's generation config.
 """
 
 from __future__ import annotations

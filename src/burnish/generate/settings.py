@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,11 +24,11 @@ class GeneratorSettings(Config, use_attribute_docstrings=True):
     name: Literal["local", "continuous", "process"] = "local"
     """``local`` is Burnish's own sampler, ``continuous`` transformers' continuous batching, for a GPU, and ``process``
     is ``local`` in a process of its own."""
-    slots: int | None = Field(None, ge=1)
+    slots: Annotated[int, Field(ge=1)] | None = None
     """Completions that are decoded together. Absent: 64, and 256 with ``continuous``."""
-    max_batch_tokens: int | None = Field(None, ge=1)
+    max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of one forward pass of ``continuous``. Absent: 4096."""
-    page_size: int | None = Field(None, ge=4)
+    page_size: Annotated[int, Field(ge=4)] | None = None
     """Tokens of one block of the cache of ``continuous``. Absent: 64."""
 
     @model_validator(mode="after")
