@@ -16,7 +16,7 @@ from burnish.generate.sampling import Sampling
 from burnish.methods.policy_gradient import ADVANTAGES, POLICY_LOSSES
 from burnish.methods.settings import PRESETS
 from burnish.models.layout import Layout
-from burnish.rl.collect import with_arrays
+from burnish.types import Example, Sequence
 
 JOB = Path(__file__).with_name("gradient_job.py")
 spec = spec_from_file_location("gradient_job", JOB)
@@ -89,7 +89,12 @@ def test_any_preset_with_any_loss_and_any_estimator() -> None:
         learned = {k: narrow.arrays[k].double() for k in ("old_logprobs", "ref_logprobs")} | {"advantages": advantages}
         if returns is not None:
             learned |= {"values": narrow.arrays["values"].double(), "returns": returns}
-        examples = with_arrays(completions, **learned)
+        examples = [
+            Example(
+                (Sequence(s.tokens, s.loss_mask, s.source, {k: x[i, : len(s)].numpy() for k, x in learned.items()}),)
+            )
+            for i, s in enumerate(example.sequences[0] for example in completions)
+        ]
         network = networks[critic]
         first, *others = (job.plain_gradient(method, network, layout, examples, budget) for layout, budget in layouts)
         assert first.norm() > 1e-3, (name, loss, estimator)
