@@ -94,12 +94,13 @@ def main() -> None:
         parts.append(table("Generation against transformers", head, *map(sampled, generated)))
     if "encoding" in read:
         rows = [
-            [name, f"{x['tokens']:.0f}", *(f"{x[key]:,.0f}" for key in ("first_wall", "first_cpu", "cached_wall"))]
+            [name, f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]
+            + [f"{x[key]:,.0f}" for key in ("rows_a_second", "rows_a_second_cached")]
             for name, x in read["encoding"]["templates"].items()
         ]
-        head = ["template", "tokens per row", "rows / s", "rows / CPU s", "rows / s from the cache"]
+        head = ["rows, template", "tokens", "CPU time / encode_batch's", "rows / s", "rows / s from the cache"]
         machine = read["encoding"]["machine"]
-        parts.append(table(f"Encoding chat rows ({machine['cpu']}, {machine['cores']} cores)", head, *rows))
+        parts.append(table(f"Encoding rows ({machine['cpu']}, {machine['cores']} cores)", head, *rows))
     if "startup" in read:
         rows = [[what, of_three(seconds)] for what, seconds in read["startup"]["seconds"].items()]
         parts.append(table(f"Starting ({read['startup']['machine']['cpu']})", ["until", "seconds"], *rows))

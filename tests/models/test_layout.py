@@ -16,7 +16,7 @@ from burnish.models.layout import BUDGET_OF_PASS, Layout
 from burnish.models.loading import load_reward_model
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.types import Conversation, Example, Messages, Sequence, Trajectory
+from burnish.types import Conversation, Example, Messages, MicroBatch, Sequence, Trajectory
 
 
 def examples(n: int, length: int = 10) -> list[Example]:
@@ -117,3 +117,17 @@ def test_one_example_that_does_not_fit_is_an_error(tiny_llama: Any, full: Any) -
     with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError):
         warnings.simplefilter("ignore")
         list(layout.passes(lambda b: forward.learned_logprobs(model, b), examples(3)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_process_makes_equally_many_passes(world_size, tiny_llama):
+    model, rows = tiny_llama(), examples(5)
+    calls: list[int] = []
+    seen: list[int] = []
+    for rank in range(world_size):
+        batches: list[MicroBatch] = []
+        passes = Layout([model]).passes(batches.append, rows, 10, rank=rank, world_size=world_size)
+        seen += [i for group, _, _ in passes for i in group]
+        calls.append(len(batches))
+    assert sorted(seen) == list(range(5)), "no example is lost, and none is seen twice"
+    assert len(set(calls)) == 1 and calls[0] * world_size >= 5

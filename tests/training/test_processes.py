@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from burnish import files
 from burnish.training.trainer import LOADER_STATE
 
 JOB = Path(__file__).with_name("resume_job.py")
+WARMUP_JOB = Path(__file__).with_name("warmup_job.py")
 
 
-def run(kind: str, *arguments: object, processes: int = 2) -> dict[str, torch.Tensor]:
+def run(kind: str, *arguments: object, processes: int = 2, job: Path = JOB) -> Any:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
-        [*command, JOB, kind, *map(str, arguments)], env=environment, capture_output=True, timeout=300
+        [*command, job, kind, *map(str, arguments)], env=environment, capture_output=True, timeout=300
     )
     assert done.returncode == 0, done.stderr.decode()
     return torch.load(Path(str(arguments[0])) / "end.pt")
@@ -44,3 +46,21 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
         assert all(torch.allclose(value, alone[name], atol=1e-4) for name, value in straight.items())
     made = {path.name for path in (tmp_path / "alone").glob("checkpoint-*")}
     assert made == {f"checkpoint-{step}" for step in range(3, 5 if kind == "rows" else 9)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_a_critic_that_learns_alone_leaves_the_policy_as_it_is_on_two_processes(kind, tmp_path):
+    """Absent gradients that became zeros would count as steps of Adam, and decay the weights."""
+    folders = [tmp_path / str(processes) for processes in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (run(kind, folder, processes=n, job=WARMUP_JOB) for n, folder in enumerate(folders, start=1))
+    assert len(one) == len(two) == 12
+    for step, (expected, found) in enumerate(zip(one, two, strict=True)):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-9, rtol=1e-9, msg=f"{step}: {name}")
+            if name.startswith("policy."):
+                assert torch.equal(weight, one[0][name]) == (step < 8) and torch.equal(found[name], two[0][name]) == (
+                    step < 8
+                ), f"{step}: {name}"

@@ -80,11 +80,15 @@ class Layout:
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
         """Every micro-batch of one process, with the indices of its examples and what a function gives for it.
 
-        For passes without gradient. On out-of-memory a micro-batch is cut in half, and so are those behind it; a single
-        example that does not fit is an error.
+        For passes without gradient. Every process calls the function equally often, with a silent example where its
+        micro-batches run out, since wrappers may wait for each other in a forward pass. On out-of-memory a micro-batch
+        is cut in half, and so are those behind it; a single example that does not fit is an error.
         """
         budget = budget or BUDGET_OF_PASS
-        waiting = self.groups(examples, budget)[rank::world_size]
+        groups = self.groups(examples, budget)
+        waiting = groups[rank::world_size]
+        if len(waiting) < -(-len(groups) // world_size):
+            function(self.collate([_silent(examples[groups[-1][0]])]))
         while waiting:
             group = waiting.pop(0)
             batch = self.collate([examples[i] for i in group])
