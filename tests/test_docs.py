@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -16,6 +17,7 @@ from burnish.config.schema import MethodChoice
 from burnish.config.yaml import read
 from burnish.data.readers import parse
 from burnish.methods import METHODS
+from burnish.methods.settings import preset_table
 from burnish.types import Prompt, Row
 
 ROOT = Path(__file__).parent.parent
@@ -140,12 +142,12 @@ def test_files_names_commands_and_runs_exist(page: Path) -> None:
 
 
 def resolve(name: str) -> None:
-    """Import the module or the object that a dotted name stands for."""
-    module, _, attribute = name.replace(":", ".").rpartition(".")
-    try:
-        importlib.import_module(f"{module}.{attribute}")
-    except ModuleNotFoundError:
-        assert hasattr(importlib.import_module(module), attribute), name
+    """Import the module, or find the object in it, that a dotted name stands for."""
+    thing: Any = importlib.import_module("burnish")
+    path = "burnish"
+    for part in name.replace(":", ".").split(".")[1:]:
+        path = f"{path}.{part}"
+        thing = getattr(thing, part) if hasattr(thing, part) else importlib.import_module(path)
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
@@ -166,4 +168,21 @@ def test_identifiers_are_those_of_the_code(page: Path) -> None:
     known = {*re.findall(r"\w+", code), *(path.stem for path in files)}
     quoted = re.findall(r"`([^`\n]+)`", prose(page))
     names = {name for text in quoted for name in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)}
-    assert not names - known, "not in the code (renamed?)"
+    unknown = sorted(names - known)
+    assert not unknown, "these names are not in the code"
+
+
+def test_the_table_of_presets_is_that_of_the_settings() -> None:
+    page = (DOCS / "policy_gradient.md").read_text("utf-8")
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in page.split("## Presets")[1].split("## ")[0].splitlines()
+        if "|" in line
+    ]
+    (names, _, *settings) = [[cell.strip("` ") for cell in row] for row in rows]
+    written = {name: {row[0]: row[i] for row in settings} for i, name in enumerate(names, 1)}
+    expected = {
+        name: {key: f"{value:g}" if isinstance(value, float) else str(value).lower() for key, value in values.items()}
+        for name, values in preset_table().items()
+    }
+    assert written == expected

@@ -153,11 +153,13 @@ def test_a_child_that_always_dies_is_an_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_go_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
     def adapted(seed: int) -> Any:
+        base = llama()
         torch.manual_seed(seed)
         lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-        return peft.get_peft_model(llama(), lora).eval()
+        return peft.get_peft_model(base, lora).eval()
 
     first, second = adapted(0), adapted(1)
     wanted = requests(4)

@@ -220,7 +220,7 @@ def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
 
 # --- its page -----------------------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reinforce.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "policy_gradient.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -228,10 +228,11 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_on_its_page_are_valid() -> None:
-    found = [read(block, "docs").value["method"] for block in blocks("yaml")]
-    names = [method.pop("name") for method in found]
+    parts = [read(block, "docs").value for block in blocks("yaml")]
+    methods = [part["method"] for part in parts if "name" not in part]
+    names = [method.pop("name") for method in methods]
     assert names == ["reinforce", "rloo", "grpo", "reinforce"]
-    settings: list[Any] = [METHODS[name].config(**method) for name, method in zip(names, found, strict=True)]
+    settings: list[Any] = [METHODS[name].config(**method) for name, method in zip(names, methods, strict=True)]
     assert [s.advantage.name for s in settings] == [
         "mean", "rloo", "group_std", "batch_whitened"
     ]  # fmt: skip

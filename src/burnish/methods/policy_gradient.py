@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from burnish import user_functions
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
@@ -30,7 +31,6 @@ from burnish.models.forward import SamplingTransform, hidden_states, token_logpr
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
 from burnish.protocols import Context, StepLoader
 from burnish.render.truncate import Truncation
-from burnish.rewards import functions
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.loader import RolloutLoader, Sampler
@@ -100,7 +100,7 @@ def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callab
     name = settings.pop("name")
     if not isinstance(chosen, OwnFunction):
         return partial(registry[name], **settings)  # type: ignore[call-overload]
-    function = functions.load(name)
+    function = user_functions.load(name)
     takes = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     for setting in settings:
         if setting not in takes:

@@ -192,7 +192,12 @@ METRICS: dict[str, Metric] = {
     "zero_advantage_fraction": Metric(
         "Zero advantage", "completions that teach nothing because their advantage is 0", "lower", True
     ),
-    "ties": Metric("Ties", "pairs whose scores are equal", None, True),
+    "score_drawn": Metric("Score before replacing", "mean over the completions of all prompts, replaced ones included"),
+    "replaced_prompts": Metric("Replaced prompts", "per batch, because their completions all had the same score"),
+    "overlong": Metric("Length penalty", "mean over completions"),
+    "correction_touched": Metric("Corrected tokens", "tokens whose loss is weighted down or masked", None, True),
+    "effective_sample_size": Metric("Effective sample size", "of the correction, as a share of tokens", None, True),
+    "ties": Metric("Ties", "comparisons in which both scores are equal", None, True),
     "policy": Metric("Policy loss", "as the policy loss and its reduction define it"),
     "approxkl": Metric("KL of the update", "nats per token, to the policy that sampled"),
     "clipfrac": Metric("Policy clip fraction", "tokens whose ratio left the trust region", None, True),
@@ -210,6 +215,8 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("Gradient norm", "before clipping"),
     "tokens": Metric("Tokens", "processed per optimizer step"),
     "tokens_per_second": Metric("Speed", "tokens per second"),
+    "generated_per_second": Metric("Sampling speed", "tokens per second"),
+    "generation_seconds": Metric("Sampling time", "seconds per batch"),
     "seconds": Metric("Time", "seconds per optimizer step"),
 }
 
