@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -234,19 +235,20 @@ def test_a_recipe_finds_the_users_functions_beside_it(own: Path, monkeypatch: py
 
 def test_prompts_whose_completions_all_score_alike_are_replaced(make_trainer: Any, tiny_llama: Any) -> None:
     seen: list[str] = []
+    scores = itertools.count()
 
     def some(answers: list[Any]) -> list[float]:
         """Prompts outside of 4 to 8 teach nothing."""
         numbers = [int(a.source.partition(":")[2]) for a in answers]
-        seen.extend(dict.fromkeys(a.source for a in answers))
-        return [float(i) if 4 <= n <= 8 else 0.5 for i, n in enumerate(numbers)]
+        seen.extend(a.source for a in answers)
+        return [float(next(scores)) if 4 <= n <= 8 else 0.5 for n in numbers]
 
     def first_batch(limit: int) -> tuple[list[str], dict[str, float]]:
         method = GRPO(some, SAMPLING, dynamic_sampling=limit, kl_coef=0.0)
         trainer = make_trainer(method, tiny_llama(), prompts(12), batch=4, max_steps=1)
         trainer.train()
         loader = trainer.get_train_dataloader()
-        return seen[:], trainer.state.log_history[0] | {"steps": len(loader)}
+        return list(dict.fromkeys(seen)), trainer.state.log_history[0] | {"steps": len(loader)}
 
     drawn, line = first_batch(0)
     seen.clear()
