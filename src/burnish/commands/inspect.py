@@ -90,7 +90,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     if template is not None:
         set_template(tokenizer, template)
     spec = method_spec(stage.method.name)
-    settings = dict(stage.method.settings)
+    settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
     method = method_class(stage.method.name)(**settings)

@@ -33,13 +33,28 @@ from burnish.training.arguments import ABSENT, TrainerConfig
 from burnish.types import Prompt
 
 RENAMED = {
+    "baseline": "advantage: {name: ...}",
+    "clip_high": "policy_loss: {name: clip, clip_high: ...}",
+    "clip_low": "policy_loss: {name: clip, clip_low: ...}",
+    "critic_frozen": "critic: {frozen: ...}",
+    "critic_learning_rate": "critic: {learning_rate: ...}",
+    "critic_start": "critic: {start: ...}",
+    "critic_warmup": "critic: {warmup: ...}",
+    "dual_clip": "policy_loss: {dual_clip: ...}",
+    "floor": "policy_loss: {name: reinforce, floor: ...}",
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "importance_cap": "correction: {mode: truncate, cap: ...}",
+    "lam": "advantage: {name: gae, lam: ...}",
     "max_gap": "max_sampler_mismatch",
     "normalise": "normalize",
     "on_long": "too_long",
     "quantise": "quantize",
     "score_normalise": "score_normalize",
+    "unlikelihood": "policy_loss: {name: reinforce, unlikelihood: ...}",
+    "value_clip": "critic: {clip: ...}",
+    "value_coef": "critic: {coef: ...}",
+    "whiten_advantages": "advantage: {name: gae, whiten: ...}",
 }
 """Old names of keys, wherever they stood, and their new names. An old name is an error."""
 
@@ -58,6 +73,8 @@ def renamed(problems: Iterable[Problem]) -> Iterator[Problem]:
     """The problems, with the new name of every unknown key that was renamed."""
     for path, text in problems:
         new = RENAMED.get(str(path[-1])) if path and text.startswith("unknown key") else None
+        if new and len(path) > 1 and new.startswith(f"{path[-2]}:"):
+            new = None  # it stands in the right block already, whose name does not read it
         yield Problem(path, f"this key was renamed: write {new}" if new else text)
 
 
@@ -207,6 +224,8 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("stages", index, *path), text)
         functions = [(("run",), stage.run)]
         functions += [(("reward", i, "function"), reward.function) for i, reward in enumerate(stage.reward)]
+        if stage.method:
+            functions += [(("method", key), name) for key, name in stage.method.functions.items()]
         for path, reference in functions:
             if reference and (text := function_problem(recipe.locate(reference))):
                 yield Problem(("stages", index, *path), text)

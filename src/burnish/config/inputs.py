@@ -118,10 +118,10 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
-    """Checksums of the files that define a stage's rewards and a method of the user's own."""
+    """Checksums of the files that define a stage's rewards, and a method or parts of one of the user's own."""
     names = [reward.function for reward in stage.reward if reward.function]
-    if stage.method and stage.method.name not in METHODS:
-        names.append(stage.method.name)
+    if stage.method:
+        names += [*([] if stage.method.name in METHODS else [stage.method.name]), *stage.method.functions.values()]
     sums = {}
     for name in names:
         written = name.rpartition(":")[0]  # the key: a recipe may be moved with its files

@@ -14,6 +14,7 @@ from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
+from burnish.methods.settings import BLOCKS
 from burnish.models.settings import AdapterConfig
 from burnish.protocols import MethodSpec
 from burnish.render.truncate import Truncation
@@ -104,6 +105,13 @@ class MethodChoice(Config, extra="allow"):
     def settings(self) -> dict[str, Any]:
         """The settings that the recipe gives; the method's Config knows the others."""
         return dict(self.model_extra or {})
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Functions of the user's own by the block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
+        blocks = {key: self.settings[key] for key in BLOCKS & set(self.settings)}
+        names = {key: block.get("name") if isinstance(block, dict) else block for key, block in blocks.items()}
+        return {key: name for key, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
 
 
 class Data(Truncation, use_attribute_docstrings=True):
@@ -253,6 +261,14 @@ class Recipe(Config, use_attribute_docstrings=True):
     def locate(self, reference: str) -> str:
         """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
         return locate(self._home, reference)
+
+    def method_settings(self, method: MethodChoice) -> dict[str, Any]:
+        """The settings of a method, with the files of the user's functions found from the recipe's folder."""
+        settings = method.settings
+        for key, name in method.functions.items():
+            block = settings[key] if isinstance(settings[key], dict) else {}
+            settings[key] = {**block, "name": self.locate(name)}
+        return settings
 
     def resolved(self) -> dict[str, Any]:
         """The recipe with every default filled in, as plain values."""

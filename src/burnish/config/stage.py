@@ -164,7 +164,7 @@ class TrainingStage:
     def method(self, rewards: list[NamedReward]) -> Any:
         """Make the method from its settings; a method that samples also gets rewards and sampling settings."""
         assert self.stage.method is not None
-        settings = dict(self.stage.method.settings)
+        settings = self.recipe.method_settings(self.stage.method)
         if Prompt in self.spec.kinds:
             generator = factory(self.stage.generator)
             settings |= {"reward": rewards, "sampling": self.stage.generation, "generator": generator}

@@ -225,7 +225,7 @@ def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], v
         path = _real(detail["loc"], value)
         kind, context = detail["type"], detail.get("ctx", {})
         if kind == "extra_forbidden":
-            known = sorted(_keys(model, path[:-1]))
+            known = sorted(_keys(model, tuple(detail["loc"][:-1])) or _keys(model, path[:-1]))
             text = f"unknown key{did_you_mean(str(path[-1]), known)}; keys here are {', '.join(known)}"
             problems.append(Problem(path, text))
         elif kind == "missing":
@@ -255,9 +255,13 @@ def _real(location: Keys, value: Any) -> Keys:
 
 
 def _keys(annotation: Any, path: Keys) -> set[str]:
-    """Keys that a block may have, following a path through the fields of nested models."""
+    """Keys that a block may have, following a path through the fields of nested models, and the tags of unions."""
     if path and isinstance(path[0], int):
         return _keys(annotation, path[1:])
+    if path and (tag := str(path[0])).startswith("<"):
+        branches = [get_args(branch) for branch in get_args(annotation)]
+        chosen = [branch[0] for branch in branches if pydantic.Tag(tag) in branch[1:]]
+        return set().union(*(_keys(branch, path[1:]) for branch in chosen))
     if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
         return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
     fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
