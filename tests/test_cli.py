@@ -154,7 +154,7 @@ def test_run_trains_a_model_that_generates(here):
 
 @pytest.mark.parametrize(("raised", "code", "text"), [
     (UserError("no [bold] model: x"), 2, "error: no [bold] model: x\n"),
-    (KeyboardInterrupt(), 130, "stopped; run the same command to go on\n"),
+    (KeyboardInterrupt(), 130, "stopped; run the same command again to resume\n"),
 ])  # fmt: skip
 def test_mistakes_and_interrupts_have_one_message_and_a_code(here, pipeline, raised, code, text):
     def run(recipe, *, fresh):
@@ -232,7 +232,7 @@ def test_a_fault_of_the_users_code_shows_his_frames_alone_and_exits_with_1(here,
         files = {line.split('"')[1] for line in shown if line.startswith("  File")}
         assert len(files) == 1 and str(here) in files.pop()
     stopped = evaluated("my_rewards.py:stop")
-    assert (stopped.exit_code, stopped.stderr) == (130, "stopped; run the same command to go on\n")
+    assert (stopped.exit_code, stopped.stderr) == (130, "stopped; run the same command again to resume\n")
 
 
 def test_the_environment_is_set_unless_the_user_did(monkeypatch):

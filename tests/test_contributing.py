@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,12 @@ def test_the_loss_has_the_gradient_of_reinforce_where_nothing_moved(own_file: Pa
     old, mask = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[True, True, False]])
     advantages, segments = torch.tensor([[0.5, -3.0, 0.0]]), torch.tensor([[1, 1, 0]])
     gradients = []
-    for loss, settings in (
-        (load_function("my_rl.py:penalized"), {"strength": 0.5}),
-        (reinforce, {"floor": None, "unlikelihood": False}),
+    for loss in (
+        partial(load_function("my_rl.py:penalized"), strength=0.5),
+        partial(reinforce, floor=None, unlikelihood=False),
     ):
         now = old.clone().requires_grad_()
-        losses, _ = loss(now, old, advantages, mask, segments, **settings)
+        losses, _ = loss(now, old, advantages, mask, segments)
         losses[mask].sum().backward()
         gradients.append(now.grad)
     assert torch.equal(gradients[0], gradients[1])

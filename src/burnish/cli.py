@@ -41,7 +41,7 @@ class Commands(typer.core.TyperGroup):
             _print_error(str(error))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            typer.echo("stopped; run the same command to go on", err=True)
+            typer.echo("stopped; run the same command again to resume", err=True)
             raise typer.Exit(STOPPED) from None
 
 
@@ -71,9 +71,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, even where a run can go on.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
 ) -> None:
-    """Run a recipe; an unfinished run of the same recipe goes on where it stopped."""
+    """Run a recipe; an unfinished run of the same recipe resumes where it stopped."""
     from burnish.machine import refuse_processes
 
     refuse_processes()
@@ -83,7 +83,7 @@ def run(
 
     folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
     Console(highlight=False).print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
-    _say(f"done: {folder}  (report: {folder / 'report.html'})")
+    _print(f"done: {folder}  (report: {folder / 'report.html'})")
 
 
 @app.command()
@@ -92,7 +92,7 @@ def inspect(
     overrides: Overrides = None,
     row: Annotated[int | None, typer.Option(min=0, help="Show this row only, counted from 0.")] = None,
 ) -> None:
-    """Show rows as the model will see them: tokens, what is learned, lengths, what is cut; trains nothing."""
+    """Show rows as the model sees them: tokens, loss masks, lengths, truncation; trains nothing."""
     from burnish.commands.inspect import show
     from burnish.config import load
 
@@ -106,20 +106,20 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of
         raise UserError(f"{folder}: not the folder of a run: it has no manifest.json")
     from burnish.report.page import write
 
-    _say(str(write(folder)))
+    _print(str(write(folder)))
 
 
 @app.command()
 def merge(
     adapter: Annotated[str, typer.Argument(help="A folder with an adapter, or a stage's folder that has one.")],
-    base: Annotated[str | None, typer.Option(help="Where its base lies now, if not where it was.")] = None,
+    base: Annotated[str | None, typer.Option(help="Where the base is now, if it was moved.")] = None,
     output: Annotated[Path | None, typer.Option(help="A new folder; default ADAPTER-merged.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base.")] = False,
 ) -> None:
-    """Fold an adapter into the base it was trained on; refused when the base is another one."""
+    """Merge an adapter into the base it was trained on; any other base is refused."""
     from burnish.models.merge import merge as fold
 
-    fold(adapter, base, output, say=_say, trust_remote_code=trust_remote_code)
+    fold(adapter, base, output, say=_print, trust_remote_code=trust_remote_code)
 
 
 @app.command()
@@ -196,14 +196,14 @@ def generate(
     rows = inference.prompts(prompts or [], source, system)
     loaded = inference.load(model, template, dtype)
     if output is not None:
-        _say(f"{inference.write(loaded, rows, how, output, seed, scores)} completions in {output}")
+        _print(f"{inference.write(loaded, rows, how, output, seed, scores)} completions in {output}")
         return
     for _, lines in inference.completions(loaded, rows, how, seed, scores):
         for line in lines:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
-            _say(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
+            _print(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
             if scores:
-                _say(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} a token, {line['finish_reason']}]")
+                _print(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} a token, {line['finish_reason']}]")
 
 
 @app.command()
@@ -253,23 +253,23 @@ def evaluate(
         typer.echo(json.dumps({key: value for key, value in result.items() if key != "samples"}, indent=1))
         return
     for kind in ("skipped", "changed"):
-        _say(*(f"{kind}: {line}" for line in result[kind]))
-    _say(f"{result['rows']} rows; 95 % intervals over rows in brackets")
+        _print(*(f"{kind}: {line}" for line in result[kind]))
+    _print(f"{result['rows']} rows; 95 % intervals over rows in brackets")
     Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))
 
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine can do, and what would make it faster."""
+    """Report what this machine can do, and what would make it faster."""
     from burnish.machine import advice, examine
 
-    found = examine()
+    facts = examine()
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in found.items():
+    for name, value in facts.items():
         table.add_row(name, value)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    for line in advice(found):
+    for line in advice(facts):
         console.print(f"[yellow]advice:[/] {line}")
 
 
@@ -280,18 +280,18 @@ def _print_error(message: str) -> None:
 
 
 def _make_room(output: Path | None) -> None:
-    """Make the folder of a file that is written at the end, so that what cannot be written is told before the work."""
+    """Create the folder of a file that is written at the end, so that a failure is reported before the work."""
     if output is None:
         return
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {output}: no folder can be made for it: {error.strerror}") from error
+        raise UserError(f"--output {output}: cannot create its folder: {error.strerror}") from error
     if not os.access(output.parent, os.W_OK):
         raise UserError(f"--output {output}: its folder cannot be written to")
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     for line in lines:
         if line:
             typer.echo(line)

@@ -216,7 +216,7 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
         (["data.eval=chat.jsonl", "data.max_length=2", "data.too_long=drop"], "no row is left to measure"),
         (["data.eval=chat.jsonl", "reference=two"], "reference: belongs to prompts and pairs"),
         (["data.eval=chat.jsonl", "generation.samples=2"], "generation: belongs to prompts"),
-        (["data.eval=chat.jsonl", "--output", "rewards.py/found.json"], "no folder can be made"),
+        (["data.eval=chat.jsonl", "--output", "rewards.py/found.json"], "cannot create its folder"),
         (["data.eval=prompts.jsonl", "data.format=prompt"], "set reward: to score answers, or reference: for the KL"),
     ],
 )

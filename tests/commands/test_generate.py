@@ -99,7 +99,7 @@ def test_a_file_that_was_stopped_goes_on_to_the_same_bytes(
 
     monkeypatch.setattr(inference, "_generate", stop_at_the_third)
     stopped = generate(tiny_folder, "--input", "prompts.jsonl", *options, "--output", "out.jsonl")
-    assert stopped.exit_code == 130 and "run the same command to go on" in stopped.stderr
+    assert stopped.exit_code == 130 and "run the same command again to resume" in stopped.stderr
     assert not Path("out.jsonl").exists()
     (aside,) = here.glob(".out.jsonl.*.partial")
     with aside.open("ab") as file:
@@ -175,7 +175,7 @@ def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[st
     [
         (["--input", "prompts.jsonl", "--output", "./prompts.jsonl"], "--output is the input, which would be lost"),
         (["1+1", "--output", "folder"], "is a directory"),
-        (["1+1", "--output", "prompts.jsonl/out.jsonl"], "--output prompts.jsonl/out.jsonl: no folder can be made"),
+        (["1+1", "--output", "prompts.jsonl/out.jsonl"], "--output prompts.jsonl/out.jsonl: cannot create its folder"),
         (["--input", "long.jsonl"], "long.jsonl:3: a prompt of 319 tokens leaves no room"),
     ],
 )

@@ -17,12 +17,14 @@ from transformers import TrainerCallback
 
 from burnish.config import Recipe, load
 from burnish.config import run as pipeline
+from burnish.config.resolve import model_reference
 from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models.forward import scores
 from burnish.models.loading import load_policy, load_reward_model
 from burnish.report.display import Display
 from burnish.report.metrics import is_timing, read_metrics
+from burnish.training.trainer import Trainer
 from burnish.types import Example, Sequence
 
 WHOLE = """
@@ -197,7 +199,7 @@ def test_the_same_recipe_gives_the_same_bytes(done, home, tmp_path):
 def test_what_is_done_is_not_done_again(done, home):
     before = {path: path.stat().st_mtime_ns for path in done.glob("*/model/*")}
     shown = run(home, done)
-    assert shown.count("done before") == 4
+    assert shown.count("already done") == 4
     assert {path: path.stat().st_mtime_ns for path in done.glob("*/model/*")} == before
 
 
@@ -230,14 +232,14 @@ def test_an_interrupted_run_goes_on_to_the_same_end(stage, step, done, home, mon
             if Path(args.output_dir).name == stage and state.global_step == step:
                 raise Stopped
 
-    made = pipeline.Trainer.__init__
+    made = Trainer.__init__
 
     def init(self, *arguments, **others):
         made(self, *arguments, **others)
         self.add_callback(Stop())
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(pipeline.Trainer, "__init__", init)
+        patch.setattr(Trainer, "__init__", init)
         run(home, folder)
     states = {entry["name"]: entry["state"] for entry in manifest(folder)["stages"]}
     assert manifest(folder)["state"] == "running" and states[stage] == "running" and states["prepare"] == "done"
@@ -280,7 +282,7 @@ def test_fresh_starts_over_and_removes_the_run_alone(home, tmp_path):
     (folder / "notes.txt").write_text("mine")
     (folder / ".notes.old").mkdir()
     shown = run(home, folder, FIRST, "seed=1", fresh=True)
-    assert "done before" not in shown and manifest(folder)["recipe"]["seed"] == 1
+    assert "already done" not in shown and manifest(folder)["recipe"]["seed"] == 1
     assert not (folder / "prepare" / "left").exists()
     assert (folder / "notes.txt").read_text() == "mine" and (folder / ".notes.old").is_dir()
 
@@ -348,18 +350,18 @@ def test_adapters_are_merged_into_models_that_anything_loads(done, home, tmp_pat
 def test_sources_are_folders_or_hub_ids(tmp_path, monkeypatch):
     from burnish.config import PackageModel, StageData, StageModel, sources
 
-    assert pipeline.model_reference(StageModel(stage="sft"), tmp_path) == str(tmp_path / "sft" / "model")
+    assert model_reference(StageModel(stage="sft"), tmp_path) == str(tmp_path / "sft" / "model")
     assert sources.data_reference(StageData(stage="a", file="b.jsonl"), tmp_path) == str(
         tmp_path / "a" / "data" / "b.jsonl"
     )
-    assert pipeline.model_reference("org/name", tmp_path) == "org/name"
+    assert model_reference("org/name", tmp_path) == "org/name"
     absent = PackageModel(package="no_such_weights", hub="org/name")
-    assert pipeline.model_reference(absent, tmp_path) == "org/name"
+    assert model_reference(absent, tmp_path) == "org/name"
     with pytest.raises(UserError, match="'no_such_weights' is not installed"):
-        pipeline.model_reference(PackageModel(package="no_such_weights"), tmp_path)
+        model_reference(PackageModel(package="no_such_weights"), tmp_path)
     (tmp_path / "some_weights").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert pipeline.model_reference(PackageModel(package="some_weights", hub="org/name"), tmp_path) == str(
+    assert model_reference(PackageModel(package="some_weights", hub="org/name"), tmp_path) == str(
         tmp_path / "some_weights"
     )
 

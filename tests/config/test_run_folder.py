@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from burnish import files
 from burnish.config import Data, load
 from burnish.config import run as pipeline
 from burnish.config.inputs import Checksums, of_rows
 from burnish.errors import UserError
 from burnish.report.display import Display
+from burnish.training.trainer import Trainer
 
 RECIPE = """
 name: small
@@ -83,7 +85,7 @@ class Killed(BaseException):
 
 def stop_in(stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run until a step of a stage has been saved, and stop there."""
-    saved = pipeline.Trainer._save_checkpoint
+    saved = Trainer._save_checkpoint
 
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         saved(self, *args, **kwargs)
@@ -91,7 +93,7 @@ def stop_in(stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(pipeline.Trainer, "_save_checkpoint", save)
+        patch.setattr(Trainer, "_save_checkpoint", save)
         run()
 
 
@@ -136,7 +138,7 @@ def test_a_manifest_that_is_none_is_told(text: str, home: Path) -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_killed_fresh_is_finished_by_the_next_run(again: bool, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest was removed last: stages that were gone already counted as done before."""
+    """The manifest was removed last: stages that were gone already counted as already done."""
     run()
     expected = weights()
 
@@ -148,7 +150,7 @@ def test_a_killed_fresh_is_finished_by_the_next_run(again: bool, home: Path, mon
         run(fresh=True)
     Path("runs/small/sft/model/model.safetensors").write_bytes(b"from before")
     shown = run(fresh=again)
-    assert "done before" not in shown and weights() == expected
+    assert "already done" not in shown and weights() == expected
     assert {p.name for p in Path("runs/small").iterdir()} == {"manifest.json", "report.html", "made", "sft", "ppo"}
 
 
@@ -160,7 +162,7 @@ def test_a_stage_that_is_done_without_its_folder_is_not_done(home: Path) -> None
     expected = weights()
     shutil.rmtree("runs/small/sft")
     shown = run()
-    assert "runs/small/sft is gone: the stage runs again" in shown and shown.count("done before") == 2
+    assert "runs/small/sft is gone: the stage runs again" in shown and shown.count("already done") == 2
     assert weights() == expected and manifest()["state"] == "done"
 
 
@@ -207,13 +209,13 @@ def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: py
 def test_a_file_that_was_not_touched_is_not_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_in("ppo", 1, monkeypatch)
     read: list[str] = []
-    sha256 = pipeline.files.sha256
+    sha256 = files.sha256
 
     def spy(path: Path) -> str:
         read.append(str(path))
         return sha256(path)
 
-    monkeypatch.setattr(pipeline.files, "sha256", spy)
+    monkeypatch.setattr(files, "sha256", spy)
     os.utime("runs/small/sft/model/config.json", (1, 1))
     run()
     models = [path for path in read if path.startswith("runs/small/sft/")]
@@ -254,7 +256,7 @@ def test_what_changes_before_the_first_checkpoint_is_taken(home: Path, monkeypat
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(pipeline.Trainer, "_save_checkpoint", kill)
+        patch.setattr(Trainer, "_save_checkpoint", kill)
         run()
     Path("own.jsonl").write_text('{"prompt": "a", "completion": "c"}\n')
     run()

@@ -29,8 +29,10 @@ from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, 
 from burnish.data.batching import RowLoader
 from burnish.methods.dpo import mismatched
 from burnish.models.adapters import add_adapter
+from burnish.models.heads import Network, SharedCritic
+from burnish.models.layout import Layout
 from burnish.models.settings import AdapterConfig
-from burnish.types import Example, Pair, Sequence, Text
+from burnish.types import Example, Pair, Sequence, Text, total_counts
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -253,6 +255,27 @@ def trainer(
         callbacks=[callback],
         **layout,
     )
+
+
+def network(critic: bool) -> Network:
+    """A policy in float64, with a critic that is a head on it where asked."""
+    torch.manual_seed(1)
+    policy = exact(LlamaForCausalLM(CONFIG), torch.float64).eval()
+    head = SharedCritic(CONFIG.hidden_size, torch.float64) if critic else None
+    if head is not None:
+        torch.nn.init.normal_(head.score.weight, std=0.3)
+    return Network(policy, head)
+
+
+def plain_gradient(method: Any, network: Network, layout: Layout, examples: list[Example], budget: int | None) -> Any:
+    """The gradient of the loss of one step, without a trainer."""
+    counts = total_counts(examples)
+    network.zero_grad()
+    for batch in layout.cut(examples, budget, 0, 1):
+        terms = method.loss(network, batch)
+        parts = [weight * terms[n].total / counts[terms[n].unit] for n, weight in method.weights.items()]
+        torch.stack(parts).sum().backward()
+    return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
 
 
 def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """Promise 1: the gradient of an optimizer step does not depend on how it is laid out in memory or over processes."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -8,6 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from burnish.config.schema import method_class
+from burnish.data.batching import collate
+from burnish.generate.sampling import Sampling
+from burnish.methods.policy_gradient import ADVANTAGES, POLICY_LOSSES
+from burnish.methods.settings import PRESETS
+from burnish.models.layout import Layout
+from burnish.types import Example, Sequence
 
 JOB = Path(__file__).with_name("gradient_job.py")
 spec = spec_from_file_location("gradient_job", JOB)
@@ -47,6 +56,52 @@ def test_layout_does_not_change_the_gradient(layout, dtype, straight, tmp_path):
     for name, gradient in job.gradients(str(tmp_path), dtype, **layout).items():
         assert gradient.norm() > 1e-3, name
         assert distance(gradient, straight[dtype][name]) < TOLERANCE[dtype], name
+
+
+def test_any_preset_with_any_loss_and_any_estimator() -> None:
+    """Advantages from padded rewards, then the gradient of their loss, whatever the layout of either."""
+    completions = job.completions("old_logprobs", "values", "rewards", "ref_logprobs")
+    width = max(len(example.sequences[0]) for example in completions)
+    groups = torch.arange(len(completions)) % 3  # three completions of each prompt
+    networks = {critic: job.network(critic) for critic in (False, True)}
+    layouts = [
+        (Layout(networks[False].models, torch.device("cpu"), 1, side, 0, packed, shared), budget)
+        for side, packed, shared, budget in (
+            ("right", False, False, None),
+            ("right", True, True, 90),
+            ("left", False, True, 50),
+        )
+    ]
+    wide, narrow = (collate(completions, 0, pad_to=n) for n in (width + 7, 0))
+    tried = 0
+    for name, loss, estimator in itertools.product(PRESETS, POLICY_LOSSES, ADVANTAGES):
+        critic = estimator == "gae"
+        settings = {"policy_loss": loss, "advantage": estimator, "critic": "shared" if critic else "none", "epochs": 1}
+        method = method_class(name)(len, Sampling(samples=3), **settings)
+        arrays = {}
+        for side, batch in (("wide", wide), ("narrow", narrow)):
+            values = batch.arrays["values"].double() if critic else None
+            given = batch.arrays["rewards"].double(), batch.loss_mask, groups, values
+            arrays[side] = method.estimator(*given)
+            assert not arrays[side][0][~batch.loss_mask].any()
+        advantages, returns = arrays["narrow"]
+        assert torch.equal(arrays["wide"][0][:, :width], advantages), (name, loss, estimator)
+        learned = {k: narrow.arrays[k].double() for k in ("old_logprobs", "ref_logprobs")} | {"advantages": advantages}
+        if returns is not None:
+            learned |= {"values": narrow.arrays["values"].double(), "returns": returns}
+        examples = [
+            Example(
+                (Sequence(s.tokens, s.loss_mask, s.source, {k: x[i, : len(s)].numpy() for k, x in learned.items()}),)
+            )
+            for i, s in enumerate(example.sequences[0] for example in completions)
+        ]
+        network = networks[critic]
+        first, *others = (job.plain_gradient(method, network, layout, examples, budget) for layout, budget in layouts)
+        assert first.norm() > 1e-3, (name, loss, estimator)
+        for other in others:
+            assert distance(other, first) < 1e-9, (name, loss, estimator)
+        tried += 1
+    assert tried == 4 * 6 * 8
 
 
 @pytest.fixture(scope="module")

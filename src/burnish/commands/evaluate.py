@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from burnish.commands.generate import TOKEN_BUDGET, Loaded, load, logprobs
 from burnish.config.evaluation import Evaluation
-from burnish.config.run import model_reference, named_reward
+from burnish.config.resolve import model_reference, named_reward
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
-from burnish.config.run import check_rewards, model_reference
+from burnish.config.resolve import model_reference
+from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
 from burnish.data.batching import shared_length
 from burnish.errors import UserError
@@ -89,7 +90,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     if template is not None:
         set_template(tokenizer, template)
     spec = method_spec(stage.method.name)
-    settings = dict(stage.method.settings)
+    settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
     method = method_class(stage.method.name)(**settings)

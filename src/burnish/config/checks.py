@@ -1,4 +1,4 @@
-"""What can be wrong with a recipe, found before anything is loaded."""
+"""Checks of a recipe. They load no model and no rows."""
 
 from __future__ import annotations
 
@@ -33,13 +33,28 @@ from burnish.training.arguments import ABSENT, TrainerConfig
 from burnish.types import Prompt
 
 RENAMED = {
+    "baseline": "advantage: {name: ...}",
+    "clip_high": "policy_loss: {name: clip, clip_high: ...}",
+    "clip_low": "policy_loss: {name: clip, clip_low: ...}",
+    "critic_frozen": "critic: {frozen: ...}",
+    "critic_learning_rate": "critic: {learning_rate: ...}",
+    "critic_start": "critic: {start: ...}",
+    "critic_warmup": "critic: {warmup: ...}",
+    "dual_clip": "policy_loss: {dual_clip: ...}",
+    "floor": "policy_loss: {name: reinforce, floor: ...}",
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "importance_cap": "correction: {mode: truncate, cap: ...}",
+    "lam": "advantage: {name: gae, lam: ...}",
     "max_gap": "max_sampler_mismatch",
     "normalise": "normalize",
     "on_long": "too_long",
     "quantise": "quantize",
     "score_normalise": "score_normalize",
+    "unlikelihood": "policy_loss: {name: reinforce, unlikelihood: ...}",
+    "value_clip": "critic: {clip: ...}",
+    "value_coef": "critic: {coef: ...}",
+    "whiten_advantages": "advantage: {name: gae, whiten: ...}",
 }
 """Old names of keys, wherever they stood, and their new names. An old name is an error."""
 
@@ -58,6 +73,8 @@ def renamed(problems: Iterable[Problem]) -> Iterator[Problem]:
     """The problems, with the new name of every unknown key that was renamed."""
     for path, text in problems:
         new = RENAMED.get(str(path[-1])) if path and text.startswith("unknown key") else None
+        if new and len(path) > 1 and new.startswith(f"{path[-2]}:"):
+            new = None  # it stands in the right block already, whose name does not read it
         yield Problem(path, f"this key was renamed: write {new}" if new else text)
 
 
@@ -126,7 +143,7 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
 
 
 def reference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Stages that do not exist, come too late or share a name; templates that do not exist."""
+    """Stages that do not exist, come later or share a name; unknown templates; settings that do nothing."""
     names = [stage.name for stage in recipe.stages]
     for index, stage in enumerate(recipe.stages):
         earlier = names[:index]
@@ -172,18 +189,18 @@ def _tracker_problems(trainer: TrainerConfig) -> Iterator[str]:
 def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     assert stage.method is not None
     if not method_spec(stage.method.name).streams:
-        yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once; take this key away"
+        yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once: remove this key"
     if stage.trainer.max_steps <= 0:
         yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the steps of the run"
 
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
-    """A method that samples completions needs something that scores them; any other would ignore it."""
+    """A method that samples completions needs a reward; any other method would ignore it."""
     kinds = method_spec(method).kinds
     samples = Prompt in kinds
     if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
-    return f"method {method!r} uses no reward; take this key away" if rewards and not samples else None
+    return f"method {method!r} uses no reward: remove this key" if rewards and not samples else None
 
 
 def _generator_problem(stage: Stage) -> str | None:
@@ -195,25 +212,27 @@ def _generator_problem(stage: Stage) -> str | None:
 
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Files, folders, packages and functions that are not there."""
+    """Files, folders, packages and functions that do not exist."""
     for index, stage in enumerate(recipe.stages):
         for path, source in _sources(stage):
             text = None
             if isinstance(source, str):
                 text = data_problem(source) if path[0] == "data" else model_problem(source)
             elif isinstance(source, PackageModel) and source.hub is None and not is_module(source.package):
-                text = f"package {source.package!r} is not installed, and no hub: names its model elsewhere"
+                text = f"package {source.package!r} is not installed, and its model has no hub: id"
             if text:
                 yield Problem(("stages", index, *path), text)
         functions = [(("run",), stage.run)]
         functions += [(("reward", i, "function"), reward.function) for i, reward in enumerate(stage.reward)]
+        if stage.method:
+            functions += [(("method", key), name) for key, name in stage.method.functions.items()]
         for path, reference in functions:
             if reference and (text := function_problem(recipe.locate(reference))):
                 yield Problem(("stages", index, *path), text)
 
 
 def _is_hub_id(source: str) -> bool:
-    """Whether what is not here may be on the hub: ``owner/name``, with no folder ``owner`` here."""
+    """Whether a name that is no local path may be a hub id: ``owner/name``, with no local folder ``owner``."""
     owner, slash, _ = source.partition("/")
     shape = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+){0,2}", source)
     return bool(shape) and not source.endswith((*READERS, ".gguf", ".gz")) and not (slash and Path(owner).is_dir())
@@ -227,7 +246,7 @@ def _missing(source: str, what: str) -> str:
 
 
 def data_problem(source: str) -> str | None:
-    """What is wrong with the name of a file, folder or data set of rows, None where nothing is."""
+    """A problem with the name of a file, folder or data set of rows; None if there is none."""
     name, _, _ = source.partition(":")  # a folder or a hub id may end in :split
     path = Path(source if Path(source).exists() else name)
     if not path.exists():
@@ -239,7 +258,7 @@ def data_problem(source: str) -> str | None:
 
 
 def model_problem(source: str) -> str | None:
-    """What is wrong with the name of a model, None where nothing is."""
+    """A problem with the name of a model; None if there is none."""
     path = Path(source).expanduser()
     if not path.exists():
         return None if _is_hub_id(source) else _missing(source, "model")
@@ -255,7 +274,7 @@ def model_problem(source: str) -> str | None:
 
 
 def function_problem(reference: str) -> str | None:
-    """What is wrong with ``file.py:name`` or ``package.module:name``, None where nothing is."""
+    """A problem with ``file.py:name`` or ``package.module:name``; None if there is none."""
     file, colon, name = reference.rpartition(":")
     if not colon:
         return f"expected file.py:name or package.module:name, got {reference!r}"
@@ -267,7 +286,7 @@ def function_problem(reference: str) -> str | None:
         body = ast.parse(Path(file).read_text("utf-8")).body
     except SyntaxError as error:
         return f"{file}:{error.lineno}: not valid Python: {error.msg}"
-    known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     known |= {
         target.id
         for node in body

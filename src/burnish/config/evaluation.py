@@ -54,7 +54,7 @@ class Evaluation(Config, use_attribute_docstrings=True):
     _home: Path = pydantic.PrivateAttr(Path())
 
     def locate(self, reference: str) -> str:
-        """``file.py:name`` with the file found from the recipe's folder; ``package.module:name`` as it is."""
+        """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
         return locate(self._home, reference)
 
 
@@ -66,16 +66,16 @@ def load_evaluation(arguments: Sequence[str]) -> Evaluation:
     files = [text for text in arguments if "=" not in text]
     if len(files) > 1:
         raise UserError(f"expected one recipe, got {', '.join(files)}; a setting is written key=value")
-    found, file = document(files[0]) if files else (Document({}, {(): OVERRIDE}), Path("eval"))
+    written, file = document(files[0]) if files else (Document({}, {(): OVERRIDE}), Path("eval"))
     for text in arguments:
-        found = override(found, text) if "=" in text else found
+        written = override(written, text) if "=" in text else written
     try:
-        evaluation = Evaluation.model_validate(found.value)
+        evaluation = Evaluation.model_validate(written.value)
     except pydantic.ValidationError as error:
-        complain(found, list(renamed(mistakes(error, Evaluation, found.value))))
+        complain(written, list(renamed(mistakes(error, Evaluation, written.value))))
         raise
     evaluation._home = file.parent.resolve()
-    complain(found, list(_problems(evaluation)))
+    complain(written, list(_problems(evaluation)))
     return evaluation
 
 

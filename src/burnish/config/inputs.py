@@ -1,4 +1,4 @@
-"""Checksums of what a stage reads: a stage does not resume if they have changed."""
+"""Checksums of the inputs of a stage, which does not resume if they have changed."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def _from_stages(stage: Stage) -> list[StageModel | StageData]:
 
 def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -> dict[str, str]:
     """Checksums of the files of rows by their names; a data set on the hub has none."""
-    found = {}
+    sums = {}
     for reference in (reference for split in splits for reference in references(data, split, folder)):
-        found |= {_name(path, folder): checksums.of(path) for path in files_of(reference)}
-    return found
+        sums |= {_name(path, folder): checksums.of(path) for path in files_of(reference)}
+    return sums
 
 
 def _name(path: Path, folder: Path) -> str:
@@ -118,11 +118,11 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
-    """Checksums of the files that define a stage's rewards and a method of the user's own."""
+    """Checksums of the files that define a stage's rewards, and a method or parts of one of the user's own."""
     names = [reward.function for reward in stage.reward if reward.function]
-    if stage.method and stage.method.name not in METHODS:
-        names.append(stage.method.name)
-    found = {}
+    if stage.method:
+        names += [*([] if stage.method.name in METHODS else [stage.method.name]), *stage.method.functions.values()]
+    sums = {}
     for name in names:
         written = name.rpartition(":")[0]  # the key: a recipe may be moved with its files
         place = recipe.locate(name).rpartition(":")[0]
@@ -130,5 +130,5 @@ def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str
             spec = importlib.util.find_spec(place)
             place = (spec.origin if spec else None) or ""
         if Path(place).is_file():
-            found[written] = checksums.of(Path(place))
-    return found
+            sums[written] = checksums.of(Path(place))
+    return sums

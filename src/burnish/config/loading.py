@@ -45,12 +45,12 @@ def document(reference: str | Path) -> tuple[Document, Path]:
     """
     file = _file(reference)
     try:
-        found = read(file.read_text("utf-8"), str(reference))
+        written = read(file.read_text("utf-8"), str(reference))
     except UnicodeDecodeError as error:
         raise UserError(f"{reference}: not a text file in UTF-8 (byte {error.start})") from error
-    if not isinstance(found.value, dict):
-        raise UserError(f"{reference}: expected keys such as name: and stages:, got {shown(found.value)}")
-    return found, file
+    if not isinstance(written.value, dict):
+        raise UserError(f"{reference}: expected keys such as name: and stages:, got {shown(written.value)}")
+    return written, file
 
 
 def _file(reference: str | Path) -> Path:
@@ -95,15 +95,3 @@ def json_schema() -> dict[str, Any]:
     flat = stage | {"title": "Recipe of one stage", "properties": stage["properties"] | top, "required": []}
     several = {key: value for key, value in whole.items() if key != "$defs"} | {"required": ["stages"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": blocks, "anyOf": [several, flat]}
-
-
-def differences(old: Any, new: Any, at: str) -> Any:
-    """Where two recipes differ, as ``key: old -> new``."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            yield from differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from differences(a, b, f"{at}.{i}")
-    elif old != new:
-        yield f"{at} was {old!r} and is {new!r}"

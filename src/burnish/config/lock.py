@@ -76,8 +76,8 @@ def _open(path: Path) -> IO[str]:
 
 def _owner(path: Path) -> str:
     try:
-        found = json.loads(path.read_text("utf-8"))
-        return f"process {found['process']} on {found['host']} since {found['since']}"
+        owner = json.loads(path.read_text("utf-8"))
+        return f"process {owner['process']} on {owner['host']} since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # it is just being written or removed
         return "another process"
 

@@ -14,6 +14,7 @@ from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
+from burnish.methods.settings import BLOCKS
 from burnish.models.settings import AdapterConfig
 from burnish.protocols import MethodSpec
 from burnish.render.truncate import Truncation
@@ -105,6 +106,13 @@ class MethodChoice(Config, extra="allow"):
         """The settings that the recipe gives; the method's Config knows the others."""
         return dict(self.model_extra or {})
 
+    @property
+    def functions(self) -> dict[str, str]:
+        """Functions of the user's own by the block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
+        blocks = {key: self.settings[key] for key in BLOCKS & set(self.settings)}
+        names = {key: block.get("name") if isinstance(block, dict) else block for key, block in blocks.items()}
+        return {key: name for key, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
+
 
 class Data(Truncation, use_attribute_docstrings=True):
     """Rows of a stage: ``{train: data/chat.jsonl, eval: data/chat-eval.jsonl, max_length: 1024}``."""
@@ -123,7 +131,7 @@ class Data(Truncation, use_attribute_docstrings=True):
     limit: int | None = Field(None, gt=0)
     """Read this many rows."""
     stream: bool = False
-    """Read training rows while the run goes on; needs trainer.max_steps."""
+    """Read training rows during the run; needs trainer.max_steps."""
     shuffle_buffer: int = Field(2048, gt=0)
     """Rows of a stream that are read and shuffled together."""
 
@@ -173,6 +181,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
     weight: float = 1.0
     """0 measures without rewarding."""
     name: str | None = None
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds that one call of the function may take; a longer call stops the run. Default: 600."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> RewardSource:
@@ -181,6 +191,8 @@ class RewardSource(Config, use_attribute_docstrings=True):
         of_model = self.label is not None or self.template is not None or self.normalize or self.steps is not None
         if self.function is not None and of_model:
             raise ValueError("label, template, normalize and steps belong to a reward with model:, not with function:")
+        if self.model is not None and self.timeout is not None:
+            raise ValueError("timeout belongs to a reward with function:, not with model:")
         if self.steps is not None and (self.label is not None or self.normalize):
             raise ValueError("label and normalize belong to a model with one score, not to one with steps:")
         return self
@@ -217,8 +229,8 @@ class Stage(Config, use_attribute_docstrings=True):
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:
         if (self.run is None) == (self.method is None):
-            found = "both run: and" if self.run else "neither run: nor"
-            raise ValueError(f"has {found} method:; a stage either runs a function or trains with a method")
+            which = "both run: and" if self.run else "neither run: nor"
+            raise ValueError(f"has {which} method:; a stage either runs a function or trains with a method")
         given = self.model_fields_set
         if self.run and (extra := given - {"name", "run", "arguments"}):
             raise ValueError(f"{', '.join(sorted(extra))} cannot stand beside run:; a function is set by with:")
@@ -247,8 +259,16 @@ class Recipe(Config, use_attribute_docstrings=True):
         return Path(self.out) if self.out else Path("runs") / self.name
 
     def locate(self, reference: str) -> str:
-        """``file.py:name`` with the file found from the recipe's folder; ``package.module:name`` as it is."""
+        """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
         return locate(self._home, reference)
+
+    def method_settings(self, method: MethodChoice) -> dict[str, Any]:
+        """The settings of a method, with the files of the user's functions found from the recipe's folder."""
+        settings = method.settings
+        for key, name in method.functions.items():
+            block = settings[key] if isinstance(settings[key], dict) else {}
+            settings[key] = {**block, "name": self.locate(name)}
+        return settings
 
     def resolved(self) -> dict[str, Any]:
         """The recipe with every default filled in, as plain values."""
@@ -262,7 +282,7 @@ class Recipe(Config, use_attribute_docstrings=True):
 
 
 def locate(home: Path, reference: str) -> str:
-    """``file.py:name`` with the file found from a folder; ``package.module:name`` as it is."""
+    """``file.py:name`` with the path of the file relative to a folder; ``package.module:name`` as it is."""
     file, _, name = reference.rpartition(":")
     return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
 

@@ -51,11 +51,11 @@ def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], see
         UserError: a source cannot be read or has no good row, or a row is bad and is not to be skipped.
     """
     parts, names = data.parts(split), references(data, split, folder)
-    found = [rows.load(name, kinds, **_how(data, part)) for part, name in zip(parts, names, strict=True)]
-    if len(found) == 1:
-        return found[0]
+    reads = [rows.load(name, kinds, **_how(data, part)) for part, name in zip(parts, names, strict=True)]
+    if len(reads) == 1:
+        return reads[0]
     weights = [part.weight for part in parts if part.weight is not None]
-    return mixing.mix(found, names, weights or None, seed)
+    return mixing.mix(reads, names, weights or None, seed)
 
 
 def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:

@@ -183,7 +183,7 @@ def find(root: Any, path: Keys) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
+    """A value as messages show it: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -218,14 +218,14 @@ _EXPECTED = {
 
 
 def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], value: Any) -> list[Problem]:
-    """The errors of pydantic in our words, one for each key; the branches of a union are one message."""
+    """The errors of pydantic as our messages, one for each key, also where a key may have one of several types."""
     expected: dict[Keys, list[str]] = {}
     problems = []
     for detail in error.errors():
         path = _real(detail["loc"], value)
         kind, context = detail["type"], detail.get("ctx", {})
         if kind == "extra_forbidden":
-            known = sorted(_keys(model, path[:-1]))
+            known = sorted(_keys(model, tuple(detail["loc"][:-1])) or _keys(model, path[:-1]))
             text = f"unknown key{did_you_mean(str(path[-1]), known)}; keys here are {', '.join(known)}"
             problems.append(Problem(path, text))
         elif kind == "missing":
@@ -255,9 +255,13 @@ def _real(location: Keys, value: Any) -> Keys:
 
 
 def _keys(annotation: Any, path: Keys) -> set[str]:
-    """Keys that a block may have, following a path through the fields of nested models."""
+    """Keys that a block may have, following a path through the fields of nested models, and the tags of unions."""
     if path and isinstance(path[0], int):
         return _keys(annotation, path[1:])
+    if path and (tag := str(path[0])).startswith("<"):
+        branches = [get_args(branch) for branch in get_args(annotation)]
+        chosen = [branch[0] for branch in branches if pydantic.Tag(tag) in branch[1:]]
+        return set().union(*(_keys(branch, path[1:]) for branch in chosen))
     if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
         return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
     fields = {field.alias or name: field for name, field in annotation.model_fields.items()}

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from burnish.errors import UserError
 from burnish.generate.local import check_requests, load_named
@@ -206,7 +206,8 @@ def _limit(request: Request) -> int:
     if request.sampling.length_range is None:
         return request.sampling.max_new_tokens
     generator = torch.Generator().manual_seed(request.seed)
-    return int(torch.randint(*request.sampling.length_range, (), generator=generator))
+    low, high = request.sampling.length_range
+    return int(torch.randint(low, high, (), generator=generator))
 
 
 @contextmanager

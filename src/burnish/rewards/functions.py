@@ -16,6 +16,9 @@ from burnish.types import Reward, Trajectory
 from burnish.user_code import user_code
 from burnish.user_tasks import user_tasks
 
+TIMEOUT = 600.0
+"""Seconds that one call of a reward may take where nothing else is said."""
+
 
 class NamedReward(NamedTuple):
     """One part of the score: ``NamedReward("brevity", 0.1, brevity, "my_rewards.py:brevity", timeout=60.0)``.
@@ -28,7 +31,7 @@ class NamedReward(NamedTuple):
     weight: float
     function: Reward
     reference: str = ""
-    timeout: float = 600.0
+    timeout: float = TIMEOUT
 
 
 def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, ...]) -> Any | asyncio.Task[Any]:

@@ -12,7 +12,7 @@ from burnish.rewards.scoring import Scorer, Scores
 from burnish.rl.trajectory import begin, with_scores, with_turn
 from burnish.types import Prompt, Trajectory
 
-SCORED_TOGETHER = 16
+SCORED_TOGETHER = 64
 """Trajectories of one call of a reward, rounded up to whole prompts: few enough to start early, enough for a batch."""
 
 POLL = 0.05

@@ -1,0 +1,150 @@
+"""The manifest of a run: its recipe with every default, the versions of packages, and the results of each stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish import files
+from burnish.config.schema import NAME, Recipe, Stage
+from burnish.errors import UserError
+
+MANIFEST = "manifest.json"
+REMOVING = ".manifest.json.removing"
+FORMAT = 1  # of a run's folder
+VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
+
+
+def open_manifest(recipe: Recipe) -> dict[str, Any]:
+    """Read the manifest of a run, or make a new one.
+
+    Raises:
+        UserError: the folder holds the run of another recipe or version of Burnish, or stages without a manifest.
+    """
+    path = recipe.folder / MANIFEST
+    resolved = recipe.resolved()
+    if path.is_file():
+        manifest = read_manifest(path)
+        if manifest.get("format") != FORMAT:
+            raise UserError(
+                f"{recipe.folder} holds a run of another version of Burnish: start over with --fresh, or name another "
+                "folder with out=FOLDER"
+            )
+        # a run that was moved is the same run
+        different = next(_differences(manifest["recipe"] | {"out": recipe.out}, resolved, ""), None)
+        if different is not None:
+            raise UserError(
+                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
+                "folder with out=FOLDER"
+            )
+        if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
+            raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
+        return manifest
+    if taken := [stage.name for stage in recipe.stages if (recipe.folder / stage.name).exists()]:
+        raise UserError(
+            f"{recipe.folder} holds {taken[0]}, but no manifest.json: remove it, or name another folder with out=FOLDER"
+        )
+    return {
+        "format": FORMAT,
+        "name": recipe.name,
+        "state": "running",
+        "recipe": resolved,
+        "versions": _versions(),
+        "machine": {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        },
+        "stages": [pending(stage) for stage in recipe.stages],
+        "checksums": {},
+    }
+
+
+def pending(stage: Stage) -> dict[str, Any]:
+    """The entry of a stage that has not started."""
+    return {
+        "name": stage.name,
+        "method": stage.method.name if stage.method else None,
+        "state": "pending",
+        "seconds": 0.0,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in VERSIONS} | {"python": platform.python_version()}
+
+
+def other_versions(manifest: Mapping[str, Any]) -> str:
+    """Packages whose version has changed since the run started: ``torch 2.12.0 and resumes with 2.13.0``."""
+    now = _versions()
+    changed = [name for name, old in manifest["versions"].items() if now.get(name) != old]
+    return ", ".join(f"{name} {manifest['versions'][name]} and resumes with {now.get(name)}" for name in changed)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest and check the names of its stages.
+
+    Raises:
+        UserError: the file is not a manifest.
+    """
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        names = [entry["name"] for entry in manifest["stages"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not a valid manifest ({error!r}): restore it, or remove the folder") from error
+    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(NAME, name))]:
+        raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: restore the file, or remove the folder")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Replace the manifest in the folder of a run."""
+    files.write_text(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False))
+
+
+def clear(folder: Path) -> None:
+    """Remove the stages, the report and the manifest of a run, but no other file in its folder.
+
+    The manifest is renamed first, so that no stage counts as done while others are being removed. If the process is
+    killed in between, the next run removes the rest.
+
+    Raises:
+        UserError: the manifest is not one, or a stage's folder is a link to somewhere else. Nothing was removed.
+    """
+    for manifest in (folder / REMOVING, folder / MANIFEST):
+        if not manifest.is_file():
+            continue
+        places = [folder / entry["name"] for entry in read_manifest(manifest)["stages"]]
+        if linked := [place for place in places if place.is_symlink()]:
+            raise UserError(
+                f"{linked[0]} is a link to {os.readlink(linked[0])}, and --fresh removes only what lies in {folder}: "
+                "remove the link yourself"
+            )
+        manifest.replace(folder / REMOVING)
+        files.sync(folder)
+        for path in (part for place in places for part in (place, files.staging(place), files.removing(place))):
+            if path.is_dir():
+                shutil.rmtree(path)
+        (folder / "report.html").unlink(missing_ok=True)
+        (folder / REMOVING).unlink()
+
+
+def _differences(old: Any, new: Any, at: str) -> Iterator[str]:
+    """The keys in which two recipes differ, each as a sentence."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(a, b, f"{at}.{i}")
+    elif old != new:
+        yield f"{at} was {old!r} and is {new!r}"

@@ -1,0 +1,49 @@
+"""What the models and rewards of a recipe are: folders, hub ids, and functions that score completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from burnish import user_functions
+from burnish.config.evaluation import Evaluation
+from burnish.config.schema import PackageModel, Recipe, RewardSource, StageModel
+from burnish.errors import UserError
+from burnish.models import loading
+from burnish.render.templates import set_template
+from burnish.rewards.functions import TIMEOUT, NamedReward
+from burnish.rewards.model import ModelReward
+from burnish.rewards.steps import StepReward
+from burnish.types import Config, Reward
+
+
+def model_reference(source: str | Config, folder: Path) -> str:
+    """The folder or hub id of a model; the hub id if a package is not installed."""
+    if isinstance(source, StageModel):
+        return str(folder / source.stage / "model")
+    if isinstance(source, PackageModel):
+        place = loading.package_folder(source.package)
+        if place is None and source.hub is None:
+            raise UserError(f"the package {source.package!r} is not installed, and its model has no hub: id")
+        return str(place) if place is not None else str(source.hub)
+    return str(source)
+
+
+def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:
+    """Load a reward, with its name and weight; ``folder`` is that of the run, which holds the stages."""
+    if source.function is not None:
+        name = source.name or source.function.rpartition(":")[2]
+        function = user_functions.load(recipe.locate(source.function))
+        return NamedReward(name, source.weight, function, source.function, source.timeout or TIMEOUT)
+    assert source.model is not None
+    reference = model_reference(source.model, folder)
+    tokenizer = loading.load_tokenizer(reference)
+    if source.template is not None:
+        set_template(tokenizer, source.template)
+    if source.steps is not None:
+        network = loading.load_value_model(reference).to(device)
+        scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
+    else:
+        model = loading.load_reward_model(reference, labels=None).to(device)
+        scorer = ModelReward(model, tokenizer, label=source.label, normalize=source.normalize)
+    name = source.model.stage if isinstance(source.model, StageModel) else "model"
+    return NamedReward(source.name or name, source.weight, scorer)

@@ -1,0 +1,283 @@
+"""A stage that trains: its inputs, its trainer, and the model that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
+
+from burnish import files
+from burnish.config import (
+    Data,
+    Recipe,
+    Stage,
+    method_class,
+    method_spec,
+    sources,
+)
+from burnish.config.inputs import Checksums, of_code, of_model, of_rows
+from burnish.config.resolve import model_reference, named_reward
+from burnish.data import readers as rows
+from burnish.data.streaming import RowStream, StreamLoader
+from burnish.errors import UserError
+from burnish.generate.settings import factory
+from burnish.models import loading, merge
+from burnish.models.adapters import add_adapter
+from burnish.render.encode import sort_changes
+from burnish.render.templates import set_template
+from burnish.report.display import Display, RunCallback
+from burnish.report.metrics import Recorder, read_metrics
+from burnish.rewards.functions import NamedReward
+from burnish.training.trainer import Trainer
+from burnish.types import Prompt
+
+
+class TrainingStage:
+    """A stage that trains: it loads its inputs, trains or resumes, evaluates, and saves the folder of a model."""
+
+    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+        assert stage.method is not None and stage.model is not None and stage.data is not None
+        self.recipe, self.stage = recipe, stage
+        self.data: Data = stage.data
+        self.splits = [split for split in ("train", "eval") if getattr(self.data, split) is not None]
+        self.folder = recipe.folder / stage.name
+        self.spec = method_spec(stage.method.name)
+        self.source = model_reference(stage.model, recipe.folder)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def _checkpoints(self) -> tuple[Path | None, list[str]]:
+        return files.latest(self.folder)
+
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint that the stage resumes from."""
+        return self._checkpoints[0]
+
+    @property
+    def damaged(self) -> list[str]:
+        """Damaged later checkpoints, each with the reason."""
+        return self._checkpoints[1]
+
+    def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
+        """Train to the end and return the results for the manifest.
+
+        ``entry`` is the stage's entry in the manifest, with the checksums of its inputs.
+        """
+        recorder = Recorder(self.folder)
+        start = self.start
+        for wrong in self.damaged:
+            screen.message(f"damaged: {wrong}: {f'{start} is used instead' if start else 'the stage starts over'}")
+        files.remove_leftovers(self.folder)
+        if start is None:
+            recorder.truncate({})
+        set_seed(self.recipe.seed)
+        model, tokenizer = self._load(screen)
+        summary = loading.summary(model, tokenizer)
+        screen.message(
+            f"{self.source}: {summary['class']}, {summary['parameters']:,} parameters, {summary['trainable']:,} "
+            f"trained ({summary['trainable share']:.1%}), {summary['dtype']}, pad/eos/bos {summary['pad/eos/bos']}"
+        )
+        splits = {split: self.rows(split) for split in self.splits}
+        self._check_data(entry, checksums)
+        check_rewards(self.stage, splits)
+        if warning := sources.overlap(self.data, self.recipe.folder):
+            screen.message(warning)
+        if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
+            screen.message(
+                f"stages.{self.stage.name}.generator: on a GPU {{name: continuous}} samples faster than local, which "
+                "starts a kernel for every operation of every token"
+            )
+        trainer = self._trainer(model, tokenizer, splits, recorder, screen)
+        counts = {s: self._counts(read, trainer) for s, read in splits.items() if isinstance(read, rows.Rows)}
+        lines = (f"{split}: {_summary(counts[split]) if split in counts else 'read as a stream'}" for split in splits)
+        screen.message(", ".join(lines))
+        if start is None and "eval" in splits:
+            trainer.evaluate()
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        done = self._evaluations()
+        if "eval" in splits and (len(done) < 2 or trainer.state.global_step != done[-1]["step"]):
+            trainer.evaluate()
+        if isinstance(trainer.loader, StreamLoader):
+            counts = {"train": trainer.loader.counts()} | counts
+            screen.message(f"train: {_summary(counts['train'])}")
+        evaluations = self._evaluations()
+        self._save(trainer, evaluations[-1] if evaluations else {})
+        recorder.offsets()  # what was logged since the last checkpoint is on disk before the stage counts as done
+        return {
+            "model": summary | {"source": self.source},
+            "rows": counts,
+            "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
+            "files": {f"model/{name}": digest for name, digest in files.listed(self.folder / "model").items()},
+        }
+
+    def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
+        """Compute the checksums of rows, models and code for the manifest.
+
+        Raises:
+            UserError: an input has changed since the stage started.
+        """
+        folder = self.recipe.folder
+        models = [self.source, *(model_reference(r.model, folder) for r in self.stage.reward if r.model)]
+        inputs = of_code(self.recipe, self.stage, checksums)
+        for reference in models:
+            inputs |= of_model(reference, folder, checksums)
+        current = {"data": of_rows(self.data, self.splits, folder, checksums), "inputs": inputs}
+        if self.start is not None:
+            for kind, now in current.items():
+                self._refuse_changes(before.get(kind) or {}, now)
+        return current
+
+    def _check_data(self, entry: Mapping[str, Any], checksums: Checksums) -> None:
+        """Refuse rows that changed while they were read."""
+        self._refuse_changes(entry["data"], of_rows(self.data, self.splits, self.recipe.folder, checksums))
+
+    def _refuse_changes(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        changed = [name for name in [*now, *before] if now.get(name) != before.get(name)]
+        if changed:
+            raise UserError(
+                f"{changed[0]} has changed since {self.stage.name} started: restore it, or start over with --fresh"
+            )
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]
+
+    def arguments(self) -> TrainingArguments:
+        """The trainer's arguments, as the recipe gives them."""
+        try:
+            return TrainingArguments(
+                output_dir=str(self.folder),
+                seed=self.recipe.seed,
+                use_cpu=self.device == "cpu",
+                logging_nan_inf_filter=False,
+                disable_tqdm=True,
+                **self.stage.trainer.arguments(),
+            )
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
+
+    def method(self, rewards: list[NamedReward]) -> Any:
+        """Make the method from its settings; a method that samples also gets rewards and sampling settings."""
+        assert self.stage.method is not None
+        settings = self.recipe.method_settings(self.stage.method)
+        if Prompt in self.spec.kinds:
+            generator = factory(self.stage.generator)
+            settings |= {"reward": rewards, "sampling": self.stage.generation, "generator": generator}
+        return method_class(self.stage.method.name)(**settings)
+
+    def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
+        """Load the model and its tokenizer, set the stage's template, and add a fresh adapter if the stage has one."""
+        stage = self.stage
+        if stage.trust_remote_code:
+            screen.message(f"trust_remote_code: code from {self.source} is run")
+        tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
+        self._template(tokenizer, screen)
+        source, trust, adapted = self.source, stage.trust_remote_code, loading.is_adapter(self.source)
+        if stage.adapter is not None and adapted:
+            source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
+        dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
+        load = loading.load_reward_model if self.spec.task == "SEQ_CLS" else loading.load_policy
+        quantized = stage.adapter.quantize if stage.adapter else None
+        model: Any = load(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
+        if stage.adapter is not None:
+            model = add_adapter(model, stage.adapter, self.spec.task, loading.describe(source))
+        elif adapted:
+            what = "training continues with it, on" if isinstance(model, PeftModel) else "it is merged into"
+            screen.message(f"{source} is an adapter: {what} its base {loading.base_of(loading.resolve(source))}")
+        elif dtype in (torch.bfloat16, torch.float16):
+            screen.message(f"dtype {stage.dtype}: weights are trained in it, without float32 master weights")
+        loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
+        return model, tokenizer
+
+    def _template(self, tokenizer: PreTrainedTokenizerBase, screen: Display) -> None:
+        """Set the recipe's plain template, and report if it replaces a different one."""
+        if self.stage.template is None:
+            return
+        stored = tokenizer.chat_template
+        set_template(tokenizer, self.stage.template)
+        if stored is not None and stored != tokenizer.chat_template:
+            screen.message(f"template {self.stage.template} replaces the one stored with {self.source}")
+
+    def rows(self, split: str) -> rows.Rows | RowStream:
+        """Read the rows of a split, or open them as a stream."""
+        folder, kinds = self.recipe.folder, self.spec.kinds
+        if split == "train" and self.data.stream:
+            return sources.stream(self.data, folder, kinds)
+        return sources.read(self.data, split, folder, kinds, self.recipe.seed)
+
+    def _trainer(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: dict[str, rows.Rows | RowStream],
+        recorder: Recorder,
+        screen: Display,
+    ) -> Trainer:
+        trainer = Trainer(
+            model=model,
+            args=self.arguments(),
+            method=self.method(
+                [named_reward(s, self.recipe, self.recipe.folder, self.device) for s in self.stage.reward]
+            ),
+            train_dataset=splits["train"],
+            eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
+            processing_class=tokenizer,
+            length=self.data.length,
+            token_budget=self.stage.token_budget,
+            packed=self.stage.packed,
+            on_non_finite=self.stage.trainer.on_non_finite,
+            recorder=recorder,
+            show_samples=screen.samples,
+            callbacks=[RunCallback(recorder, screen)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:
+        """Write a model folder that transformers alone can load. An adapter is merged, and also saved separately.
+
+        The mean and standard deviation of a reward model's held-out scores go into its config.
+        """
+        network = trainer.accelerator.unwrap_model(trainer.model)
+        if "eval_score_mean" in evaluated:
+            config = loading.unwrap(network.policy).config
+            config.score_mean, config.score_std = evaluated["eval_score_mean"], evaluated["eval_score_std"]
+        if isinstance(network.policy, PeftModel):
+            with files.writing(self.folder / "adapter") as staging:
+                network.save_policy(staging)
+                trainer.tokenizer.save_pretrained(staging)
+            network.policy = merge.policy_of(network.policy, self.folder / "adapter", self.stage.trust_remote_code)
+        if isinstance(network.critic, PeftModel):
+            network.critic = network.critic.merge_and_unload()
+        with files.writing(self.folder / "model") as staging:
+            trainer.save_model(str(staging))
+
+    def _counts(self, read: rows.Rows, trainer: Trainer) -> dict[str, Any]:
+        skipped, cut = sort_changes(trainer.method.examples(read.rows, trainer.tokenizer, trainer.length).changed)
+        count = {"rows": len(read.rows), "skipped": [f"{s.source}: {s.reason}" for s in read.skipped] + skipped}
+        return count | {"cut": cut} | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
+
+
+def _summary(count: Mapping[str, Any]) -> str:
+    """A line about rows: ``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``."""
+    notes = [f"{m['drawn']:,} of the {m['rows']:,} of {m['source']}" for m in count.get("mixed", ())]
+    for kind in ("skipped", "cut"):
+        if named := count[kind]:
+            many = count.get(f"{kind} in all", len(named))
+            notes.append(f"{many:,} {kind}: {named[0]}" + (" ..." if many > 1 else ""))
+    return f"{count['rows']:,} rows" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def check_rewards(stage: Stage, splits: Mapping[str, rows.Rows | RowStream]) -> None:
+    """Raise a UserError if a stage has rewards, but no row is a prompt whose completions they could score."""
+    rows_of_splits = [part.rows for part in splits.values() if isinstance(part, rows.Rows)]
+    if stage.reward and not any(isinstance(row, Prompt) for part in rows_of_splits for row in part):
+        raise UserError(
+            f"stages.{stage.name}.reward: rewards score completions of prompts, but no row of data.train or data.eval "
+            "is a prompt; scored rows have their own rewards: remove this key"
+        )
