@@ -138,7 +138,7 @@ def ppo(shape: dict[str, Any], batch: int, longest: int, steps: int) -> dict[str
     arguments = {"max_steps": WARMUP + steps, "per_device_train_batch_size": batch}
     with tempfile.TemporaryDirectory() as out:
         job = trainer(shape, method, rows.rows, arguments, out, callbacks=[clock])
-        timed(method.sampler.bind(job.context), "poll", "sampling")
+        timed(method.sampler.bind(job.engine, job.run), "poll", "sampling")
         timed(job.get_train_dataloader(), "_measured", "experience")
         timed(job, "training_step", "update")
         job.train()

@@ -145,7 +145,9 @@ def test_what_follows_the_stop_token_has_no_effect(run: Any) -> None:
             {name: [*values, *[7.0] * more] for name, values in sequence.arrays.items()},
         )
         with torch.no_grad():
-            terms = found.trainer.method.loss(found.trainer.network, found.trainer.layout.collate([Example((longer,))]))
+            terms = found.trainer.method.loss(
+                found.trainer.network, found.trainer.engine.layout.collate([Example((longer,))])
+            )
         return {name: (float(term.total), float(term.count)) for name, term in terms.items()}
 
     expected = after()

@@ -222,7 +222,7 @@ def test_a_critic_with_a_window_of_its_own_decides_how_rows_lie(run: Any, tiny_t
     for window, fits in ((None, True), (4, False)):
         how = {"optim": "sgd"}  # of Adam's steps the least rounding decides
         found = run(**start(window), arguments=how)
-        layout = found.trainer.layout
+        layout = found.trainer.engine.layout
         assert (layout.packed, layout._can_share) == (fits, fits)
         padded = run(**start(window), arguments=how | {"own": {"packed": False, "shared_prompts": False}})
         for name in ("policy", "value"):
@@ -250,7 +250,7 @@ def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step
     assert len(found.steps) == epochs
     # rounding of half precision between two passes of the trainer is no gap to the sampler
     loader = found.trainer.loader
-    loader.context = replace(loader.context, last=lambda: {"approxkl": 1.0})
+    loader.run.last = lambda: {"approxkl": 1.0}
     loader.compared = False
     with pytest.raises(RuntimeError, match=r"differ by 1\.4 a token in the first step"):
         loader.check()

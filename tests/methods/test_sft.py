@@ -177,7 +177,7 @@ def test_accumulated_rows_are_one_step_of_all_their_tokens(make_trainer: Any, ti
 def test_nothing_learned_is_exactly_zero(make_trainer: Any, tiny_llama: Any) -> None:
     trainer = make_trainer(SFT(), tiny_llama(), rows(4))
     silent = [Example((Sequence((5, 6, 7), (False,) * 3, "silent"),))]
-    terms = trainer.method.loss(trainer.network, trainer.layout.collate(silent))
+    terms = trainer.method.loss(trainer.network, trainer.engine.layout.collate(silent))
     nll = Metric(terms["nll"].total, terms["nll"].count)
     assert [x.item() for x in (*nll, nll.mean)] == [0.0, 0.0, 0.0]
     terms["nll"].total.backward()

@@ -88,7 +88,7 @@ def test_passes_go_on_in_halves_where_memory_runs_out(
             return StepReward(network, tiny_tokenizer).values(answers)
         if pass_ == "evaluate":
             return [trainer.evaluate()["eval_loss"]]
-        found = trainer.context.annotate(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
+        found = trainer.engine.run(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
         return [e.sequences[0].arrays["x"] for e in found]
 
     expected = run()

@@ -13,7 +13,7 @@ from burnish import Reinforce
 from burnish.data.batching import RowLoader
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import group
-from burnish.types import Example, Sequence, Text
+from burnish.types import Encoded, Example, Sequence, Text
 
 pytestmark = [
     pytest.mark.peers,
@@ -117,7 +117,8 @@ def our_loss(ours: Any) -> Callable[..., Any]:
 
     def run(model: Any, made: list[Rollout], **settings: Any) -> Any:
         method = Reinforce(sampling=Sampling(max_new_tokens=LONGEST), **settings)
-        method.loader = lambda rows, context: RowLoader(as_examples(made), len(made), 0)  # type: ignore[method-assign]
+        method.examples = lambda *_: Encoded(as_examples(made), [])  # type: ignore[method-assign]
+        method.loader = lambda examples, *_: RowLoader(examples, len(made), 0)  # type: ignore[method-assign]
         return ours(method, model, [Text("", "rollouts")])
 
     return run

@@ -65,8 +65,8 @@ def test_every_prompt_gets_its_samples_in_order(trainer_of: Any, tiny_tokenizer:
     def sampled(indices: list[int], samples: int, iteration: int) -> list[Trajectory]:
         sampling = Sampling(max_new_tokens=5, samples=samples)
         rewards = [NamedReward("tokens", 1.0, tokens_reward)]
-        generator = trainer.method.sampler.bind(trainer.context)
-        return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.context, generator)
+        generator = trainer.method.sampler.bind(trainer.engine, trainer.run)
+        return collect(rows, tokens, indices, iteration, sampling, rewards, trainer.engine, trainer.run, generator)
 
     four = sampled([4, 0, 2], 4, 7)
     assert [t.source for t in four] == [f"prompts:{i}" for i in (4, 0, 2) for _ in range(4)]
@@ -163,9 +163,9 @@ def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer
 
     def rollouts(reward: Any, iteration: int = 7) -> list[Trajectory]:
         rewards = [NamedReward("tokens", 2.0, reward), NamedReward("noise", 1.0, noise)]
-        generator = trainer.method.sampler.bind(trainer.context)
+        generator = trainer.method.sampler.bind(trainer.engine, trainer.run)
         sampling = Sampling(max_new_tokens=5, samples=2)
-        return collect(rows, tokens, [3, 0, 1], iteration, sampling, rewards, trainer.context, generator)
+        return collect(rows, tokens, [3, 0, 1], iteration, sampling, rewards, trainer.engine, trainer.run, generator)
 
     well = rollouts(tokens_reward)
     random.seed(5)  # what a reward draws depends on the iteration, not on what was drawn before

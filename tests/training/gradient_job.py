@@ -32,7 +32,7 @@ from burnish.models.adapters import add_adapter
 from burnish.models.heads import Network, SharedCritic
 from burnish.models.layout import Layout
 from burnish.models.settings import AdapterConfig
-from burnish.types import Example, Pair, Sequence, Text, total_counts
+from burnish.types import Encoded, Example, Pair, Sequence, Text, total_counts
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -231,7 +231,7 @@ def trainer(
     **layout: Any,
 ) -> Trainer:
     """A trainer of ``steps`` steps that a loader gives, by Adam with weight decay."""
-    method.loader = loader
+    method.loader, method.examples = loader, lambda *_: Encoded([], [])
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
@@ -304,7 +304,7 @@ def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:
                 method.warming_up = step in (0, 1, 3)
             return examples
 
-        def loader(rows, context, finish=finish) -> Any:
+        def loader(_, engine, run, finish=finish) -> Any:
             return RowLoader(rollouts, len(rollouts), 0, finish)
 
         trainer(folder, method, model, loader, len(steps), Keep(), token_budget=60).train()
@@ -323,8 +323,8 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
             def on_pre_optimizer_step(self, args, state, control, model: Any = None, into=grads, **_):
                 into.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
 
-        def loader(rows, context, method=method, examples=examples) -> Any:
-            ready = (lambda step: method.ready(step, context)) if isinstance(method, DPO) else None
+        def loader(_, engine, run, method=method, examples=examples) -> Any:
+            ready = (lambda step: method.ready(step, engine)) if isinstance(method, DPO) else None
             return RowLoader(examples, len(examples), 0, ready)
 
         # as strong as the embeddings, whose standard deviation is 0.02

@@ -187,7 +187,7 @@ def test_out_of_memory_halves_the_budget_and_gives_the_same_gradient(error, make
     trainer = make(callbacks=[keep], max_steps=1, per_device_train_batch_size=10)
     with pytest.warns(UserWarning, match="out of memory: the step is repeated with token_budget="):
         trainer.train()
-    assert len(calls) > 2 and max(calls[1:]) <= trainer.token_budget < calls[0]
+    assert len(calls) > 2 and max(calls[1:]) <= trainer.engine.token_budget < calls[0]
     assert distance(keep.found[0], straight) < 1e-5
 
 
@@ -307,7 +307,7 @@ def test_what_is_logged_is_the_loss_of_the_step(make, tmp_path):
         assert line["loss"] == pytest.approx(line["nll"], rel=1e-4)
         assert line["tokens"] > 0 and line["seconds"] > 0
     # each row's tokens are counted once
-    examples = trainer.method.examples(trainer.rows, trainer.tokenizer, trainer.length).examples
+    examples = trainer.train_examples.examples
     assert sum(line["tokens"] for line in lines) == sum(len(e.sequences[0].tokens) for e in examples)
     # at a learning rate of 0 the token-weighted mean of the steps is the loss over all rows
     counts = {id(e): e.counts["tokens"] for e in examples}

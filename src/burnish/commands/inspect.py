@@ -98,7 +98,8 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     for split in ("train", "eval"):
         if getattr(stage.data, split) is not None:
             read = _read(recipe, stage.data, split, spec.kinds)
-            splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
+            encode = method.examples if split == "train" else method.eval_examples
+            splits[split] = (read, encode(read.rows, tokenizer, stage.data.length))
     check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
         console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")

@@ -34,7 +34,7 @@ from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
 from burnish.rewards.functions import NamedReward
 from burnish.training.trainer import Trainer
-from burnish.types import Prompt
+from burnish.types import Encoded, Prompt
 
 
 class TrainingStage:
@@ -94,7 +94,11 @@ class TrainingStage:
                 "starts a kernel for every operation of every token"
             )
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
-        counts = {s: self._counts(read, trainer) for s, read in splits.items() if isinstance(read, rows.Rows)}
+        counts = {
+            s: _counts(read, trainer.train_examples if s == "train" else trainer.eval_examples)
+            for s, read in splits.items()
+            if isinstance(read, rows.Rows)
+        }
         lines = (f"{split}: {_summary(counts[split]) if split in counts else 'read as a stream'}" for split in splits)
         screen.message(", ".join(lines))
         if start is None and "eval" in splits:
@@ -257,10 +261,12 @@ class TrainingStage:
         with files.writing(self.folder / "model") as staging:
             trainer.save_model(str(staging))
 
-    def _counts(self, read: rows.Rows, trainer: Trainer) -> dict[str, Any]:
-        skipped, cut = sort_changes(trainer.method.examples(read.rows, trainer.tokenizer, trainer.length).changed)
-        count = {"rows": len(read.rows), "skipped": [f"{s.source}: {s.reason}" for s in read.skipped] + skipped}
-        return count | {"cut": cut} | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
+
+def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
+    """Rows of a split, and those that were skipped, cut or mixed."""
+    skipped, cut = sort_changes(encoded.changed)
+    count = {"rows": len(read.rows), "skipped": [f"{s.source}: {s.reason}" for s in read.skipped] + skipped}
+    return count | {"cut": cut} | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
 
 
 def _summary(count: Mapping[str, Any]) -> str:
