@@ -108,6 +108,22 @@ def test_prompts_lose_their_oldest_turns_and_never_the_system_message(byte_token
     assert "4 of 5 turns and 2 of 5 characters of the last turn left out" in result.changed[0].reason
 
 
+def test_prompts_keep_their_rows_with_the_columns_of_now(
+    byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
+    tokenizer = byte_tokenizer(None)
+    set_template(tokenizer, "text")
+    limit = Truncation(max_length=4, too_long="drop")
+    for answer in ("1", "2"):  # the second time from the cache
+        rows = [Prompt((user(text),), {"answer": answer}, f"p:{i}") for i, text in enumerate(["a", "too long", "b"])]
+        encoded = encode([*rows, rows[0]], prompts(tokenizer), limit, cache_key(tokenizer))
+        assert [example.row for example in encoded.examples] == [rows[0], rows[2], rows[0]]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    shorter = cut([rows[1]], prompts(tokenizer), 4, "truncate_left").examples[0]
+    assert len(shorter.sequences[0]) <= 4 and shorter.row == rows[1]
+
+
 def test_comparisons_cut_the_prompt_and_never_the_answer(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(None)
     set_template(tokenizer, "text")
