@@ -320,7 +320,7 @@ def test_a_reward_that_scores_nothing(here):
     (here / "r.yaml").write_text(f"name: tiny\nstages:\n{stage}")
     for command in ("inspect", "run"):
         message = error(command, "r.yaml")
-        assert "stages.ppo.reward: it scores completions of prompts, and no row" in message
+        assert "stages.ppo.reward: rewards score completions of prompts, but no row" in message
     (here / "r.yaml").write_text((here / "r.yaml").read_text().replace("train: ", "eval: held.jsonl, train: "))
     (here / "held.jsonl").write_text(json.dumps({"prompt": "Hi"}) + "\n")
     assert CliRunner().invoke(app, ["inspect", "r.yaml"]).exit_code == 0
