@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -64,6 +65,7 @@ def test_a_pass_adds_arrays_without_gradient_and_leaves_the_mode_as_it_was(make_
     assert engine.network.training
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked for by peft
 def test_weights_are_those_that_are_trained(make_trainer: Any, tiny_llama: Any) -> None:
     model = tiny_llama()
     whole = dict(make_trainer(SFT(), model, ROWS).engine.weights())
