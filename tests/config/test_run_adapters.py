@@ -118,7 +118,7 @@ def test_an_adapter_records_its_base_by_name_and_hash(done):
 def test_a_stage_without_an_adapter_of_its_own_goes_on_with_the_one_it_starts_from(done, tmp_path):
     start = done / "sft" / "adapter"
     shown = run(tmp_path / "run.yaml", more(done, model=str(start)))
-    assert f"{start} is an adapter: training continues with it, on its base {done / 'prepare' / 'model'}" in shown
+    assert f"{start} is an adapter: training continues it on top of its base {done / 'prepare' / 'model'}" in shown
     stage = tmp_path / "run" / "more"
     assert recorded(stage / "adapter") == recorded(start)
     config = [json.loads((folder / "adapter_config.json").read_text()) for folder in (start, stage / "adapter")]
