@@ -246,7 +246,7 @@ ARGUMENTS = {
     "an override inside a number": (["run", "r.yaml", "seed.x=1"], ["seed is 0, not a block"]),
     "an override that is no YAML": (["run", "r.yaml", "seed={1"], ["command line: seed", "not valid YAML"]),
     "an override of a wrong type": (["run", "r.yaml", "seed=x"], ["command line: seed: expected a whole number"]),
-    "a report of no run": (["report", "empty"], ["empty", "no manifest.json"]),
+    "a report of no run": (["report", "empty"], ["empty", "manifest.json is missing"]),
     "generation without a prompt": (["generate", "model"], ["prompts on the command line"]),
     "generation by no model": (["generate", "./modle", "Hi"], ["./modle", "config.json"]),
     "generation from no file": (["generate", "model", "--input", "promts.jsonl"], ["promts.jsonl", "prompts.jsonl"]),
@@ -320,7 +320,7 @@ def test_a_reward_that_scores_nothing(here):
     (here / "r.yaml").write_text(f"name: tiny\nstages:\n{stage}")
     for command in ("inspect", "run"):
         message = error(command, "r.yaml")
-        assert "stages.ppo.reward: it scores completions of prompts, and no row" in message
+        assert "stages.ppo.reward: rewards score completions of prompts, but no row" in message
     (here / "r.yaml").write_text((here / "r.yaml").read_text().replace("train: ", "eval: held.jsonl, train: "))
     (here / "held.jsonl").write_text(json.dumps({"prompt": "Hi"}) + "\n")
     assert CliRunner().invoke(app, ["inspect", "r.yaml"]).exit_code == 0

@@ -269,7 +269,7 @@ def test_doctor_says_what_there_is():
 def test_report_wants_the_folder_of_a_run(tmp_path):
     result = call("report", tmp_path)
     assert result.exit_code == 2
-    assert "no manifest.json" in result.stderr
+    assert "manifest.json is missing" in result.stderr
 
 
 def test_inspect_shows_what_is_learned(here):
