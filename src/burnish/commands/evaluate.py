@@ -59,7 +59,7 @@ class Measure(NamedTuple):
     exp: bool = False
 
     def columns(self, sources: list[str]) -> Tensor:
-        """w x and w of the rows in the given order, (N, 2)."""
+        """The columns w x and w, for the rows in the given order. (N, 2)."""
         weights = [1.0 if self.weights is None else self.weights[source] for source in sources]
         pairs = [(w * self.values[source], w) for source, w in zip(sources, weights, strict=True)]
         return torch.tensor(pairs, dtype=torch.float64)
@@ -154,7 +154,8 @@ def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
     other = next((row for row in loaded.rows if type(row) is not first), None)
     if other is not None and not rewards_model:
         raise UserError(
-            f"{other.source}: a {type(other).__name__} among rows of type {first.__name__}: evaluate each type separately"
+            f"{other.source}: a {type(other).__name__} among rows of type {first.__name__}: evaluate each type "
+            "separately"
         )
     if first is Preference and not rewards_model and evaluation.reference is None:
         raise UserError("data.eval holds pairs: the implicit rewards of a policy need a reference: set reference:")
