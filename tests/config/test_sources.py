@@ -176,7 +176,7 @@ def test_inspect_shows_mixtures_and_the_beginning_of_a_stream(home):
         inspect.show(load("mixed.yaml", overrides), None, Console(file=shown, width=200))
         (line,) = [line for line in shown.getvalue().splitlines() if line.startswith("rows ")]
         assert line.split() == ["rows", said]
-    assert "a stream: the first 5 rows" in shown.getvalue()
+    assert "a stream: showing the first 5 rows" in shown.getvalue()
 
 
 @pytest.mark.parametrize("stream", [(), ("data.stream=true", "trainer.max_steps=6")])
@@ -187,7 +187,7 @@ def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
     assert run("data.keep=[lang]", *stream)[0]["state"] == "done"
     shown = io.StringIO()
     inspect.show(load("mixed.yaml", ["data.keep=[lang]"]), None, Console(file=shown, width=200))
-    assert "not read, as data.keep says: lang" in shown.getvalue()
+    assert "ignored columns (data.keep): lang" in shown.getvalue()
     assert "data.kep: unknown key; did you mean 'keep'?" in message("data.kep=[lang]")
     assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
 
