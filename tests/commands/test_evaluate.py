@@ -204,7 +204,10 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
     [
         (["compare.yaml", "rewrad=[]"], "unknown key; did you mean 'reward'?"),
         (["compare.yaml", "data.eval=none.jsonl"], "data.eval: no such file: none.jsonl"),
-        (["compare.yaml", "against={stage: sft}"], "an evaluation has no stages: name the folder, runs/NAME/sft"),
+        (
+            ["compare.yaml", "against={stage: sft}"],
+            "an evaluation has no stages: give the folder instead, runs/NAME/sft",
+        ),
         (["compare.yaml", "against=./three"], "no such model"),
         (["compare.yaml", "generation.samples=0"], "generation.samples: expected 1 or more, got 0"),
         (["compare.yaml", 'reward=[{function: "rewards.py:lenth"}]'], "defines no 'lenth'; did you mean 'length'?"),
