@@ -250,7 +250,7 @@ ARGUMENTS = {
     "generation without a prompt": (["generate", "model"], ["prompts on the command line"]),
     "generation by no model": (["generate", "./modle", "Hi"], ["./modle", "config.json"]),
     "generation from no file": (["generate", "model", "--input", "promts.jsonl"], ["promts.jsonl", "prompts.jsonl"]),
-    "a row that is not there": (["inspect", "r.yaml", "--row", "5"], ["--row 5: there are 1 rows"]),
+    "a row that is not there": (["inspect", "r.yaml", "--row", "5"], ["--row 5: there are only 1 rows"]),
 }
 
 
