@@ -218,8 +218,8 @@ def test_a_fault_of_the_users_code_shows_his_frames_alone_and_exits_with_1(here,
         f'  File "{here}/my_rewards.py", line 9, in worth',
         "    return math.log(0 * len(answer.tokens))",
         "ValueError: math domain error",
-        "error: reward brevity (my_rewards.py:brevity) raised ValueError on a batch of 2 answers (prompts.jsonl:1 ... "
-        "prompts.jsonl:2): math domain error",
+        "error: reward brevity (my_rewards.py:brevity) raised ValueError on a batch of 2 trajectories "
+        "(prompts.jsonl:1 ... prompts.jsonl:2): math domain error",
     ]
     for failed, message in [
         (evaluated("my_rewards.py:leave"), "reward leave (my_rewards.py:leave) raised SystemExit on a batch of 2"),
