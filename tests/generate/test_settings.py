@@ -52,7 +52,7 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
     [
         ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous' or 'process', .*did you mean"),
         ("generator: local", "generator: expected a block"),
-        ("generator: {name: local, page_size: 16}", "page_size belong to {name: continuous}"),
+        ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
     ],
 )
 def test_what_is_no_generator_is_refused(tmp_path: Path, line: str, message: str) -> None:
