@@ -71,5 +71,5 @@ def test_a_method_that_samples_nothing_takes_no_generator(tmp_path: Path) -> Non
         f"name: chosen\nstages: [{{name: sft, method: {{name: sft}}, model: {tmp_path}, "
         f"data: {{train: {tmp_path}/chat.jsonl}}, generator: {{name: local}}}}]"
     )
-    with pytest.raises(UserError, match="method 'sft' samples nothing; take this key away"):
+    with pytest.raises(UserError, match="method 'sft' does not sample: remove this key"):
         config.load(str(tmp_path / "recipe.yaml"))

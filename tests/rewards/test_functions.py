@@ -128,12 +128,12 @@ def test_a_total_beyond_float32_names_the_rewards_and_the_row(scores, weights):
         for i, (number, weight) in enumerate(zip(scores, weights, strict=True))
     ]
     row = "1" if math.nan in weights else "2"
-    with pytest.raises(UserError, match=rf"rewards for prompts.jsonl:{row} add up to more than float32.*\(part0\)"):
+    with pytest.raises(UserError, match=rf"rewards for prompts.jsonl:{row} exceed the range of float32.*\(part0\)"):
         score(answers("a", "b"), rewards)
 
 
 def test_numbers_of_tokens_that_cancel_out_may_not_be_beyond_float32_either():
-    with pytest.raises(UserError, match=r"rewards for prompts.jsonl:1 add up .*10 \* 1e\+38 \(mine\)"):
+    with pytest.raises(UserError, match=r"rewards for prompts.jsonl:1 exceed .*10 \* 1e\+38 \(mine\)"):
         score(answers("ab"), [NamedReward("mine", 10.0, lambda _: [[1e38, -1e38]])])
 
 
