@@ -52,7 +52,7 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
     [
         ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous' or 'process', .*did you mean"),
         ("generator: local", "generator: expected a block"),
-        ("generator: {name: local, page_size: 16}", "page_size belong to {name: continuous}"),
+        ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
     ],
 )
 def test_what_is_no_generator_is_refused(tmp_path: Path, line: str, message: str) -> None:
@@ -71,5 +71,5 @@ def test_a_method_that_samples_nothing_takes_no_generator(tmp_path: Path) -> Non
         f"name: chosen\nstages: [{{name: sft, method: {{name: sft}}, model: {tmp_path}, "
         f"data: {{train: {tmp_path}/chat.jsonl}}, generator: {{name: local}}}}]"
     )
-    with pytest.raises(UserError, match="method 'sft' samples nothing; take this key away"):
+    with pytest.raises(UserError, match="method 'sft' does not sample: remove this key"):
         config.load(str(tmp_path / "recipe.yaml"))

@@ -65,11 +65,11 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
 @pytest.mark.parametrize(
     "returned, message",
     [
-        ([1.0], "reward mine returned 1 scores for 2 trajectories, of which the first is prompts.jsonl:1"),
-        ([1.0, math.nan], r"reward mine gave nan for prompts.jsonl:2, completion 'b': expected a finite number"),
-        ([math.inf, 1.0], r"reward mine gave inf for prompts.jsonl:1, completion 'a'"),
-        ([1.0, None], r"reward mine gave None for prompts.jsonl:2"),
-        (["x", 1.0], r"reward mine gave 'x' for prompts.jsonl:1"),
+        ([1.0], "reward mine returned 1 scores for 2 trajectories, starting with prompts.jsonl:1"),
+        ([1.0, math.nan], r"reward mine returned nan for prompts.jsonl:2, completion 'b': expected a finite number"),
+        ([math.inf, 1.0], r"reward mine returned inf for prompts.jsonl:1, completion 'a'"),
+        ([1.0, None], r"reward mine returned None for prompts.jsonl:2"),
+        (["x", 1.0], r"reward mine returned 'x' for prompts.jsonl:1"),
         (None, "reward mine returned NoneType: expected a list of 2 numbers"),
         (3.0, "reward mine returned float: expected a list of 2 numbers"),
         ("ab", "reward mine returned str: expected a list of 2 numbers"),
@@ -83,11 +83,14 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
         (np.zeros((1, 2)), r"reward mine returned ndarray of shape \(1, 2\): expected shape \(2,\)"),
         (torch.tensor(1.0), r"reward mine returned Tensor of shape \(\): expected shape \(2,\)"),
         (torch.zeros(3), "reward mine returned 3 scores for 2 trajectories"),
-        (["1.5", 1.0], r"reward mine gave '1.5' for prompts.jsonl:1.*expected a finite number"),
-        ([1.0, 1j], r"reward mine gave 1j for prompts.jsonl:2"),
-        (torch.tensor([1.0, math.nan]), r"reward mine gave nan for prompts.jsonl:2"),
-        (np.array(["1", "2"]), r"reward mine gave '1' for prompts.jsonl:1"),
-        ([1.0, 1e39], r"reward mine gave 1e\+39 for prompts.jsonl:2.*a finite number of at most 3.4e\+38, as float32"),
+        (["1.5", 1.0], r"reward mine returned '1.5' for prompts.jsonl:1.*expected a finite number"),
+        ([1.0, 1j], r"reward mine returned 1j for prompts.jsonl:2"),
+        (torch.tensor([1.0, math.nan]), r"reward mine returned nan for prompts.jsonl:2"),
+        (np.array(["1", "2"]), r"reward mine returned '1' for prompts.jsonl:1"),
+        (
+            [1.0, 1e39],
+            r"reward mine returned 1e\+39 for prompts.jsonl:2.*a finite number of at most 3.4e\+38",
+        ),
         ([1.0, -(10**400)], r"for prompts.jsonl:2"),
     ],
 )
@@ -125,12 +128,12 @@ def test_a_total_beyond_float32_names_the_rewards_and_the_row(scores, weights):
         for i, (number, weight) in enumerate(zip(scores, weights, strict=True))
     ]
     row = "1" if math.nan in weights else "2"
-    with pytest.raises(UserError, match=rf"rewards for prompts.jsonl:{row} add up to more than float32.*\(part0\)"):
+    with pytest.raises(UserError, match=rf"rewards for prompts.jsonl:{row} exceed the range of float32.*\(part0\)"):
         score(answers("a", "b"), rewards)
 
 
 def test_numbers_of_tokens_that_cancel_out_may_not_be_beyond_float32_either():
-    with pytest.raises(UserError, match=r"rewards for prompts.jsonl:1 add up .*10 \* 1e\+38 \(mine\)"):
+    with pytest.raises(UserError, match=r"rewards for prompts.jsonl:1 exceed .*10 \* 1e\+38 \(mine\)"):
         score(answers("ab"), [NamedReward("mine", 10.0, lambda _: [[1e38, -1e38]])])
 
 

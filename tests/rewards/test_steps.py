@@ -112,7 +112,7 @@ def test_an_answer_that_was_cut_off_fails_even_at_the_end_of_a_step(reward, answ
 def test_another_tokenizer_is_told(reward, answer):
     foreign = answer("3+4=7\n")
     other = Trajectory.from_text("what the policy wrote", QUESTION, tokens=foreign.tokens, source="p.jsonl:7")
-    with pytest.raises(UserError, match=r"p\.jsonl:7: the value model's tokenizer reads '3\+4=7"):
+    with pytest.raises(UserError, match=r"p\.jsonl:7: the value model's tokenizer decodes '3\+4=7"):
         reward()([other])
 
 
@@ -166,9 +166,9 @@ def test_scores_keep_what_lies_on_tokens(answer):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([[1.0], [1.0]], "gave 1 numbers for the 3 tokens of p.jsonl:1"),
-        ([[1.0, math.nan, 0.0], [1.0, 1.0]], "gave nan for p.jsonl:1"),
-        ([[1.0, 0.0, 0.0], 1.0], "numbers of tokens for some trajectories only"),
+        ([[1.0], [1.0]], "returned 1 numbers for the 3 tokens of p.jsonl:1"),
+        ([[1.0, math.nan, 0.0], [1.0, 1.0]], "returned nan for p.jsonl:1"),
+        ([[1.0, 0.0, 0.0], 1.0], "returned token scores for only some trajectories"),
     ],
 )
 def test_numbers_of_tokens_are_checked(returned, message, answer):

@@ -1,4 +1,4 @@
-"""How completions are drawn. This module does not import torch, so that a recipe is checked quickly."""
+"""Sampling settings. This module does not import torch, so that checking a recipe is fast."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from burnish.types import Config
 
 
 class Sampling(Config, use_attribute_docstrings=True):
-    """How completions are drawn: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["User:"])``."""
+    """Sampling settings: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["User:"])``."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """A completion that has not stopped by then ends with finish ``length``."""
+    """Maximum number of tokens. A completion that reaches it ends with finish reason ``length``."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """No end-of-sequence token is sampled and no stop string is looked for before so many tokens."""
+    """Minimum number of tokens before an end-of-sequence token or a stop string can end a completion."""
     length_range: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
-    """[low, high): each request draws its own ``max_new_tokens`` uniformly from it."""
+    """[low, high): the range from which each request draws its own ``max_new_tokens`` uniformly."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
-    """Logits are divided by it; 0 always takes the likeliest token, whose log-probability is then 0."""
+    """Divisor of the logits. 0 always takes the likeliest token, whose log-probability is then 0."""
     top_k: Annotated[int, Field(ge=1)] | None = None
-    """Sample among the k likeliest tokens only."""
+    """Sample only from the k likeliest tokens."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample only from the smallest set of likeliest tokens whose total probability reaches top_p."""
     samples: Annotated[int, Field(ge=1)] = 1
-    """Completions a prompt."""
+    """Number of completions per prompt."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """A completion ends with the token that completes one of these strings."""
+    """Stop strings. A completion ends with the token that completes one of them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -37,7 +37,7 @@ class Sampling(Config, use_attribute_docstrings=True):
             if not 1 <= low < high:
                 raise ValueError(f"length_range [{low}, {high}) is empty: expected 1 <= low < high")
             if "max_new_tokens" in self.model_fields_set:
-                raise ValueError("length_range draws the longest length of each request: leave max_new_tokens out")
+                raise ValueError("length_range sets the limit of each request: leave max_new_tokens out")
             shortest = low
         if self.min_new_tokens > shortest:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is more than the shortest limit, {shortest}")
@@ -45,5 +45,5 @@ class Sampling(Config, use_attribute_docstrings=True):
 
     @property
     def longest(self) -> int:
-        """The most tokens that any request may get."""
+        """The maximum number of tokens of any request."""
         return self.length_range[1] - 1 if self.length_range else self.max_new_tokens

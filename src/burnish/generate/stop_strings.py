@@ -1,4 +1,4 @@
-"""Stop strings: which completions have just completed one."""
+"""Detection of stop strings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def completes_stop(tokenizer: Any, rows: Sequence[Sequence[int]], stop: Sequence[str]) -> list[bool]:
-    """Which rows of tokens end in a text with a stop string in it."""
-    # A token is at least one byte of text, so that so many tokens hold the longest string and a cut character.
+    """Whether the text at the end of each row of tokens contains a stop string."""
+    # A token is at least one byte of text, so this many tokens cover the longest string and one incomplete character.
     span = max(len(text.encode()) for text in stop) + 4
     ends = [row[-span:] for row in rows]
     texts = tokenizer.batch_decode(ends, skip_special_tokens=False, clean_up_tokenization_spaces=False)

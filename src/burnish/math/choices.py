@@ -1,17 +1,17 @@
-"""The names that settings choose between. This module does not import torch, so that a recipe is checked quickly."""
+"""The names that settings choose between. This module does not import torch, so that checking a recipe is fast."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
-"""How the losses of tokens become one number (``math.reductions``)."""
+"""Reductions of token losses to one number (``math.reductions``)."""
 
 Estimate = Literal["k1", "k2", "k3"]
-"""Estimators of a token's KL divergence (``math.kl``)."""
+"""Estimators of the KL divergence per token (``math.kl``)."""
 
 Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened", "reinforce++-baseline"]
-"""What the reward of a completion is compared with (``math.advantages``)."""
+"""Baselines of a completion's reward (``math.advantages``)."""
 
 PreferenceLoss = Literal[
     "sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo"

@@ -1,4 +1,4 @@
-"""Losses of language models and reward models: each returns a sum and its count, and the trainer divides once."""
+"""Losses of language models and reward models. Each returns a sum and its count, and the trainer divides once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Metri
 
     Args:
         logprobs: (B, T), in nats.
-        mask: (B, T), True where a token is learned.
-        weights: from reduction_weights; None is the mean over tokens.
+        mask: (B, T), the loss mask.
+        weights: from ``reduction_weights``; None gives the mean over tokens.
 
     Returns:
-        Metric.
+        The weighted sum and its count.
 
     Raises:
         ValueError: if the shapes differ.
@@ -38,21 +38,21 @@ def bradley_terry(
     p_chosen: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Metric:
-    """Cross-entropy of sig(x), the modelled chance that chosen is better, with p; x = r_c - r_r - margin.
+    """Cross-entropy loss of pairs: -p log sig(x) - (1 - p) log sig(-x), with x = r_c - r_r - margin.
 
-    -p log sig(x) - (1 - p) log sig(-x), which is -log sig(x) at p = 1.
+    sig(x) models the probability that chosen is better, and p is its target. For p = 1, the loss is -log sig(x).
     Source: Bradley and Terry, 1952; Ouyang et al., "Training language models to follow instructions", 2022; the margin:
     Touvron et al., "Llama 2", 2023.
 
     Args:
         chosen: (P,), scores r_c of the better answers.
         rejected: (P,), scores r_r of the worse ones.
-        margin: (P,), by how much r_c should exceed r_r at least; None is 0.
-        p_chosen: (P,), in [0, 1], share of judges that preferred chosen, 0.5 for a tie; None is 1.
-        weights: (P,), at least 0, such as 1 / (number of pairs) of a ranking; None is 1.
+        margin: (P,), the margin by which r_c should exceed r_r; None means 0.
+        p_chosen: (P,), p in [0, 1], the fraction of judges that preferred chosen, 0.5 for a tie; None means 1.
+        weights: (P,), at least 0, for example 1 / (number of pairs) of a ranking; None means 1.
 
     Returns:
-        Metric: weighted sum over pairs, and the sum of the weights.
+        The weighted sum over pairs, and the sum of the weights.
 
     Raises:
         ValueError: if the shapes differ.
@@ -69,9 +69,9 @@ def bradley_terry(
 
 
 def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Metric:
-    """(r_c + r_r)^2: Bradley-Terry does not fix where scores lie; this, with a small weight, keeps them around 0.
+    """(r_c + r_r)^2, which keeps scores near 0 if added with a small weight. Bradley-Terry does not fix their offset.
 
-    Source: Eisenstein et al., "Helping or herding?", 2023. Arguments, result and errors as in bradley_terry.
+    Source: Eisenstein et al., "Helping or herding?", 2023. Arguments, result and errors are as in ``bradley_terry``.
     """
     same_shape(chosen=chosen, rejected=rejected)
     return _over_pairs((upcast(chosen) + upcast(rejected)).square(), weights)
@@ -79,7 +79,7 @@ def centering(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -
 
 @torch.no_grad()
 def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = None) -> Metric:
-    """Share of pairs with r_c > r_r; equal scores count 1/2. Arguments and result as in bradley_terry."""
+    """Fraction of pairs with r_c > r_r; equal scores count 1/2. Arguments and result are as in ``bradley_terry``."""
     same_shape(chosen=chosen, rejected=rejected)
     return _over_pairs((1 + (upcast(chosen) - upcast(rejected)).sign()) / 2, weights)
 

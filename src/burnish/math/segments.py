@@ -9,21 +9,21 @@ from burnish.math.tensors import same_shape
 
 
 def sequence_ids(segments: Tensor) -> Tensor:
-    """A number of its own for every sequence of a batch, (B, T): segment s of row b is b * (T + 1) + s.
+    """A unique id for each sequence of a batch, (B, T): segment s of row b has id b * (T + 1) + s.
 
     Args:
-        segments: (B, T), the number of the sequence within its row, from 1; 0 on padding.
+        segments: (B, T), the index of the sequence within its row, starting at 1; 0 for padding.
     """
     rows, width = segments.shape
     return segments.long() + torch.arange(rows, device=segments.device).unsqueeze(1) * (width + 1)
 
 
 def sequence_sums(x: Tensor, segments: Tensor) -> Tensor:
-    """The sum over each token's sequence, (B, T): equal for all tokens of a sequence.
+    """Sums of x over sequences, (B, T). All tokens of a sequence hold the sum over that sequence.
 
     Args:
-        x: (B, T), 0 where a token does not count.
-        segments: (B, T), as in sequence_ids.
+        x: (B, T), 0 for tokens that do not count.
+        segments: (B, T), as in ``sequence_ids``.
 
     Raises:
         ValueError: if the shapes differ.

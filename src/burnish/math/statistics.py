@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def perplexity(nll: float) -> float:
-    """exp(nll), nll being the mean over tokens in nats; it stops growing at 700, where floats would overflow."""
+    """exp(nll), where nll is the mean over tokens in nats. nll is limited to 700, so that floats do not overflow."""
     return math.exp(min(nll, 700.0))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that one of k answers is correct, from n of which ``correct`` are: 1 - C(n - c, k) / C(n, k).
+    """The probability that at least one of k answers is correct: 1 - C(n - c, k) / C(n, k), given c correct out of n.
 
-    Unbiased (Chen et al. 2021); pass@1 = c / n.
+    The estimate is unbiased (Chen et al. 2021); pass@1 = c / n.
 
     Raises:
         ValueError: unless 1 <= k <= n and 0 <= correct <= n.
@@ -28,15 +28,15 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def best_of_k(scores: list[float], values: list[float], k: int) -> float:
-    """The expected value of the best of k answers, chosen by score, from n answers: a mean over all k of the n.
+    """The expected value of the best of k answers by score, averaged over all subsets of k out of n answers.
 
-    Sorted by score, the answers at ranks a to b (from 1) that share a score hold the best with probability
-    (C(b, k) - C(a - 1, k)) / C(n, k), and each of them is chosen as often.
+    When answers are sorted by score, those at ranks a to b (from 1) with equal scores contain the best answer with
+    probability (C(b, k) - C(a - 1, k)) / C(n, k), and each of them is equally likely to be chosen.
 
     Args:
-        scores: (n,), by which the best is chosen.
-        values: (n,), what is then measured; the scores themselves, or another reward.
-        k: answers that are chosen from, at most n.
+        scores: (n,), used to choose the best answer.
+        values: (n,), the values to average: the scores themselves or another reward.
+        k: the number of answers to choose from, at most n.
 
     Raises:
         ValueError: unless 1 <= k <= n, or if the lists differ in length.
@@ -58,18 +58,18 @@ def best_of_k(scores: list[float], values: list[float], k: int) -> float:
 def bootstrap(
     columns: Tensor, statistic: Callable[[Tensor], Tensor], resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of a statistic of column means, over rows drawn with replacement (Efron 1979).
+    """The 95 % bootstrap percentile interval of a statistic of column means (Efron 1979).
 
-    Columns of two models side by side give a paired interval of their difference.
+    Putting the columns of two models side by side gives a paired interval for their difference.
 
     Args:
-        columns: (N, C), one row an independent unit (a prompt with all its samples); computed in float64.
-        statistic: column means (R, C) to (R,).
-        resamples: how often N rows are drawn.
-        seed: of the draws.
+        columns: (N, C), one row per independent unit (a prompt with all its samples); computed in float64.
+        statistic: maps column means (R, C) to (R,).
+        resamples: the number of bootstrap samples of N rows.
+        seed: the random seed.
 
     Returns:
-        The lower and the upper end; NaN if there are no rows.
+        The lower and upper bounds; NaN if there are no rows.
     """
     columns = columns.double()
     n = len(columns)
@@ -87,7 +87,7 @@ def bootstrap(
 
 
 def wilson(share: float, n: float, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a share of ``n`` independent trials (Wilson 1927); (0, 1) of none."""
+    """The 95 % interval of a proportion of ``n`` independent trials (Wilson 1927); (0, 1) for n = 0."""
     center = (share * n + z * z / 2) / (n + z * z)
     half = z / (n + z * z) * math.sqrt(share * (1 - share) * n + z * z / 4)
     return center - half, center + half

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, the shift by one, and the distribution that is sampled from."""
+"""Log-probabilities of tokens, the shift by one, and the sampling distribution."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = 2**18  # logits that are worked on at once: 1 MiB in float32, which stays in a processor's cache
-NOTHING = -1e4  # a log-probability whose exp is 0 in every precision: p log p is 0, and not NaN, where p is 0
+BLOCK = 2**18  # number of logits processed at once: 1 MiB in float32, which fits in a processor's cache
+NOTHING = -1e4  # a log-probability whose exp is 0 in every precision, so that p log p is 0 instead of NaN for p = 0
 
 NUCLEUS = 512
-"""So many of the largest logits are looked at before all of a row are sorted to find its nucleus."""
+"""Number of largest logits in which to look for the nucleus before sorting a whole row."""
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Check that tensors have the shape of the first one: a (B,) tensor would meet a (B, T) one in silence if B == T.
+    """Check that all tensors have the shape of the first one. A (B,) tensor would broadcast silently with a (B, B) one.
 
     Raises:
-        ValueError: with both names and both shapes.
+        ValueError: if a shape differs; the message gives both names and shapes.
     """
     (reference, first), *rest = tensors.items()
     for name, tensor in rest:
@@ -31,9 +31,9 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def learned(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in float32 or float64 (``upcast``), with 0 and no gradient wherever the mask is False.
+    """The tensors in float32 or float64 (``upcast``), with 0 and no gradient where the mask is False.
 
-    Mask the inputs of a computation, not its result: ``where`` after an operation on NaN has a gradient of NaN.
+    Apply this to the inputs of a computation, not to its result: ``where`` on a NaN result still has a NaN gradient.
 
     Raises:
         ValueError: if a tensor has another shape than the mask.
@@ -43,12 +43,12 @@ def learned(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it was: half precision rounds sums, and integers truncate quotients."""
+    """Convert to float32, but keep float64. Half precision would round sums, and integers would truncate quotients."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def shift_right(x: Tensor) -> Tensor:
-    """Entry t of the result is x[:, t - 1]; entry 0, which has no predecessor, repeats x[:, 0] and is never used.
+    """Shift by one: entry t of the result is x[:, t - 1]. Entry 0 repeats x[:, 0] and is never used.
 
     A causal model's output at t - 1 predicts token t. This is the only place where that shift happens.
 
@@ -62,7 +62,7 @@ def shift_right(x: Tensor) -> Tensor:
 
 
 def logprobs_at(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of tokens, log softmax(logits)[token], without a shift: entry i of the logits predicts token i.
+    """Log-probabilities of tokens, log softmax(logits)[token], without a shift: logits[i] predicts token i.
 
     Args:
         logits: (..., V); half precision is computed in float32.
@@ -72,24 +72,24 @@ def logprobs_at(logits: Tensor, tokens: Tensor) -> Tensor:
         (...), at most 0; -inf for a token whose logit is -inf.
 
     Raises:
-        ValueError: if the shapes do not align.
+        ValueError: if the shapes do not match.
     """
     same_shape(logits=logits[..., 0], tokens=tokens)
     return upcast(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of every token given those before it: log softmax(logits[:, t - 1])[tokens[:, t]].
+    """Log-probability of each token given the previous tokens: log softmax(logits[:, t - 1])[tokens[:, t]].
 
     Args:
         logits: (B, T, V), a causal model's output on the tokens.
         tokens: (B, T), token ids.
 
     Returns:
-        (B, T) in nats; entry 0, which nothing predicts, is 0.
+        (B, T) in nats; entry 0 is 0, because the first token has no prediction.
 
     Raises:
-        ValueError: if the shapes do not align.
+        ValueError: if the shapes do not match.
     """
     logprobs = logprobs_at(shift_right(logits), tokens)
     return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs[:, 1:]], dim=1)
@@ -98,18 +98,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True) -> tuple[Tensor, Tensor]:
     """``logprobs_at`` and the entropy H = -sum_v p_v log p_v, in [0, ln V], from one softmax.
 
-    For the backward pass the logits are kept and nothing else.
+    Of all (N, V) tensors, only the logits are kept for the backward pass.
 
     Args:
-        logits: (N, V); half precision is computed in float32, -inf marks what cannot be sampled.
+        logits: (N, V); half precision is computed in float32. -inf marks tokens that cannot be sampled.
         tokens: (N,), token ids.
-        entropies: False leaves the entropy out: 0, without a gradient.
+        entropies: if False, the entropies are not computed and are 0 without a gradient.
 
     Returns:
         Log-probabilities (N,) and entropies (N,), in nats.
 
     Raises:
-        ValueError: if the shapes do not align.
+        ValueError: if the shapes do not match.
     """
     same_shape(logits=logits[..., 0], tokens=tokens)
     return _LogprobsAndEntropy.apply(upcast(logits), tokens, entropies)  # type: ignore[return-value]
@@ -118,61 +118,62 @@ def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True)
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
-        lse, found = logits.new_empty(len(logits)), logits.new_zeros(len(logits))
+        lse, entropy = logits.new_empty(len(logits)), logits.new_zeros(len(logits))
         for rows, at in _blocks(logits):
             lse[at] = rows.logsumexp(-1)
             if entropies:
                 logprobs = rows - lse[at, None]
-                found[at] = -torch.linalg.vecdot(logprobs.exp(), logprobs.clamp_(min=NOTHING))
-        ctx.save_for_backward(logits, tokens, lse, found)
+                entropy[at] = -torch.linalg.vecdot(logprobs.exp(), logprobs.clamp_(min=NOTHING))
+        ctx.save_for_backward(logits, tokens, lse, entropy)
         ctx.set_materialize_grads(False)
         if not entropies:
-            ctx.mark_non_differentiable(found)
-        return logits.gather(-1, tokens[:, None])[:, 0] - lse, found
+            ctx.mark_non_differentiable(entropy)
+        return logits.gather(-1, tokens[:, None])[:, 0] - lse, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         """With q the token: dl/dz_v = [v = q] - p_v, and dH/dz_v = -p_v (log p_v + H)."""
-        logits, tokens, lse, found = ctx.saved_tensors
-        of_logprobs, of_entropies = gradients
+        logits, tokens, lse, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropies = gradients
         result = torch.empty_like(logits)
         for rows, at in _blocks(logits):
             out = torch.sub(rows, lse[at, None], out=result[at])
-            weights = 0.0 if of_logprobs is None else -of_logprobs[at, None]
-            if of_entropies is not None:
-                moved = out.clamp(min=NOTHING) + found[at, None]
-                weights = weights - of_entropies[at, None] * moved
+            weights = 0.0 if grad_logprobs is None else -grad_logprobs[at, None]
+            if grad_entropies is not None:
+                moved = out.clamp(min=NOTHING) + entropy[at, None]
+                weights = weights - grad_entropies[at, None] * moved
             out.exp_().mul_(weights)
-        if of_logprobs is not None:
-            result.scatter_add_(-1, tokens[:, None], of_logprobs[:, None])
+        if grad_logprobs is not None:
+            result.scatter_add_(-1, tokens[:, None], grad_logprobs[:, None])
         return result, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """A few rows after the other, with where they lie."""
+    """Yield blocks of rows, with their positions."""
     size = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     for start in range(0, len(logits), size):
         yield logits[start : start + size], slice(start, start + size)
 
 
 def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """Logits of the distribution that is sampled from: divided by the temperature, cut to top-k, then to top-p.
+    """Logits of the sampling distribution: divided by the temperature, then filtered by top-k and top-p.
 
-    Sampler and trainer call this same function, so that their log-probabilities mean the same. Logits equal to the
-    last one kept are kept too: which tokens stay then depends neither on the order of a sort nor on the batch.
+    Sampler and trainer both call this function, so that their log-probabilities agree. Logits equal to the smallest
+    kept one are kept too, so that the result does not depend on the order of a sort or on the batch.
 
     Args:
         logits: (..., V).
-        temperature: at least 0; 0 is greedy: all probability on the first of the largest logits.
+        temperature: at least 0; 0 is greedy and puts all probability on the first of the largest logits.
         top_k: keep the k largest logits; None or at least V keeps all.
-        top_p: keep the fewest most probable tokens whose probabilities reach top_p, in (0, 1]; None keeps all.
+        top_p: keep the smallest set of most probable tokens whose total probability reaches top_p, in (0, 1]; None
+            keeps all.
 
     Returns:
-        (..., V), -inf for what was cut; what was cut gets no gradient.
+        (..., V), -inf and without a gradient for removed tokens.
 
     Raises:
-        ValueError: if an argument is out of its range.
+        ValueError: if an argument is out of range.
     """
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
@@ -200,13 +201,13 @@ def _smallest_in_nucleus(logits: Tensor, top_p: float) -> Tensor:
     few = min(NUCLEUS, logits.shape[-1])
     smallest, reached = _smallest(logits.topk(few).values, total, top_p)
     wide = ~reached
-    if few < logits.shape[-1] and bool(wide.any()):  # of these, all have to be sorted
+    if few < logits.shape[-1] and bool(wide.any()):  # sort these rows completely
         smallest[wide] = _smallest(logits[wide].sort(-1, descending=True).values, total[wide], top_p)[0]
     return smallest
 
 
 def _smallest(ordered: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The smallest of the largest logits before which less than top_p lies, and whether they reach it (...)."""
+    """The smallest logit of the nucleus among logits in descending order, and whether they reach top_p, (...)."""
     probabilities = (ordered - total).exp()
     before = probabilities.cumsum(-1) - probabilities
     smallest = torch.where(before < top_p, ordered, torch.inf).amin(-1, keepdim=True)

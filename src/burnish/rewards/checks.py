@@ -1,4 +1,4 @@
-"""What a reward returned, checked: one finite number for each trajectory, or one for each of its sampled tokens."""
+"""Checks of what a reward returned: one finite number per trajectory, or one per sampled token."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from burnish.types import Trajectory
 LARGEST = torch.finfo(torch.float32).max
 
 OfTokens = npt.NDArray[np.float64]
-"""One number for each sampled token of a trajectory."""
+"""One number per sampled token of a trajectory."""
 
 Values = list[float] | list[OfTokens]
-"""What a reward gives trajectories, in their order."""
+"""The values that a reward gives to trajectories, in their order."""
 
 
 def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) -> Values:
-    """What a reward returned, as one kind of value for all trajectories.
+    """Check and convert what a reward returned. All trajectories get the same kind of value.
 
     Raises:
-        UserError: another number of scores than trajectories or tokens, or a score that is not a finite number. The
-            message names the reward and the row.
+        UserError: if the number of scores does not match the trajectories or tokens, or a score is not a finite number.
+            The message names the reward and the row.
     """
     values = _listed(returned, reward, len(trajectories))
     if len(values) != len(trajectories):
         raise UserError(
-            f"reward {reward.name} returned {len(values)} scores for {len(trajectories)} trajectories, of which the "
-            f"first is {trajectories[0].source}: expected one for each trajectory"
+            f"reward {reward.name} returned {len(values)} scores for {len(trajectories)} trajectories, starting with "
+            f"{trajectories[0].source}: expected one per trajectory"
         )
     of_tokens = [_has_tokens(value) for value in values]
     if any(of_tokens) and not all(of_tokens):
         raise UserError(
-            f"reward {reward.name} gave numbers of tokens for some trajectories only: expected them for all"
+            f"reward {reward.name} returned token scores for only some trajectories: expected them for all or none"
         )
     pairs = zip(values, trajectories, strict=True)
     if any(of_tokens):
@@ -48,7 +48,7 @@ def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) 
 
 
 def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
-    """The values for n trajectories that a reward returned, not checked yet."""
+    """The returned values for n trajectories as a sequence, not checked yet."""
     if isinstance(returned, torch.Tensor | np.ndarray):
         if returned.ndim != 1:
             raise UserError(
@@ -72,8 +72,8 @@ def _of_tokens(value: Any, reward: NamedReward, trajectory: Trajectory) -> OfTok
     expected = len(trajectory.tokens)
     if len(value) != expected:
         raise UserError(
-            f"reward {reward.name} gave {len(value)} numbers for the {expected} tokens of {trajectory.source}: "
-            "expected one for each"
+            f"reward {reward.name} returned {len(value)} numbers for the {expected} tokens of {trajectory.source}: "
+            "expected one per token"
         )
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -91,9 +91,9 @@ def _finite(value: Any, reward: NamedReward, trajectory: Trajectory) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= LARGEST:
-        limit = f" of at most {LARGEST:.2g}, as float32 holds it" if math.isfinite(number) else ""
+        limit = f" of at most {LARGEST:.2g}, the limit of float32" if math.isfinite(number) else ""
         raise UserError(
-            f"reward {reward.name} gave {value!r} for {trajectory.source}, completion {_short(trajectory.text)!r}: "
+            f"reward {reward.name} returned {value!r} for {trajectory.source}, completion {_short(trajectory.text)!r}: "
             f"expected a finite number{limit}"
         )
     return number

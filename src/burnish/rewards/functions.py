@@ -1,4 +1,4 @@
-"""Functions of the user as rewards, sync or async: each call is isolated and has a time limit."""
+"""The user's functions as rewards, sync or async. Each call is isolated and has a time limit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from burnish.user_code import user_code
 from burnish.user_tasks import user_tasks
 
 TIMEOUT = 600.0
-"""Seconds that one call of a reward may take where nothing else is said."""
+"""Default time limit of one call of a reward, in seconds."""
 
 
 class NamedReward(NamedTuple):
     """One part of the score: ``NamedReward("brevity", 0.1, brevity, "my_rewards.py:brevity", timeout=60.0)``.
 
-    A weight of 0 only measures. ``reference`` is what a recipe calls the function, for messages. ``timeout`` is the
-    longest that one call may take, in seconds.
+    A reward with weight 0 is only logged. ``reference`` is the function's name in the recipe, for messages. ``timeout``
+    is the time limit of one call, in seconds.
     """
 
     name: str
@@ -35,15 +35,15 @@ class NamedReward(NamedTuple):
 
 
 def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, ...]) -> Any | asyncio.Task[Any]:
-    """What a reward returns for its own copies of the trajectories, or the task of a coroutine that will return it.
+    """Call a reward on copies of the trajectories. Returns its result, or a task if the reward is a coroutine.
 
-    The call's random numbers depend on ``seed`` and on the name of the reward only.
+    The random numbers of the call depend only on ``seed`` and the name of the reward.
 
     Raises:
-        UserCodeError: the reward raised an exception or exceeded its time limit. A task raises the same. The message
-            names the reward and the rows.
+        UserCodeError: if the reward raised an exception or exceeded its time limit. A task raises the same error. The
+            message names the reward and the rows.
     """
-    if isinstance(reward.function, ModelReward | StepReward):  # ours: they change nothing, and need no copies
+    if isinstance(reward.function, ModelReward | StepReward):  # our own rewards change nothing and need no copies
         return reward.function(trajectories)
     own = [_copied(trajectory) for trajectory in trajectories]
     what = f"reward {reward.name}" + (f" ({reward.reference})" if reward.reference else "")
@@ -60,12 +60,12 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
 
 
 def _copied(trajectory: Trajectory) -> Trajectory:
-    """A trajectory that shares no mutable value with the given one."""
+    """A copy of a trajectory that shares no mutable values with it."""
     try:
         prompt, columns = copy.deepcopy((trajectory.prompt, dict(trajectory.columns)))
-    except Exception as error:  # whatever the values of a column raise
+    except Exception as error:  # a column may hold any object
         raise UserError(
-            f"{trajectory.source}: its columns cannot be copied for a reward: {error}: expected plain values"
+            f"{trajectory.source}: its columns cannot be copied for a reward: {error}; use plain values"
         ) from error
     sequences = tuple(sequence.with_arrays() for sequence in trajectory.sequences)  # their arrays are read-only
     return replace(trajectory, prompt=prompt, columns=columns, sequences=sequences)

@@ -1,4 +1,4 @@
-"""Any sequence-classification checkpoint as a reward: its raw logit on the prompt with the completion."""
+"""A sequence-classification checkpoint as a reward: its raw logit on the prompt and completion."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Message, Trajectory
 
 TOKEN_BUDGET = 8192
-"""Tokens, padding included, that are scored in one forward pass."""
+"""Maximum number of tokens, including padding, in one forward pass."""
 
 
 class ModelReward:
-    """Scores completions by a reward model or a classifier: the raw logit of one label, never a sigmoid or softmax.
+    """Scores completions with a reward model or a classifier: the raw logit of one label, without sigmoid or softmax.
 
-    ``ModelReward(model, tokenizer)([Trajectory.from_text("Hello!", ({"role": "user", "content": "Hi"},))])`` gives
-    ``[1.7]``. The text is rendered with this tokenizer's own template, as the training rows of the model were. If it is
-    too long, the oldest part of the prompt is truncated.
+    ``ModelReward(model, tokenizer)([Trajectory.from_text("Hello!", ({"role": "user", "content": "Hi"},))])`` returns
+    ``[1.7]``. The text is rendered with this tokenizer's template, like the model's training rows. If it is too long,
+    the oldest part of the prompt is truncated.
     """
 
     def __init__(
@@ -39,18 +39,19 @@ class ModelReward:
         normalize: bool = False,
         token_budget: int = TOKEN_BUDGET,
     ) -> None:
-        """Take a sequence classifier and the tokenizer it was trained with.
+        """Create a reward from a sequence classifier.
 
         Args:
             model: a transformers model for sequence classification, plain or with an adapter; it is frozen.
-            tokenizer: with a chat template.
-            label: the name or number of the logit that is the score; None if there is only one.
-            length: the longest sequence; None is the longest that the model takes, with prompts truncated.
-            normalize: give (score - mean) / std, with the mean and std of held-out scores stored with the model.
-            token_budget: tokens of one forward pass, padding included.
+            tokenizer: the tokenizer that the model was trained with; it needs a chat template.
+            label: the name or index of the label whose logit is the score; None if there is only one.
+            length: truncation settings; None uses the model's maximum length and truncates prompts.
+            normalize: return (score - mean) / std, with the mean and std of held-out scores stored with the model.
+            token_budget: maximum number of tokens, including padding, in one forward pass.
 
         Raises:
-            UserError: no such label, or there are several and none is named; no mean and std to normalize by.
+            UserError: if the label does not exist, or is None although there are several labels; if there are no mean
+                and std to normalize by.
         """
         self.model = kernels.enable(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -63,15 +64,15 @@ class ModelReward:
 
     @cached_property
     def layout(self) -> Layout:
-        """How trajectories lie in a batch."""
+        """The layout of trajectories in a batch."""
         pad_id: Any = self.tokenizer.pad_token_id
         return Layout([self.model], pad_id=pad_id or 0)
 
     def __call__(self, trajectories: list[Trajectory], /) -> list[float]:
-        """One logit for each trajectory, in their order.
+        """Return one logit per trajectory, in their order.
 
         Raises:
-            UserError: the template refuses a completion, or it is too long even without its prompt.
+            UserError: if the template rejects a completion, or the completion is too long even without its prompt.
         """
         rows = [
             Conversation((*t.prompt, Message(role="assistant", content=t.text)), len(t.prompt), t.source)
@@ -90,10 +91,10 @@ class ModelReward:
 
 
 def stored_scale(config: Any) -> tuple[float, float]:
-    """Mean and standard deviation of a reward model's held-out scores, as its training stored them.
+    """Mean and standard deviation of held-out scores, stored in a reward model's config by its training.
 
     Raises:
-        UserError: there are none.
+        UserError: if the config has none.
     """
     scale = getattr(config, "score_mean", None), getattr(config, "score_std", None)
     if None in scale or scale[1] == 0:
@@ -102,10 +103,10 @@ def stored_scale(config: Any) -> tuple[float, float]:
 
 
 def find_label(config: Any, label: str | int | None) -> int:
-    """The column of the logits that a label names, by its name in the checkpoint or its number.
+    """The index of a label, given its name in the checkpoint or its index.
 
     Raises:
-        UserError: no such label, or there are several and none is named.
+        UserError: if the label does not exist, or is None although there are several.
     """
     names = {index: str(name) for index, name in config.id2label.items()}
     known = ", ".join(f"{name!r}" for name in names.values())
@@ -123,8 +124,8 @@ def find_label(config: Any, label: str | int | None) -> int:
 
 
 def longest(config: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most tokens that the model and its tokenizer were made for; None if neither says."""
+    """The maximum sequence length of the model and its tokenizer; None if neither has a limit."""
     window = getattr(config.get_text_config(), "max_position_embeddings", None)
-    # A tokenizer without a limit has one of 1e30.
+    # A tokenizer without a limit has model_max_length 1e30.
     limits = [limit for limit in (window, tokenizer.model_max_length) if limit is not None and limit < 1e9]
     return int(min(limits)) if limits else None

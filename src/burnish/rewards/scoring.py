@@ -1,4 +1,4 @@
-"""Scores of trajectories: the weighted sum of all rewards, as trajectories come in."""
+"""Scoring of trajectories while others are still being sampled. A score is the weighted sum of all rewards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Scores(NamedTuple):
     """Scores of trajectories, in their order:
     ``Scores([1.5, 1.0], {"model": [1.0, 1.0], "steps": [0.5, 0.0]}, [np.array([0.0, 0.5]), np.array([0.0])])``.
 
-    ``totals`` are weighted sums of all rewards; ``by_name`` each reward's own scores, those of tokens summed up.
-    ``tokens`` is the part of a total that lies on each sampled token, weighted; None where no reward scores tokens.
+    ``totals`` holds the weighted sums of all rewards. ``by_name`` holds each reward's own scores, where token scores
+    are summed. ``tokens`` is the weighted part of each total per sampled token; None if no reward scores tokens.
     """
 
     totals: list[float]
@@ -36,8 +36,8 @@ class Scorer:
     ...     scorer.advance()               # lets coroutines continue; call it between two polls of a generator
     ...     scores = scorer.finish()[0]    # waits for the rest
 
-    Each reward is called once for each group. The groups and their numbers, and so the random numbers that a reward
-    draws, have to follow from what is sampled and not from the order in which it is done.
+    Each reward is called once per group. Groups and their numbers, which seed a reward's random numbers, must depend on
+    what is sampled and not on the order in which completions finish.
     """
 
     def __init__(self, rewards: list[NamedReward], seed: tuple[int, ...] = ()) -> None:
@@ -57,12 +57,13 @@ class Scorer:
             user_tasks().cancel(self.tasks.values())
 
     def add(self, group: int, trajectories: list[Trajectory]) -> None:
-        """Call all rewards on a group. The user's functions get copies, and what they change is restored.
+        """Call all rewards on a group. The user's functions get copies, and global state they change is restored.
 
         Raises:
-            UserCodeError: a reward raised an exception or exceeded its time limit.
-            UserError: a reward returned something other than a finite number for each trajectory or each of its
-                tokens. Both messages name the reward and the rows. ``advance`` and ``finish`` raise the same.
+            UserCodeError: if a reward raised an exception or exceeded its time limit.
+            UserError: if a reward returned anything but one finite number per trajectory or per token.
+
+        Both messages name the reward and the rows. ``advance`` and ``finish`` raise the same errors.
         """
         self.groups[group] = trajectories
         for name, reward in self.rewards.items():
@@ -73,7 +74,7 @@ class Scorer:
                 self.values[group, name] = checked(returned, reward, trajectories)
 
     def advance(self, wait: bool = False) -> None:
-        """Let coroutines continue; if ``wait``, until one of them ends."""
+        """Let coroutines continue. With ``wait``, return only when one of them has ended."""
         if not self.tasks:
             return
         user_tasks().advance(wait)
@@ -82,10 +83,10 @@ class Scorer:
             self.values[group, name] = checked(returned, self.rewards[name], self.groups[group])
 
     def finish(self) -> dict[int, Scores]:
-        """The scores of each group, once all rewards have returned.
+        """Wait for all rewards and return the scores of each group.
 
         Raises:
-            UserError: a weighted sum exceeds the range of float32.
+            UserError: if a weighted sum exceeds the range of float32.
         """
         while self.tasks:
             self.advance(wait=True)
@@ -96,19 +97,19 @@ class Scorer:
 
 
 def score(trajectories: list[Trajectory], rewards: list[NamedReward], seed: tuple[int, ...] = ()) -> Scores:
-    """Score trajectories that are all there, as one group."""
+    """Score finished trajectories as one group."""
     with Scorer(rewards, seed) as scorer:
         scorer.add(0, trajectories)
         return scorer.finish()[0]
 
 
 def combined(trajectories: list[Trajectory], values: list[tuple[NamedReward, Values]]) -> Scores:
-    """Weighted sums of what rewards gave: total_i = sum_r weight_r * value_ri, in the order of the trajectories.
+    """Weighted sums of rewards: total_i = sum_r weight_r * value_ri, in the order of the trajectories.
 
-    The value of a reward that scores tokens is the sum over them.
+    Token scores are summed to get the value of a trajectory.
 
     Raises:
-        UserError: a sum exceeds the range of float32; the message names the rewards and the row.
+        UserError: if a sum exceeds the range of float32. The message names the rewards and the row.
     """
     sums = [(reward, [float(math.fsum(np.atleast_1d(value))) for value in given]) for reward, given in values]
     weighted = [(reward, given) for reward, given in sums if reward.weight]
@@ -144,6 +145,6 @@ def _of_tokens(values: list[tuple[NamedReward, list[OfTokens]]], i: int, traject
 def _too_large(parts: list[tuple[NamedReward, float]], trajectory: Trajectory) -> NoReturn:
     terms = " + ".join(f"{reward.weight:g} * {number:g} ({reward.name})" for reward, number in parts)
     raise UserError(
-        f"rewards for {trajectory.source} add up to more than float32 holds: {terms}: expected at most {LARGEST:.2g}; "
+        f"rewards for {trajectory.source} exceed the range of float32: {terms}: expected at most {LARGEST:.2g}; "
         "lower the scores or the weights"
     )

@@ -1,4 +1,4 @@
-"""A step-level value model as a reward: each step of a solution is rewarded where it ends."""
+"""A step-value model as a reward: each reasoning step of a solution is rewarded at its end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from burnish.render.solutions import step_ends
 from burnish.rewards.model import TOKEN_BUDGET
 from burnish.types import Example, Prompt, Sequence, Trajectory
 
-FAILED = -1.0  # what tree search gives a state that leads nowhere
+FAILED = -1.0  # the value that tree search gives to a dead end
 
 
 class StepReward:
-    """Rewards the steps of solutions by their values V: a number for each sampled token, 0 except where a step ends.
+    """Rewards reasoning steps by their values V: one number per sampled token, which is 0 except at the end of a step.
 
-    ``differences``: V_k - V_{k-1} at the end of step k, where V_0 = 0, since no training row says what a bare question
-    is worth. The sum over a solution is its last value. ``raw``: V_k, so that many fair steps are worth more than few.
+    ``differences``: V_k - V_{k-1} at the end of step k, where V_0 = 0 because training rows give no value to a bare
+    question. The sum over a solution is its last value. ``raw``: V_k, so many fair steps are worth more than a few.
 
-    A solution that was cut off, or whose last line lacks its delimiter, fails: its last token is a step worth -1.
+    A solution that was cut off, or whose last line lacks its delimiter, has failed: its last token gets the value -1.
     Otherwise the policy could avoid the value of a bad step by never ending it.
 
-    The sampled ids are read as they are, so the model's tokenizer has to be the policy's.
+    The model reads the sampled token ids directly, so it must have the policy's tokenizer.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StepReward:
         steps: Literal["differences", "raw"] = "differences",
         token_budget: int = TOKEN_BUDGET,
     ) -> None:
-        """Take what ``load_value_model`` gives, which is frozen, and the tokenizer it was trained with."""
+        """Create a reward from the result of ``load_value_model``, which is frozen, and its tokenizer."""
         assert isinstance(network.critic, StepValueHead)
         self.network = network.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -50,19 +50,19 @@ class StepReward:
 
     @cached_property
     def layout(self) -> Layout:
-        """How solutions lie in a batch; a prompt runs once for all its solutions."""
+        """The layout of solutions in a batch. A prompt is computed once for all its solutions."""
         return Layout(self.network.models)
 
     def __call__(self, trajectories: list[Trajectory], /) -> list[list[float]]:
-        """One number for each sampled token of each trajectory.
+        """Return one number per sampled token of each trajectory.
 
         Raises:
-            UserError: the template refuses a prompt, or the tokens are not this tokenizer's.
+            UserError: if the template rejects a prompt, or the tokens come from another tokenizer.
         """
         return [self._rewards(t, values) for t, values in zip(trajectories, self.values(trajectories), strict=True)]
 
     def _rewards(self, trajectory: Trajectory, values: list[float]) -> list[float]:
-        """The rewards of a solution from the values of its prefixes."""
+        """The rewards of a solution, computed from the values of its prefixes."""
         tokens = trajectory.tokens.tolist()
         self._check_tokenizer(trajectory)
         value_at = {t: values[t] for t in step_ends(self.tokenizer, tokens, self.delimiter)}
@@ -78,12 +78,12 @@ class StepReward:
         text = self._decoded(trajectory.tokens.tolist())
         if text != trajectory.text:
             raise UserError(
-                f"{trajectory.source}: the value model's tokenizer reads {text[:80]!r} where the policy wrote "
-                f"{trajectory.text[:80]!r}: a reward for steps needs a value model with the policy's tokenizer"
+                f"{trajectory.source}: the value model's tokenizer decodes {text[:80]!r}, but the policy wrote "
+                f"{trajectory.text[:80]!r}: a step reward needs a value model with the policy's tokenizer"
             )
 
     def _unfinished(self, tokens: list[int], value_at: dict[int, float]) -> bool:
-        """Whether text follows the last step, or there is no step at all."""
+        """Whether text follows the last step, or there are no steps."""
         return not value_at or bool(self._decoded(tokens[max(value_at) + 1 :]))
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -91,7 +91,7 @@ class StepReward:
 
     @torch.no_grad()
     def values(self, trajectories: list[Trajectory]) -> list[list[float]]:
-        """V of every prefix of each solution, one number for each sampled token."""
+        """V of each prefix of each solution: one number per sampled token."""
         prompts = Renderer(self.tokenizer).prompts([Prompt(t.prompt, {}, t.source) for t in trajectories])
         examples = [_example(prompt, t) for prompt, t in zip(prompts, trajectories, strict=True)]
         values: list[list[float]] = [[] for _ in trajectories]
@@ -105,6 +105,6 @@ class StepReward:
 
 
 def _example(prompt: tuple[int, ...], trajectory: Trajectory) -> Example:
-    """A prompt as this tokenizer writes it, with the sampled ids after it."""
+    """A prompt rendered with this tokenizer, followed by the sampled ids."""
     tokens = np.concatenate([np.asarray(prompt, np.int64), trajectory.tokens])
     return Example((Sequence(tokens, np.arange(len(tokens)) >= len(prompt), trajectory.source),))
