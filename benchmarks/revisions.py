@@ -24,8 +24,8 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365
 
 
 def speed(checkout: Path, method: str, folder: Path, *arguments: Any) -> float:
-    """Tokens per CPU second of one run of a checkout; the workload and the clock are this checkout's."""
-    script = ROOT / "benchmarks" / "side.py"
+    """Tokens per CPU second of one run of a checkout, by its own benchmark: names may differ between the two."""
+    script = checkout / "benchmarks" / "side.py"
     command = [sys.executable, script, "burnish", method, "--folder", folder, *arguments]
     environment = {**os.environ, **THREADS, "PYTHONPATH": str(checkout / "src"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)

@@ -151,7 +151,7 @@ RECIPES = {
     "an unknown stage": (
         "reward: [{model: {stage: reward}}",
         "reward: [{model: {stage: rewards}}",
-        ["r.yaml:16: stages.ppo.reward.0.model.stage: 'rewards' is no stage", "mean 'reward'?"],
+        ["r.yaml:16: stages.ppo.reward.0.model.stage: 'rewards' is not a stage", "mean 'reward'?"],
     ),
     "a stage that comes later": (
         "    model: model",
@@ -175,12 +175,12 @@ RECIPES = {
     "sft with a reward": (
         "    model: model",
         "    model: model\n    reward: [{function: rewards.py:brevity}]",
-        ["r.yaml:7: stages.sft.reward: method 'sft' uses no reward"],
+        ["r.yaml:7: stages.sft.reward: method 'sft' does not use rewards"],
     ),
     "a reward that is none": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{weight: 0.1}",
-        ["stages.ppo.reward.1: a reward has either model: or function:"],
+        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
     ),
     "a function that is not there": ("py:brevity", "py:brevty", ["rewards.py defines no 'brevty'", "mean 'brevity'?"]),
     "a function in no file": ("rewards.py:brevity", "reward.py:brevity", ["no such file", "rewards.py'?"]),
@@ -203,7 +203,7 @@ RECIPES = {
     "a folder without a model": (
         "    model: model",
         "    model: empty",
-        ["r.yaml:6: stages.sft.model: empty", "no config.json"],
+        ["r.yaml:6: stages.sft.model: empty", "config.json is missing"],
     ),
     "a folder that is not there": (
         "    model: model",
@@ -246,11 +246,11 @@ ARGUMENTS = {
     "an override inside a number": (["run", "r.yaml", "seed.x=1"], ["seed is 0, not a block"]),
     "an override that is no YAML": (["run", "r.yaml", "seed={1"], ["command line: seed", "not valid YAML"]),
     "an override of a wrong type": (["run", "r.yaml", "seed=x"], ["command line: seed: expected a whole number"]),
-    "a report of no run": (["report", "empty"], ["empty", "no manifest.json"]),
+    "a report of no run": (["report", "empty"], ["empty", "manifest.json is missing"]),
     "generation without a prompt": (["generate", "model"], ["prompts on the command line"]),
     "generation by no model": (["generate", "./modle", "Hi"], ["./modle", "config.json"]),
     "generation from no file": (["generate", "model", "--input", "promts.jsonl"], ["promts.jsonl", "prompts.jsonl"]),
-    "a row that is not there": (["inspect", "r.yaml", "--row", "5"], ["--row 5: there are 1 rows"]),
+    "a row that is not there": (["inspect", "r.yaml", "--row", "5"], ["--row 5: there are only 1 rows"]),
 }
 
 
@@ -320,7 +320,7 @@ def test_a_reward_that_scores_nothing(here):
     (here / "r.yaml").write_text(f"name: tiny\nstages:\n{stage}")
     for command in ("inspect", "run"):
         message = error(command, "r.yaml")
-        assert "stages.ppo.reward: it scores completions of prompts, and no row" in message
+        assert "stages.ppo.reward: rewards score completions of prompts, but no row" in message
     (here / "r.yaml").write_text((here / "r.yaml").read_text().replace("train: ", "eval: held.jsonl, train: "))
     (here / "held.jsonl").write_text(json.dumps({"prompt": "Hi"}) + "\n")
     assert CliRunner().invoke(app, ["inspect", "r.yaml"]).exit_code == 0

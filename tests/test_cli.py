@@ -218,8 +218,8 @@ def test_a_fault_of_the_users_code_shows_his_frames_alone_and_exits_with_1(here,
         f'  File "{here}/my_rewards.py", line 9, in worth',
         "    return math.log(0 * len(answer.tokens))",
         "ValueError: math domain error",
-        "error: reward brevity (my_rewards.py:brevity) raised ValueError on a batch of 2 answers (prompts.jsonl:1 ... "
-        "prompts.jsonl:2): math domain error",
+        "error: reward brevity (my_rewards.py:brevity) raised ValueError on a batch of 2 trajectories "
+        "(prompts.jsonl:1 ... prompts.jsonl:2): math domain error",
     ]
     for failed, message in [
         (evaluated("my_rewards.py:leave"), "reward leave (my_rewards.py:leave) raised SystemExit on a batch of 2"),
@@ -269,7 +269,7 @@ def test_doctor_says_what_there_is():
 def test_report_wants_the_folder_of_a_run(tmp_path):
     result = call("report", tmp_path)
     assert result.exit_code == 2
-    assert "no manifest.json" in result.stderr
+    assert "manifest.json is missing" in result.stderr
 
 
 def test_inspect_shows_what_is_learned(here):
@@ -312,7 +312,7 @@ def test_inspect_counts_and_lists_what_is_cut_and_skipped(here):
         "stages.sft.data.too_long=truncate_right",
         "stages.sft.data.on_bad_row=skip",
     ).stdout
-    assert re.search(r"cut or dropped +1 *\n", shown)
+    assert re.search(r"truncated or dropped +1 *\n", shown)
     assert re.search(r"skipped +1 x ", shown)
     assert "changed: chat.jsonl:2" in shown
     assert "skipped: chat.jsonl:3" in shown

@@ -1,6 +1,7 @@
-"""The command line: a thin function for each command of `burnish`.
+"""The command line: one thin function for each command of `burnish`.
 
-Only typer and rich are imported here: torch and transformers take seconds, and `burnish --help` needs none of them.
+This module imports only typer and rich. Importing torch and transformers takes seconds, and `burnish --help` does not
+need them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ STOPPED = 130
 
 
 class Commands(typer.core.TyperGroup):
-    """Turns the user's mistakes into one message and exit code 2; faults exit with 1.
+    """Reports a mistake of the user as one message with exit code 2. Any other error exits with code 1.
 
-    A fault of Burnish keeps its whole traceback; one in the user's code shows the user's frames and whose code it was.
+    An error in Burnish shows its full traceback. An error in the user's code shows only the user's frames.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -73,7 +74,7 @@ def run(
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
 ) -> None:
-    """Run a recipe; an unfinished run of the same recipe resumes where it stopped."""
+    """Run a recipe. An unfinished run of the same recipe resumes where it stopped."""
     from burnish.machine import refuse_processes
 
     refuse_processes()
@@ -90,9 +91,9 @@ def run(
 def inspect(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    row: Annotated[int | None, typer.Option(min=0, help="Show this row only, counted from 0.")] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="Show only this row, counting from 0.")] = None,
 ) -> None:
-    """Show rows as the model sees them: tokens, loss masks, lengths, truncation; trains nothing."""
+    """Show rows as the model sees them: tokens, loss masks, lengths, truncation. This trains nothing."""
     from burnish.commands.inspect import show
     from burnish.config import load
 
@@ -101,9 +102,9 @@ def inspect(
 
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: runs/NAME.")]) -> None:
-    """Write one self-contained HTML file about a run: curves, samples before and after, the manifest."""
+    """Write a self-contained HTML report of a run: curves, samples before and after, and the manifest."""
     if not (folder / "manifest.json").is_file():
-        raise UserError(f"{folder}: not the folder of a run: it has no manifest.json")
+        raise UserError(f"{folder}: not the folder of a run: manifest.json is missing")
     from burnish.report.page import write
 
     _print(str(write(folder)))
@@ -111,12 +112,12 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of
 
 @app.command()
 def merge(
-    adapter: Annotated[str, typer.Argument(help="A folder with an adapter, or a stage's folder that has one.")],
-    base: Annotated[str | None, typer.Option(help="Where the base is now, if it was moved.")] = None,
-    output: Annotated[Path | None, typer.Option(help="A new folder; default ADAPTER-merged.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base.")] = False,
+    adapter: Annotated[str, typer.Argument(help="An adapter's folder, or the folder of a stage that trained one.")],
+    base: Annotated[str | None, typer.Option(help="Location of the base model, if it was moved.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A new folder. Default: ADAPTER-merged.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base model.")] = False,
 ) -> None:
-    """Merge an adapter into the base it was trained on; any other base is refused."""
+    """Merge an adapter into the base model it was trained on. Any other base is an error."""
     from burnish.models.merge import merge as fold
 
     fold(adapter, base, output, say=_print, trust_remote_code=trust_remote_code)
@@ -135,7 +136,7 @@ def recipes() -> None:
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of recipes, for editors that complete and check YAML."""
+    """Print the JSON schema of recipes, which editors can use to complete and check YAML."""
     from burnish.config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
@@ -145,40 +146,43 @@ def schema() -> None:
 def generate(
     model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
-    source: Annotated[Path | None, typer.Option("--input", help="File of rows with prompts.")] = None,
+    source: Annotated[Path | None, typer.Option("--input", help="File with one prompt per row.")] = None,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write JSON lines here instead of printing.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message, for prompts that bring none.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message for prompts without one.")] = None,
     template: TemplateOption = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256")] = None,
     length_range: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="LOW HIGH", help="Each completion's limit is drawn from it.")
+        tuple[int, int] | None,
+        typer.Option(metavar="LOW HIGH", help="Draw each completion's token limit from this range."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, show_default="1", help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    samples: Annotated[int | None, typer.Option(min=1, show_default="1", help="Completions a prompt.")] = None,
-    beams: Annotated[int | None, typer.Option(min=1, help="Search for the likeliest completion.")] = None,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw the beams that go on.")] = False,
+    samples: Annotated[int | None, typer.Option(min=1, show_default="1", help="Completions per prompt.")] = None,
+    beams: Annotated[int | None, typer.Option(min=1, help="Number of beams for beam search.")] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample the next beams instead of taking the best.")] = False,
     length_penalty: Annotated[
-        float | None, typer.Option(show_default="1", help="Beams are ranked by log p / tokens ** this.")
+        float | None, typer.Option(show_default="1", help="Rank beams by log p / tokens ** LENGTH_PENALTY.")
     ] = None,
-    returned: Annotated[int | None, typer.Option("--return", min=1, help="Best beams that are given.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End a completion with this string; may be repeated.")] = None,
-    scores: Annotated[bool, typer.Option("--scores", help="Log-probability, its sum and mean a token.")] = False,
+    returned: Annotated[int | None, typer.Option("--return", min=1, help="Number of best beams to return.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End a completion at this string. Can be repeated.")] = None,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Show each completion's log-probability: sum and mean per token.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: DType = "auto",
 ) -> None:
-    """Complete prompts with a model: by sampling, greedily (--temperature 0), or by beams (--beams 4 [--sample])."""
+    """Complete prompts by sampling, greedily (--temperature 0), or with beam search (--beams 4 [--sample])."""
     if bool(prompts) == bool(source):
-        raise UserError("expected prompts on the command line or a file of them with --input, one of the two")
+        raise UserError("expected either prompts on the command line or a file with --input")
     if source is not None and output is not None and source.resolve() == output.resolve():
-        raise UserError("--output is the input, which would be lost: name another file")
+        raise UserError("--output would overwrite the input: choose another file")
     _make_room(output)
     from burnish.commands import generate as inference
 
-    how = inference.decoding(
+    decoding = inference.decoding_settings(
         {
             "max_new_tokens": max_new_tokens,
             "length_range": list(length_range) if length_range else None,
@@ -196,14 +200,14 @@ def generate(
     rows = inference.prompts(prompts or [], source, system)
     loaded = inference.load(model, template, dtype)
     if output is not None:
-        _print(f"{inference.write(loaded, rows, how, output, seed, scores)} completions in {output}")
+        _print(f"{inference.write(loaded, rows, decoding, output, seed, scores)} completions in {output}")
         return
-    for _, lines in inference.completions(loaded, rows, how, seed, scores):
+    for _, lines in inference.completions(loaded, rows, decoding, seed, scores):
         for line in lines:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
             _print(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
             if scores:
-                _print(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} a token, {line['finish_reason']}]")
+                _print(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} per token, {line['finish_reason']}]")
 
 
 @app.command()
@@ -211,22 +215,22 @@ def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     template: TemplateOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End an answer with this string; may be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End an answer at this string. Can be repeated.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: DType = "auto",
 ) -> None:
-    """Talk to a model; /help lists what you can do there."""
+    """Chat with a model. Type /help for a list of commands."""
     from burnish.commands import generate as inference
     from burnish.commands.chat import Talk
     from burnish.commands.chat import run as talk_in_terminal
 
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    how = inference.sampling(options | {"stop": stop})
-    talk_in_terminal(Talk(inference.load(model, template, dtype), how, seed, system))
+    sampling = inference.sampling_settings(options | {"stop": stop})
+    talk_in_terminal(Talk(inference.load(model, template, dtype), sampling, seed, system))
 
 
 @app.command(name="eval")
@@ -237,9 +241,11 @@ def evaluate(
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A YAML file, settings, or both: data.eval=chat.jsonl"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write JSON here, with every sample.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write JSON with all samples to this file.")
+    ] = None,
 ) -> None:
-    """Measure a model on rows: perplexity, pair accuracy, rewards, KL, pass@k, win rate, with 95 % intervals."""
+    """Evaluate a model: perplexity, pair accuracy, rewards, KL, pass@k and win rate, with 95 % intervals."""
     from burnish.commands import evaluate as measuring
     from burnish.config.evaluation import load_evaluation
     from burnish.files import write_text
@@ -254,13 +260,13 @@ def evaluate(
         return
     for kind in ("skipped", "changed"):
         _print(*(f"{kind}: {line}" for line in result[kind]))
-    _print(f"{result['rows']} rows; 95 % intervals over rows in brackets")
+    _print(f"{result['rows']} rows; brackets show 95 % confidence intervals over rows")
     Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))
 
 
 @app.command()
 def doctor() -> None:
-    """Report what this machine can do, and what would make it faster."""
+    """Report what this machine supports, and what would make it faster."""
     from burnish.machine import advice, examine
 
     facts = examine()
@@ -280,7 +286,7 @@ def _print_error(message: str) -> None:
 
 
 def _make_room(output: Path | None) -> None:
-    """Create the folder of a file that is written at the end, so that a failure is reported before the work."""
+    """Create the folder of an output file, so that a failure is reported before any work is done."""
     if output is None:
         return
     try:
@@ -288,7 +294,7 @@ def _make_room(output: Path | None) -> None:
     except OSError as error:
         raise UserError(f"--output {output}: cannot create its folder: {error.strerror}") from error
     if not os.access(output.parent, os.W_OK):
-        raise UserError(f"--output {output}: its folder cannot be written to")
+        raise UserError(f"--output {output}: its folder is not writable")
 
 
 def _print(*lines: str) -> None:

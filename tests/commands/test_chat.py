@@ -96,7 +96,7 @@ def test_a_full_context_drops_the_oldest_turns_whole(make_talk: Any) -> None:
         shown = "".join(talk.answer(f"question {n}"))
     text = talk.loaded.tokenizer.decode(talk.generator._session.held[0])
     assert "system\nsys<|im_end|>" in text and "question 0" not in text
-    assert "the context of 128 tokens is full; forgotten: 'question " in shown
+    assert "the context of 128 tokens is full; dropped: 'question " in shown
     assert talk.turns[0]["role"] == "user" and talk.turns[-2]["content"] == "question 3"
     assert "question 0" not in [m["content"] for m in talk.turns]
     before = list(talk.turns)
@@ -129,9 +129,9 @@ def test_commands(tiny_folder: Path) -> None:
     assert done.exit_code == 0, done.output
     for text in (
         "[system message set]",
-        "[forgotten]",
+        "[conversation cleared]",
         "did you mean '/reset'?",
-        "no command /nothing",
+        "unknown command /nothing",
         "/system TEXT",
     ):
         assert text in done.output

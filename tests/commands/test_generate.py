@@ -67,7 +67,7 @@ def test_what_is_drawn_for_a_prompt_depends_on_no_other(here: Path, tiny_folder:
 @pytest.mark.parametrize("options", [["--temperature", "0"], ["--temperature", "0.7"], BEAMS])
 def test_scores_are_those_of_the_model(here: Path, tiny_folder: Path, options: list[str]) -> None:
     loaded = inference.load(str(tiny_folder))
-    how = inference.decoding({"max_new_tokens": 6, "temperature": 0.0}) if options[1] == "0" else None
+    how = inference.decoding_settings({"max_new_tokens": 6, "temperature": 0.0}) if options[1] == "0" else None
     rows = written(tiny_folder, "--input", "prompts.jsonl", "--scores", *options)
     assert all(row["logprob"] < 0 for row in rows)
     if how is None:
@@ -123,7 +123,7 @@ def test_a_system_message_stands_before_the_prompt(here: Path, tiny_folder: Path
 
 
 def test_lengths_are_drawn_from_a_range(here: Path, tiny_folder: Path) -> None:
-    how = inference.decoding({"length_range": [2, 4], "samples": 40})
+    how = inference.decoding_settings({"length_range": [2, 4], "samples": 40})
     loaded = inference.load(str(tiny_folder))
     ((_, rows),) = inference.completions(loaded, inference.prompts(["1+1"]), how)
     assert {len(row["completion"]) <= 3 for row in rows} == {True}
@@ -151,17 +151,17 @@ def test_adapters_and_stages_generate(here: Path, tiny_folder: Path, tiny_tokeni
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beams", "4", "--top-k", "10"], "--top-k set how beams are drawn, and --beams alone draws none"),
-        (["--beams", "4", "--samples", "2"], "--samples set how beams"),
-        (["--temperature", "0", "--top-k", "5"], "--top-k with --temperature 0: nothing is drawn"),
-        (["--temperature", "0", "--samples", "2"], "--samples with --temperature 0"),
+        (["--beams", "4", "--top-k", "10"], "--top-k requires sampling, but --beams alone does not sample"),
+        (["--beams", "4", "--samples", "2"], "--samples requires sampling"),
+        (["--temperature", "0", "--top-k", "5"], "--top-k would have no effect with --temperature 0"),
+        (["--temperature", "0", "--samples", "2"], "--samples would have no effect with --temperature 0"),
         (["--sample", "--temperature", "0"], "always takes the likeliest"),
-        (["--return", "2"], "--return rank beams: add --beams 4"),
-        (["--length-penalty", "0"], "--length-penalty rank beams"),
+        (["--return", "2"], "--return requires beam search: add --beams 4"),
+        (["--length-penalty", "0"], "--length-penalty requires beam search"),
         (["--beams", "2", "--return", "3"], "at most 2 completions"),
         (["--beams", "2", "--sample", "--temperature", "0"], "temperature: expected more than 0"),
         (["--length-range", "2", "4"], "leave max_new_tokens out"),
-        (["--beams", "2", "--length-range", "2", "4"], "--length-range is for sampling"),
+        (["--beams", "2", "--length-range", "2", "4"], "--length-range does not apply to --beams"),
     ],
 )
 def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[str], message: str) -> None:
@@ -173,7 +173,7 @@ def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--input", "prompts.jsonl", "--output", "./prompts.jsonl"], "--output is the input, which would be lost"),
+        (["--input", "prompts.jsonl", "--output", "./prompts.jsonl"], "--output would overwrite the input"),
         (["1+1", "--output", "folder"], "is a directory"),
         (["1+1", "--output", "prompts.jsonl/out.jsonl"], "--output prompts.jsonl/out.jsonl: cannot create its folder"),
         (["--input", "long.jsonl"], "long.jsonl:3: a prompt of 319 tokens leaves no room"),

@@ -39,10 +39,10 @@ class Letters:
 
 def test_spans_keep_the_space_between_them_and_are_marked():
     sequence = Sequence((0, 1, 2, 3), (False, False, True, True), "x:1")
-    assert marked(sequence, Letters(), colours=False).plain == "<s> a[[ b c]]"  # type: ignore[arg-type]
-    coloured = marked(sequence, Letters(), colours=True)  # type: ignore[arg-type]
-    assert coloured.plain == "<s> a b c"
-    assert [(str(span.style), coloured.plain[span.start : span.end]) for span in coloured.spans] == [
+    assert marked(sequence, Letters(), colors=False).plain == "<s> a[[ b c]]"  # type: ignore[arg-type]
+    colored = marked(sequence, Letters(), colors=True)  # type: ignore[arg-type]
+    assert colored.plain == "<s> a b c"
+    assert [(str(span.style), colored.plain[span.start : span.end]) for span in colored.spans] == [
         ("dim bold reverse", "<s>"),
         ("dim", " a"),
         ("green", " b c"),
@@ -52,9 +52,9 @@ def test_spans_keep_the_space_between_them_and_are_marked():
 def test_the_value_of_a_step_stands_behind_its_last_token():
     arrays = {"targets": (0.0, 0.0, 0.0, -1.0), "outcomes": (0.0, -1.0, 0.0, -1.0)}
     sequence = Sequence((1, 2, 3, 1), (False,) * 4, "x:1", arrays)
-    assert marked(sequence, Letters(), colours=False).plain == "a b<+0> c a<-1>"  # type: ignore[arg-type]
+    assert marked(sequence, Letters(), colors=False).plain == "a b<+0> c a<-1>"  # type: ignore[arg-type]
     learned = Sequence((1, 2, 3, 1), (False, True, True, False), "x:1", arrays)
-    assert marked(learned, Letters(), colours=False).plain == "a[[ b]]<+0>[[ c]] a<-1>"  # type: ignore[arg-type]
+    assert marked(learned, Letters(), colors=False).plain == "a[[ b]]<+0>[[ c]] a<-1>"  # type: ignore[arg-type]
 
 
 class Lines(Letters):
@@ -69,14 +69,14 @@ def test_the_value_of_a_step_stands_in_its_line(trained):
     arrays = {"targets": (0.0, 0.0, 0.5, 0.0), "outcomes": (0.0, 0.0, 1.0, 0.0)}
     sequence = Sequence((1, 2, 3, 1), (False, trained, trained, False), "x:1", arrays)
     expected = "a[[b]]<+0.5>\na" if trained else "ab<+0.5>\na"
-    assert marked(sequence, Lines(), colours=False).plain == expected  # type: ignore[arg-type]
-    coloured = "ab⏎<+0.5>\na" if trained else "ab<+0.5>\na"
-    assert marked(sequence, Lines(), colours=True).plain == coloured  # type: ignore[arg-type]
+    assert marked(sequence, Lines(), colors=False).plain == expected  # type: ignore[arg-type]
+    colored = "ab⏎<+0.5>\na" if trained else "ab<+0.5>\na"
+    assert marked(sequence, Lines(), colors=True).plain == colored  # type: ignore[arg-type]
 
 
 def test_what_a_negative_reward_makes_less_likely_is_red():
     sequence = Sequence((1, 2), (False, True), "x:1", {"advantages": (-0.5, -0.5)})
-    spans = marked(sequence, Letters(), colours=True).spans  # type: ignore[arg-type]
+    spans = marked(sequence, Letters(), colors=True).spans  # type: ignore[arg-type]
     assert [str(span.style) for span in spans] == ["dim", "red"]
 
 

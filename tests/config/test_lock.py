@@ -73,7 +73,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path)
 def test_of_two_that_come_at_the_end_of_a_third_one_gets_it(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from burnish.config.lock import locked\nfrom burnish.types import UserError\n"
+        "from burnish.config.lock import locked\nfrom burnish.errors import UserError\n"
         "folder = Path(sys.argv[1])\n"
         "for _ in range(300):\n"
         "    try:\n"

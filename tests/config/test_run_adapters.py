@@ -118,7 +118,7 @@ def test_an_adapter_records_its_base_by_name_and_hash(done):
 def test_a_stage_without_an_adapter_of_its_own_goes_on_with_the_one_it_starts_from(done, tmp_path):
     start = done / "sft" / "adapter"
     shown = run(tmp_path / "run.yaml", more(done, model=str(start)))
-    assert f"{start} is an adapter: training continues with it, on its base {done / 'prepare' / 'model'}" in shown
+    assert f"{start} is an adapter: training continues it on top of its base {done / 'prepare' / 'model'}" in shown
     stage = tmp_path / "run" / "more"
     assert recorded(stage / "adapter") == recorded(start)
     config = [json.loads((folder / "adapter_config.json").read_text()) for folder in (start, stage / "adapter")]
@@ -160,7 +160,7 @@ def test_a_stage_is_refused_where_the_base_of_its_adapter_is_another_one(done, t
 def test_half_precision_is_said_and_an_adapters_model_is_still_merged_in_full(done, tmp_path):
     model = str(done / "sft" / "model")
     shown = run(tmp_path / "full.yaml", more(done, model=model, dtype="bfloat16"))
-    assert "dtype bfloat16: weights are trained in it, without float32 master weights" in shown
+    assert "dtype bfloat16: training in this precision, without float32 master weights" in shown
     shown = run(tmp_path / "run.yaml", more(done, model=model, dtype="bfloat16", adapter={"r": 2}))
     assert "master weights" not in shown
     stage = tmp_path / "run" / "more"

@@ -162,7 +162,7 @@ def test_a_stage_that_is_done_without_its_folder_is_not_done(home: Path) -> None
     expected = weights()
     shutil.rmtree("runs/small/sft")
     shown = run()
-    assert "runs/small/sft is gone: the stage runs again" in shown and shown.count("already done") == 2
+    assert "runs/small/sft is missing: the stage runs again" in shown and shown.count("already done") == 2
     assert weights() == expected and manifest()["state"] == "done"
 
 
@@ -356,7 +356,7 @@ def test_a_run_that_began_with_other_versions_says_so(home: Path, monkeypatch: p
     said = manifest()
     said["versions"]["torch"] = "2.12.0"
     Path("runs/small/manifest.json").write_text(json.dumps(said))
-    assert "this run began with torch 2.12.0 and resumes with" in run()
+    assert "this run started with torch 2.12.0 and resumes with" in run()
     said = manifest() | {"format": 0}
     Path("runs/small/manifest.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match="holds a run of another version of Burnish: start over with --fresh"):

@@ -106,14 +106,14 @@ def test_a_mixture_trains_and_is_told(home):
     [
         ("data.train.1.wieght=2", "data.train.1.wieght: unknown key; did you mean 'weight'?"),
         ("data.train.1.weight=-1", "data.train.1.weight: expected more than 0, got -1"),
-        ("data.train.1.weight=null", "1 of 2 sources have a weight: give one to each, or to none"),
+        ("data.train.1.weight=null", "1 of 2 sources have a weight: give a weight to all of them or to none"),
         ("data.train.1.limit=0", "data.train.1.limit: expected more than 0, got 0"),
         ("data.train.1.from=c.jsonl", "data.train.1.from: no such file: c.jsonl"),
-        ("data.train.1.from={stage: make, file: a.jsonl}", "data.train.1.from.stage: 'make' is no stage"),
+        ("data.train.1.from={stage: make, file: a.jsonl}", "data.train.1.from.stage: 'make' is not a stage"),
         ("data.train=[]", "data.train: expected at least 1 entries"),
         ("data.train=3", "expected a file, a folder, a hub id, {stage: NAME, file: FILE}, or a list of"),
-        ("data.limit=3", "a list of sources has a limit for each"),
-        ("data.shuffle_buffer=3", "shuffle_buffer belongs to stream: true"),
+        ("data.limit=3", "limit does not apply to a list of sources; limit each source"),
+        ("data.shuffle_buffer=3", "shuffle_buffer requires stream: true"),
         ("data.stream=true", "data.stream: a stream has no end: set trainer.max_steps"),
     ],
 )
@@ -176,7 +176,7 @@ def test_inspect_shows_mixtures_and_the_beginning_of_a_stream(home):
         inspect.show(load("mixed.yaml", overrides), None, Console(file=shown, width=200))
         (line,) = [line for line in shown.getvalue().splitlines() if line.startswith("rows ")]
         assert line.split() == ["rows", said]
-    assert "a stream: the first 5 rows" in shown.getvalue()
+    assert "a stream: showing the first 5 rows" in shown.getvalue()
 
 
 @pytest.mark.parametrize("stream", [(), ("data.stream=true", "trainer.max_steps=6")])
@@ -187,7 +187,7 @@ def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
     assert run("data.keep=[lang]", *stream)[0]["state"] == "done"
     shown = io.StringIO()
     inspect.show(load("mixed.yaml", ["data.keep=[lang]"]), None, Console(file=shown, width=200))
-    assert "not read, as data.keep says: lang" in shown.getvalue()
+    assert "ignored columns (data.keep): lang" in shown.getvalue()
     assert "data.kep: unknown key; did you mean 'keep'?" in message("data.kep=[lang]")
     assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
 

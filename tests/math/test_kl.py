@@ -113,7 +113,7 @@ def test_controller_is_bounded_and_monotone(coef, target, value, more, n):
 
 
 def test_controller_refuses_what_could_turn_its_sign():
-    with pytest.raises(UserError, match=r"horizon of 10 is too short for 50 sequences an update.*above 10"):
+    with pytest.raises(UserError, match=r"horizon of 10 is too short for 50 sequences per update.*above 10"):
         kl.AdaptiveKL(0.2, horizon=10).update(1.0, 50)
     with pytest.raises(ValueError, match="must be finite, got nan"):
         kl.AdaptiveKL(0.2).update(math.nan, 1)

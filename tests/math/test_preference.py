@@ -221,9 +221,9 @@ def test_nothing_is_ignored():
         ("hinge", {"label_smoothing": 0.1}),
         ("sigmoid", {"gamma": 0.5}),
     ):
-        with pytest.raises(UserError, match=f"{kind} does not read {next(iter(more))}, which .* do"):
+        with pytest.raises(UserError, match=f"{kind} does not use {next(iter(more))}; it is for .*"):
             preference(kind, one, one, lengths=(one, one), **more)
-    with pytest.raises(UserError, match="simpo averages log-probabilities over tokens: give lengths"):
+    with pytest.raises(UserError, match="simpo averages log-probabilities over tokens: pass lengths"):
         preference("simpo", one, one)
     with pytest.raises(UserError, match="unknown preference loss 'dpo': expected one of sigmoid"):
         preference("dpo", one, one)  # pyright: ignore[reportArgumentType]

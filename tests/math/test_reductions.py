@@ -57,5 +57,5 @@ def test_reduction_refuses_bad_arguments():
         reduction_weights(MASK, "mean")  # pyright: ignore[reportArgumentType]
     cases: list[tuple[Reduction, int | None]] = [("fixed_length", None), ("fixed_length", 0), ("token_mean", 5)]
     for kind, length in cases:
-        with pytest.raises(UserError, match=f"fixed_length only: got {length} for {kind}"):
+        with pytest.raises(UserError, match=f"fixed_length needs a length of at least 1, .*: got {length} for {kind}"):
             reduction_weights(MASK, kind, length)

@@ -104,11 +104,11 @@ def test_answers_that_change_the_ids_of_their_prompt_are_refused(tiny_tokenizer:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "orpo", "beta": 0.2}, "beta is not read by loss orpo"),
-        ({"gamma": 1.0}, "gamma is not read by loss sigmoid"),
-        ({"loss": "simpo", "reference": "live"}, "reference is not read by loss simpo"),
-        ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing is not read by loss ipo"),
-        ({"loss": "kto", "nll_weight": 0.1}, "nll_weight is not read by loss kto"),
+        ({"loss": "orpo", "beta": 0.2}, "loss orpo does not use beta"),
+        ({"gamma": 1.0}, "loss sigmoid does not use gamma"),
+        ({"loss": "simpo", "reference": "live"}, "loss simpo does not use reference"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "loss ipo does not use label_smoothing"),
+        ({"loss": "kto", "nll_weight": 0.1}, "loss kto does not use nll_weight"),
         ({"label_smoothing": 0.5}, "less than 0.5"),
     ],
 )

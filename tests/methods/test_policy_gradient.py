@@ -91,16 +91,16 @@ def test_a_block_without_a_name_keeps_that_of_the_preset() -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [
-        (RLOO, {"advantage": "gae"}, "advantage gae reads the values of a critic, and critic is none"),
-        (PPO, {"critic": "none"}, "advantage gae reads the values of a critic"),
-        (PPO, {"advantage": "rloo"}, "critic separate: advantage rloo does not read its values"),
-        (RLOO, {"epochs": 2}, "epochs 2: the policy moves away"),
+        (RLOO, {"advantage": "gae"}, "advantage gae needs a critic, but critic is none"),
+        (PPO, {"critic": "none"}, "advantage gae needs a critic"),
+        (PPO, {"advantage": "rloo"}, "critic separate would be trained but never used, because advantage rloo"),
+        (RLOO, {"epochs": 2}, "epochs 2: after the first optimizer step the rollouts are off-policy"),
         (GRPO, {"kl_estimate": "k1"}, "k1 has no gradient as a loss"),
         (GRPO, {"policy_loss": "clipp"}, "name: reinforce, clip, gspo, gspo_token, cispo, sapo or file.py:name"),
         (GRPO, {"policy_loss": {"name": "sapo", "clip_low": 0.1}}, "clip_low"),
-        (PPO, {"critic": {"name": "shared", "start": "policy"}}, "critic.start belongs to critic: separate"),
+        (PPO, {"critic": {"name": "shared", "start": "policy"}}, "critic.start applies only to a separate critic"),
         (PPO, {"critic": {"name": "none", "coef": 1.0}}, "coef"),
-        (PPO, {"correction": {"mode": "mask", "cap": 3.0}}, "cap is not read by mode mask"),
+        (PPO, {"correction": {"mode": "mask", "cap": 3.0}}, "mode mask does not use cap"),
         (PPO, {"correction": {"mode": "mask", "low": 3.0}}, "low 3 must be below high 2"),
     ],
 )

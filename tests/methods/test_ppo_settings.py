@@ -184,8 +184,8 @@ def test_sizes_that_do_not_fit_are_told(settings: dict, message: str, run: Any) 
     [
         ({"reference": False}, "kl_coef 0.05 needs a reference"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "0 stays 0"),
-        ({"critic": {"warmup": 1, "frozen": True}}, "nothing learns"),
-        ({"critic": {"warmup": 1, "coef": 0.0}}, "nothing learns"),
+        ({"critic": {"warmup": 1, "frozen": True}}, "would train nothing"),
+        ({"critic": {"warmup": 1, "coef": 0.0}}, "would train nothing"),
         ({"kl_coeff": 0.1}, "kl_coeff"),
     ],
 )

@@ -56,7 +56,7 @@ def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
     plain: Any = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(tmp_path / "saved")
     rows = [Conversation((*QUESTION, Message(role="assistant", content=text)), 1, "x:1") for text in TEXTS]
-    ids = [list(answer.tokens) for answer in Renderer(tokenizer).answers(rows)]
+    ids = [answer.tokens.tolist() for answer in Renderer(tokenizer).answers(rows)]
     batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
     with torch.no_grad():
         found = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0]

@@ -111,7 +111,7 @@ def test_the_critic_of_ppo_is_not_a_step_value_head(tiny_llama, tmp_path):
 
 def test_a_model_without_a_head_is_told(tiny_llama, tmp_path):
     tiny_llama().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no value_head.safetensors: expected a model that .* step_value"):
+    with pytest.raises(UserError, match=r"no value_head.safetensors: expected a model trained by .* step_value"):
         load_value_model(str(tmp_path))
 
 

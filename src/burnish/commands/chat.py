@@ -1,4 +1,4 @@
-"""A conversation with a model in the terminal, in which tokens appear as they are made."""
+"""A chat with a model in the terminal, which shows tokens as they are generated."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from burnish.rl.collect import eos_ids
 from burnish.types import Message
 
 HELP = {
-    "/reset": "forget the conversation; the system message stays",
-    "/system TEXT": "set the system message; without TEXT, take it away",
-    "/help": "this list",
-    "/exit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
+    "/reset": "clear the conversation, but keep the system message",
+    "/system TEXT": "set the system message, or remove it if TEXT is empty",
+    "/help": "show this list",
+    "/exit": "leave, like Ctrl-D; Ctrl-C stops an answer",
 }
 
 
@@ -34,13 +34,13 @@ HELP = {
 
 
 def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Text of tokens as they come; a character of several tokens is held back until it is whole."""
+    """Decode tokens as they arrive. A character that spans several tokens is held back until it is complete."""
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     ids: list[int] = []
-    # A piece is decoded behind the one before it, since some tokenizers drop the space a text begins with.
+    # Decode each piece together with the previous one, because some tokenizers drop a leading space.
     start, done = 0, 0
     for token in tokens:
         ids.append(token)
@@ -57,7 +57,7 @@ def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
 
 @dataclass
 class Talk:
-    """A conversation so far: ``Talk(loaded, Sampling(temperature=0.7), system="Be brief.")``."""
+    """The state of a conversation: ``Talk(loaded, Sampling(temperature=0.7), system="Be brief.")``."""
 
     loaded: Loaded
     sampling: Sampling
@@ -74,15 +74,15 @@ class Talk:
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 
     def prompt(self, turns: list[Message]) -> tuple[int, ...]:
-        """Tokens of turns below the system message, up to where the model answers."""
+        """Tokens of the system message and the turns, up to the start of the model's answer."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return Renderer(self.loaded.tokenizer).prompt((*system, *turns))
 
     def fit(self, turns: list[Message]) -> tuple[tuple[int, ...], int]:
-        """The prompt's tokens, and how many of the oldest messages had to go, whole turns, to leave room to answer.
+        """The prompt's tokens, and the number of oldest messages (whole turns) dropped to leave room for an answer.
 
         Raises:
-            UserError: the last message alone fills the context window, or the template refuses the messages.
+            UserError: if the last message alone fills the context window, or the template rejects the messages.
         """
         starts = [i for i, message in enumerate(turns) if message["role"] == "user"]
         for start in starts:
@@ -91,40 +91,44 @@ class Talk:
                 return tokens, start
         assert self.context is not None
         if len(tokens) >= self.context:
-            raise UserError(f"{len(tokens)} tokens do not fit the context window of {self.context}: say it shorter")
+            raise UserError(
+                f"{len(tokens)} tokens do not fit the context window of {self.context}: shorten the message"
+            )
         return tokens, starts[-1]
 
     def answer(self, question: str) -> Iterator[str]:
-        """Text that appears while the model answers; notes stand in brackets.
+        """Yield the text of the answer while it is generated, and notes in brackets.
 
-        Once ``stopped`` is set the answer ends; what was said by then stays in the conversation.
+        Setting ``stopped`` ends the answer. The text generated so far stays in the conversation.
 
         Raises:
-            UserError: as ``fit`` does; the question is not kept then.
+            UserError: as in ``fit``. The question is then not added to the conversation.
         """
         asked: Message = {"role": "user", "content": question}
         prompt, start = self.fit([*self.turns, asked])
         dropped = [message["content"] for message in self.turns[:start] if message["role"] == "user"]
         self.turns = [*self.turns[start:], asked]
         if dropped:
-            yield _note(f"the context of {self.context} tokens is full; forgotten: {', '.join(map(_short, dropped))}")
+            yield _note(f"the context of {self.context} tokens is full; dropped: {', '.join(map(_short, dropped))}")
             yield "\n"
-        tokenizer, said = self.loaded.tokenizer, list[int]()
+        tokenizer, sampled = self.loaded.tokenizer, list[int]()
         begun, note = False, ""
-        for piece in pieces(tokenizer, self._sampled(prompt, said)):
+        for piece in pieces(tokenizer, self._sampled(prompt, sampled)):
             shown = piece if begun else piece.lstrip()
             begun = begun or bool(shown)
             yield _harmless(shown)
         if self.ended_by is None:
             note = "stopped"
         elif self.ended_by != "stop":
-            note = f"cut after {len(said)} tokens" + (": the context is full" if self.ended_by == "context" else "")
+            note = f"truncated after {len(sampled)} tokens" + (
+                ": the context is full" if self.ended_by == "context" else ""
+            )
         self.answers += 1
-        self.turns.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True).strip()})
+        self.turns.append({"role": "assistant", "content": tokenizer.decode(sampled, skip_special_tokens=True).strip()})
         yield f" {_note(note)}\n" if note else "\n"
 
-    def _sampled(self, prompt: tuple[int, ...], said: list[int]) -> Iterator[int]:
-        """Tokens of an answer as they are drawn, which are added to ``said``; sets what ended it, None if stopped."""
+    def _sampled(self, prompt: tuple[int, ...], sampled: list[int]) -> Iterator[int]:
+        """Yield sampled tokens and append them to ``sampled``. Sets ``ended_by``, which is None if stopped."""
         ends = frozenset(eos_ids(self.loaded.model, self.loaded.tokenizer))
         request = Request(prompt, request_seed(self.seed, self.answers, 0, 0), self.sampling, ends)
         (handle,) = self.generator.submit([request], self.generator.version)
@@ -134,7 +138,7 @@ class Talk:
             if done:
                 self.ended_by = done[0][1].finish_reason
             tokens = done[0][1].tokens.tolist() if done else self.generator.tokens_so_far(handle)
-            said.append(tokens[-1])
+            sampled.append(tokens[-1])
             yield tokens[-1]
         self.generator.cancel()
 
@@ -149,7 +153,7 @@ def _short(text: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Text of a model that cannot act on the terminal."""
+    """Escape control characters, so that the model's text cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -157,12 +161,12 @@ def _harmless(text: str) -> str:
 
 
 def run(talk: Talk) -> None:
-    """Read questions and write answers, until the end of the input or ``/exit``."""
-    with contextlib.suppress(ImportError):  # line editing and history, where Python was built with it
+    """Read questions and print answers until the end of the input or ``/exit``."""
+    with contextlib.suppress(ImportError):  # line editing and history, if Python was built with them
         importlib.import_module("readline")
     terminal = sys.stdin.isatty()
     if terminal:
-        typer.echo(f"{talk.loaded.reference}  (/help lists what you can do; Ctrl-D leaves)")
+        typer.echo(f"{talk.loaded.reference}  (/help lists the commands; Ctrl-D leaves)")
     while True:
         try:
             line = input("> " if terminal else "").strip()
@@ -180,7 +184,7 @@ def run(talk: Talk) -> None:
 
 
 def _speak(talk: Talk, line: str) -> None:
-    """Write an answer; Ctrl-C stops it between two tokens."""
+    """Print an answer. Ctrl-C stops it between two tokens."""
 
     def stop(*_: Any) -> None:
         talk.stopped = True
@@ -200,11 +204,11 @@ def _command(talk: Talk, line: str) -> str:
     name, _, rest = line.partition(" ")
     if name == "/reset":
         talk.turns.clear()
-        return _note("forgotten")
+        return _note("conversation cleared")
     if name == "/system":
         talk.system = rest.strip() or None
         return _note("system message set" if talk.system else "no system message")
     if name == "/help":
         return "\n".join(f"{command:<14} {what}" for command, what in HELP.items())
     names = [command.split()[0] for command in HELP]
-    return _note(f"no command {name}" + (did_you_mean(name, names) or f"; commands are {', '.join(names)}"))
+    return _note(f"unknown command {name}" + (did_you_mean(name, names) or f"; commands are {', '.join(names)}"))

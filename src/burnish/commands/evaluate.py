@@ -1,7 +1,7 @@
-"""Models measured on rows: perplexity, pair accuracy, rewards, KL, pass@k, best of k, win rate, with 95 % intervals.
+"""Evaluation of models: perplexity, pair accuracy, rewards, KL, pass@k, best of k, win rate, with 95 % intervals.
 
-Every measure is a weighted mean over rows; its interval comes from rows drawn again, which for two models are the same
-rows, so that their difference is paired.
+Every measure is a weighted mean over rows, and its confidence interval comes from bootstrapping rows. Two models use
+the same bootstrap samples, so that their difference is paired.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from burnish.rl.metrics import sample_rows
 from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
-"""Shapes of rows that are answered."""
+"""Formats of rows that the model completes."""
 
 
 class Measure(NamedTuple):
-    """Values by row, with what each weighs: ``Measure({"pairs.jsonl:1": 1.0}, {"pairs.jsonl:1": 1.0})``.
+    """Values and weights keyed by row: ``Measure({"pairs.jsonl:1": 1.0}, {"pairs.jsonl:1": 1.0})``.
 
-    It is sum w x / sum w, or exp of it where ``exp`` is set.
+    The measure is sum w x / sum w, or its exponential if ``exp`` is set.
     """
 
     values: Mapping[str, float]
@@ -59,20 +59,20 @@ class Measure(NamedTuple):
     exp: bool = False
 
     def columns(self, sources: list[str]) -> Tensor:
-        """Of the rows in this order: w x and w. (N, 2)."""
+        """The columns w x and w, for the rows in the given order. (N, 2)."""
         weights = [1.0 if self.weights is None else self.weights[source] for source in sources]
         pairs = [(w * self.values[source], w) for source, w in zip(sources, weights, strict=True)]
         return torch.tensor(pairs, dtype=torch.float64)
 
     def of(self, means: Tensor) -> Tensor:
-        """The measure from means (R, 2) of its columns. (R,)."""
+        """The measure (R,), computed from means (R, 2) of its columns."""
         mean = means[:, 0] / means[:, 1]
         return mean.exp() if self.exp else mean
 
 
 @dataclass
 class Measured:
-    """What one model came to: measures by name, the samples it gave, and what was cut or left out of its rows."""
+    """The results of one model: measures by name, its samples, and its truncated or dropped rows."""
 
     measures: dict[str, Measure]
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -81,35 +81,35 @@ class Measured:
 
 
 def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
-    """Measure a model, and a second one on the same rows and seeds where the evaluation names it.
+    """Evaluate a model, and with ``against`` a second one on the same rows and seeds.
 
-    Returns values with their intervals by measure, and the samples, as plain values for JSON.
+    Returns the value and interval of each measure, and the samples, as plain values for JSON.
 
     Raises:
-        UserError: rows of another kind than the model and the evaluation can measure.
+        UserError: if the rows do not suit the model or the evaluation.
     """
     references = [model] + ([model_reference(evaluation.against, Path())] if evaluation.against else [])
     rewards_model = _is_reward_model(model)
     if evaluation.against and _is_reward_model(references[1]) != rewards_model:
         kinds = ("a policy", "a reward model") if rewards_model else ("a reward model", "a policy")
         raise UserError(
-            f"against: {references[1]} is {kinds[0]} and {model} {kinds[1]}: nothing can be measured of both"
+            f"against: {references[1]} is {kinds[0]}, but {model} is {kinds[1]}: they have no measure in common"
         )
-    found = _rows(evaluation, rewards_model)
+    eval_rows = _rows(evaluation, rewards_model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scorers = [named_reward(source, evaluation, Path(), device) for source in evaluation.reward]
     reference = _policy(model_reference(evaluation.reference, Path()), evaluation) if evaluation.reference else None
     done = [
-        _measure_rewards(name, found.rows, evaluation) if rewards_model
-        else _measure_policy(_policy(name, evaluation), found.rows, evaluation, scorers, reference)
+        _measure_rewards(name, eval_rows.rows, evaluation) if rewards_model
+        else _measure_policy(_policy(name, evaluation), eval_rows.rows, evaluation, scorers, reference)
         for name in references
     ]  # fmt: skip
     return {
         "name": evaluation.name,
         "models": references,
         "evaluation": evaluation.model_dump(mode="json"),
-        "rows": len(found.rows),
-        "skipped": [f"{row.source}: {row.reason}" for row in found.skipped],
+        "rows": len(eval_rows.rows),
+        "skipped": [f"{row.source}: {row.reason}" for row in eval_rows.skipped],
         "changed": done[0].changed,
         "measures": _compared(done, evaluation),
         "samples": [
@@ -135,7 +135,7 @@ def _policy(reference: str, evaluation: Evaluation) -> Loaded:
 
 
 def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
-    """The rows, all of one kind, of those that can be measured with what the evaluation names."""
+    """Read the rows, and check that they are all of one kind which the evaluation can measure."""
     data = evaluation.data
     kinds: tuple[type[Any], ...] = (Text, Conversation, Preference)
     if rewards_model:
@@ -145,42 +145,45 @@ def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
     names = ("format", "keys", "keep", "on_bad_row", "limit")
     settings: dict[str, Any] = {name: getattr(data, name) for name in names}
     try:
-        found = rows.load(data.eval, kinds, **settings)
+        loaded = rows.load(data.eval, kinds, **settings)
     except rows.BadRow as bad:
         if Prompt in kinds or rewards_model:
             raise
-        raise UserError(f"{bad}; prompts to be answered need reward:, or reference: with data.format: prompt") from bad
-    first = type(found.rows[0])
-    other = next((row for row in found.rows if type(row) is not first), None)
+        raise UserError(f"{bad}; prompts need reward:, or reference: with data.format: prompt") from bad
+    first = type(loaded.rows[0])
+    other = next((row for row in loaded.rows if type(row) is not first), None)
     if other is not None and not rewards_model:
         raise UserError(
-            f"{other.source}: a {type(other).__name__} among rows of {first.__name__}: measure each kind by itself"
+            f"{other.source}: a {type(other).__name__} among rows of type {first.__name__}: evaluate each type "
+            "separately"
         )
     if first is Preference and not rewards_model and evaluation.reference is None:
-        raise UserError("data.eval holds pairs: a policy's implicit rewards are against a reference: set reference:")
+        raise UserError("data.eval holds pairs: the implicit rewards of a policy need a reference: set reference:")
     if first is Prompt and not evaluation.reward and evaluation.reference is None:
         raise UserError("data.eval holds prompts: set reward: to score answers, or reference: for the KL")
     if first is not Prompt and "generation" in evaluation.model_fields_set:
-        raise UserError("generation: belongs to prompts, which are answered; of these rows nothing is sampled")
+        raise UserError("generation: applies only to prompts; nothing is sampled from these rows")
     if evaluation.reference is not None and (rewards_model or first not in (Prompt, Preference)):
-        raise UserError("reference: belongs to prompts and pairs that a policy is measured on: take it away")
-    return found
+        raise UserError("reference: applies only to a policy evaluated on prompts or pairs: remove this key")
+    return loaded
 
 
 # --- one model ----------------------------------------------------------------------------------------------------
 
 
 def _measure_policy(
-    loaded: Loaded, found: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
+    loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
 ) -> Measured:
-    kind = type(found[0])
+    kind = type(eval_rows[0])
     if kind is Prompt:
-        return _measure_answers(loaded, found, evaluation, rewards, reference)
+        return _measure_answers(loaded, eval_rows, evaluation, rewards, reference)
     if kind is Preference:
         assert reference is not None
-        return _measure_pairs(loaded, found, evaluation, reference)
+        return _measure_pairs(loaded, eval_rows, evaluation, reference)
     method = Pretrain() if kind is Text else SFT()
-    examples, changed = method.examples(found, loaded.tokenizer, _length(loaded.model, loaded.tokenizer, evaluation))
+    examples, changed = method.examples(
+        eval_rows, loaded.tokenizer, _length(loaded.model, loaded.tokenizer, evaluation)
+    )
     losses: dict[str, float] = {}
     counts: dict[str, float] = {}
     sequences = [example.sequences[0] for example in examples]
@@ -188,27 +191,27 @@ def _measure_policy(
         losses[sequence.source] = losses.get(sequence.source, 0.0) - math.fsum(values)
         counts[sequence.source] = counts.get(sequence.source, 0.0) + len(values)
     means = {source: losses[source] / counts[source] for source in losses}
-    measures = {"perplexity": Measure(means, counts, exp=True), "nll a token": Measure(means, counts)}
-    return Measured(measures, changed=_said(changed))
+    measures = {"perplexity": Measure(means, counts, exp=True), "nll per token": Measure(means, counts)}
+    return Measured(measures, changed=_messages(changed))
 
 
 def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
-    """The longest sequence: as the evaluation says, else what the model was made for."""
+    """The truncation settings. The default max_length is the model's limit."""
     limit = evaluation.data.max_length or longest(unwrap(model).config, tokenizer)
     return Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
 
 
-def _said(changed: list[Any]) -> list[str]:
+def _messages(changed: list[Any]) -> list[str]:
     return [f"{row.source}: {row.reason}" for row in changed]
 
 
-def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:
-    """Implicit rewards log p(answer) - log p_reference(answer) of both sides (Rafailov et al. 2023)."""
+def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:
+    """Implicit rewards log p(answer) - log p_reference(answer) of both answers (Rafailov et al. 2023)."""
     sums: list[dict[str, list[float]]] = []
     changed: list[Any] = []
     for one in (reference, loaded):
         to_examples = partial(Renderer(one.tokenizer).comparisons, learned=True)
-        examples, changed = encode(found, to_examples, _length(one.model, one.tokenizer, evaluation))
+        examples, changed = encode(eval_rows, to_examples, _length(one.model, one.tokenizer, evaluation))
         values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
         sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
     before, after = sums
@@ -218,39 +221,39 @@ def _measure_pairs(loaded: Loaded, found: list[Row], evaluation: Evaluation, ref
         if source in before
     }
     measures = {"accuracy": Measure({s: _share(m) for s, m in margins.items()}), "margin": Measure(margins)}
-    return Measured(measures, changed=_said(changed))
+    return Measured(measures, changed=_messages(changed))
 
 
 def _share(difference: float) -> float:
     return 0.5 if difference == 0 else float(difference > 0)
 
 
-def _measure_rewards(reference: str, found: list[Row], evaluation: Evaluation) -> Measured:
-    """Accuracy and margin of a reward model; the pairs of a ranking count as one row."""
+def _measure_rewards(reference: str, eval_rows: list[Row], evaluation: Evaluation) -> Measured:
+    """Accuracy and margin of a reward model. The pairs of a ranking count as one row."""
     tokenizer = loading.load_tokenizer(reference)
     if evaluation.template is not None:
         set_template(tokenizer, evaluation.template)
     model = loading.load_reward_model(reference).to("cuda" if torch.cuda.is_available() else "cpu")
-    examples, changed = RewardModel().examples(found, tokenizer, _length(model, tokenizer, evaluation))
+    examples, changed = RewardModel().examples(eval_rows, tokenizer, _length(model, tokenizer, evaluation))
     pad_id: Any = tokenizer.pad_token_id
     layout = Layout([model], pad_id=pad_id or 0)
     differences: list[list[float]] = [[] for _ in examples]
     with evaluating(model):
         for group, _, values in layout.passes(lambda batch: scores(model, batch).tolist(), examples, TOKEN_BUDGET):
-            found_scores = iter(values)
+            row_scores = iter(values)
             for i in group:
-                mine = [next(found_scores) for _ in examples[i].sequences]
+                mine = [next(row_scores) for _ in examples[i].sequences]
                 differences[i] = [mine[pair.better] - mine[pair.worse] for pair in examples[i].pairs]
     pairs = list(zip(examples, differences, strict=True))
     accuracies = {example.source: fmean(map(_share, mine)) for example, mine in pairs}
     margins = {example.source: fmean(mine) for example, mine in pairs}
-    return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=_said(changed))
+    return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=_messages(changed))
 
 
 def _measure_answers(
-    loaded: Loaded, found: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
+    loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, rewards: list[NamedReward], reference: Loaded | None
 ) -> Measured:
-    prompts = [row for row in found if isinstance(row, Prompt)]
+    prompts = [row for row in eval_rows if isinstance(row, Prompt)]
     tokens = Renderer(loaded.tokenizer).prompts(prompts)
     sampling = evaluation.generation
     ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
@@ -291,33 +294,35 @@ def _of_reward(
     chosen: bool,
     measure: Callable[[Callable[[list[Trajectory]], float]], Measure],
 ) -> dict[str, Measure]:
-    """The mean of a reward; its pass@k where it is 0 or 1; and of the best of k by the score, where there is one."""
-    found = {name: measure(lambda mine: fmean(r.rewards[name] for r in mine))}
+    """The mean of a reward, its pass@k if all rewards are 0 or 1, and its value for the best of k by score."""
+    measures = {name: measure(lambda mine: fmean(r.rewards[name] for r in mine))}
     ks = [2**power for power in range(n.bit_length())]
     if {r.rewards[name] for r in trajectories} <= {0.0, 1.0}:
         for k in ks:
-            found[f"{name} pass@{k}"] = measure(
+            measures[f"{name} pass@{k}"] = measure(
                 lambda mine, k=k: pass_at_k(n, round(sum(r.rewards[name] for r in mine)), k)
             )
     for k in ks[1:] if chosen else []:
-        found[f"{name} best of {k}"] = measure(
+        measures[f"{name} best of {k}"] = measure(
             lambda mine, k=k: best_of_k([r.score for r in mine], [r.rewards[name] for r in mine], k)
         )
-    return found
+    return measures
 
 
 def _log_ratios(
     loaded: Loaded, reference: Loaded, trajectories: list[Trajectory], evaluation: Evaluation
 ) -> tuple[str, dict[int, float]]:
-    """Sum of log p - log p_reference over each completion; its mean is the KL where it was sampled from p whole."""
+    """Sum of log p - log p_reference over each completion. Without top-k and top-p, its mean estimates the KL."""
     if loaded.tokenizer.get_vocab() != reference.tokenizer.get_vocab():
-        raise UserError(f"reference: {reference.reference} reads other tokens than {loaded.reference}: no KL")
+        raise UserError(
+            f"reference: {reference.reference} has another vocabulary than {loaded.reference}: cannot compute the KL"
+        )
     sampling = evaluation.generation
     whole = sampling.temperature > 0 and sampling.top_k is None and sampling.top_p is None
-    how = SamplingTransform(sampling.temperature or 1.0)
+    transform = SamplingTransform(sampling.temperature or 1.0)
     ratios = dict.fromkeys(map(id, trajectories), 0.0)
     owners = [(id(t), sequence) for t in trajectories for sequence in t.sequences]
-    sides = [logprobs(one.model, [sequence for _, sequence in owners], how) for one in (loaded, reference)]
+    sides = [logprobs(one.model, [sequence for _, sequence in owners], transform) for one in (loaded, reference)]
     for (owner, _), a, b in zip(owners, *sides, strict=True):
         ratios[owner] += math.fsum(a) - math.fsum(b)
     return "kl" if whole else "log ratio", ratios
@@ -327,7 +332,7 @@ def _log_ratios(
 
 
 def _compared(done: list[Measured], evaluation: Evaluation) -> dict[str, dict[str, Any]]:
-    """Each measure with its interval; of two models both and the paired difference; their win rate."""
+    """Each measure with its interval. For two models, also the paired difference and the win rate."""
     table: dict[str, dict[str, Any]] = {}
     for name, measure in done[0].measures.items():
         if len(done) == 1:
@@ -348,10 +353,10 @@ def _compared(done: list[Measured], evaluation: Evaluation) -> dict[str, dict[st
 
 
 def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, float]:
-    """Of one measure, or of the first less the second on the rows that both have."""
+    """The value and interval of one measure, or of the difference of two on the rows that both have."""
     sources = [source for source in measures[0].values if all(source in m.values for m in measures)]
     if not sources:
-        raise UserError("no row is left to measure: all were left out for their length; raise data.max_length")
+        raise UserError("no rows left to evaluate: all of them were dropped for their length; raise data.max_length")
     columns = torch.cat([measure.columns(sources) for measure in measures], dim=1)
 
     def statistic(means: Tensor) -> Tensor:
@@ -363,17 +368,17 @@ def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, floa
     return {"value": value, "low": low, "high": high, "rows": len(sources)}
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------
+# --- display ------------------------------------------------------------------------------------------------------
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Measures with their 95 % intervals."""
+    """A table of measures with their 95 % intervals."""
     shown = Table("measure", *(_end(name) for name in result["models"]), box=None, pad_edge=False)
     if len(result["models"]) == 2:
         shown.add_column("difference")
-    for name, found in result["measures"].items():
-        both = [found[key] for key in ("against", "difference") if key in found]
-        shown.add_row(name, *(_cell(one) for one in [found, *both]))
+    for name, interval in result["measures"].items():
+        both = [interval[key] for key in ("against", "difference") if key in interval]
+        shown.add_row(name, *(_cell(one) for one in [interval, *both]))
     return shown
 
 
@@ -381,5 +386,5 @@ def _end(name: str) -> str:
     return name if len(name) <= 32 else f"...{name[-29:]}"
 
 
-def _cell(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.4g} [{found['low']:.4g}, {found['high']:.4g}]"
+def _cell(interval: Mapping[str, float]) -> str:
+    return f"{interval['value']:.4g} [{interval['low']:.4g}, {interval['high']:.4g}]"

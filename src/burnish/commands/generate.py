@@ -1,4 +1,4 @@
-"""Completions of prompts from the command line or a file; log-probabilities of what a model would say."""
+"""Completions of prompts from the command line or a file, and log-probabilities of sequences."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from burnish.rl.collect import eos_ids
 from burnish.types import Config, Example, Prompt, Sequence
 
 AT_ONCE = 64
-"""Completions that are generated before they are written."""
+"""Number of completions generated between two writes."""
 TOKEN_BUDGET = 8192
-"""Tokens, padding included, whose log-probabilities are computed in one forward pass."""
+"""Maximum number of tokens, including padding, in one forward pass that computes log-probabilities."""
 DRAWN = ("temperature", "top_k", "top_p", "samples")
 OWN = ("prompt", "completion", "finish_reason", "logprob", "logprob_mean", "source")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A language model that is ready to generate: ``Loaded("runs/tiny/ppo", model, tokenizer)``."""
+    """A loaded language model: ``Loaded("runs/tiny/ppo", model, tokenizer)``."""
 
     reference: str
     model: Any
@@ -48,15 +48,15 @@ class Loaded:
 
 
 def load(reference: str, template: str | None = None, dtype: loading.DType = "auto") -> Loaded:
-    """A language model with its tokenizer, on the GPU where there is one.
+    """Load a language model and its tokenizer, on the GPU if there is one.
 
     Args:
-        reference: a folder (a model's, an adapter's or a stage's), a .gguf file or a hub id.
-        template: name of a plain template, in place of the stored one.
-        dtype: of the weights.
+        reference: the folder of a model, adapter or stage, a .gguf file or a hub id.
+        template: name of a plain template that replaces the stored one.
+        dtype: dtype of the weights.
 
     Raises:
-        UserError: it cannot be loaded, or there is no such template.
+        UserError: if the model cannot be loaded, or there is no such template.
     """
     tokenizer = loading.load_tokenizer(reference)
     if template is not None:
@@ -65,41 +65,41 @@ def load(reference: str, template: str | None = None, dtype: loading.DType = "au
     return Loaded(reference, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
-# --- how ----------------------------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------------------------
 
 
-def decoding(options: dict[str, Any]) -> Sampling | Beams:
-    """How completions are made, from the options of ``burnish generate`` that were given.
+def decoding_settings(options: dict[str, Any]) -> Sampling | Beams:
+    """The settings for sampling or beam search from the options of ``burnish generate``; None means not set.
 
     Raises:
-        UserError: options that would be ignored beside each other, or a value out of its range.
+        UserError: if an option would be ignored, or a value is out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
     sample = given.pop("sample", False)
     if "beams" not in given:
         if only := [_flag(name) for name in ("length_penalty", "returned") if name in given]:
-            raise UserError(f"{', '.join(only)} rank beams: add --beams 4")
+            raise UserError(f"{', '.join(only)} requires beam search: add --beams 4")
         if sample and given.get("temperature") == 0:
-            raise UserError("--sample with --temperature 0: 0 always takes the likeliest token; leave one of them out")
-        return sampling(given)
+            raise UserError("--sample contradicts --temperature 0, which always takes the likeliest token: remove one")
+        return sampling_settings(given)
     drawn = [_flag(name) for name in DRAWN if name in given]
     if drawn and not sample:
-        raise UserError(f"{', '.join(drawn)} set how beams are drawn, and --beams alone draws none: add --sample")
+        raise UserError(f"{', '.join(drawn)} requires sampling, but --beams alone does not sample: add --sample")
     if "length_range" in given:
-        raise UserError("--length-range is for sampling: with --beams, set --max-new-tokens")
+        raise UserError("--length-range does not apply to --beams: set --max-new-tokens instead")
     return _checked(Beams, {"sample": sample, "max_new_tokens": 256} | given)
 
 
-def sampling(options: dict[str, Any]) -> Sampling:
-    """How completions are sampled, from the options that were given.
+def sampling_settings(options: dict[str, Any]) -> Sampling:
+    """The sampling settings from command-line options; None means not set.
 
     Raises:
-        UserError: options that would be ignored beside each other, or a value out of its range.
+        UserError: if an option would be ignored, or a value is out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
     ignored = [_flag(name) for name in DRAWN[1:] if name in given]
     if given.get("temperature") == 0 and ignored:
-        raise UserError(f"{', '.join(ignored)} with --temperature 0: nothing is drawn, so it would be ignored")
+        raise UserError(f"{', '.join(ignored)} would have no effect with --temperature 0, which does not sample")
     return _checked(Sampling, given if "length_range" in given else {"max_new_tokens": 256} | given)
 
 
@@ -116,12 +116,12 @@ def _checked(kind: type[Any], options: dict[str, Any]) -> Any:
 
 
 def prompts(texts: list[str], source: str | Path | None = None, system: str | None = None) -> list[Prompt]:
-    """Prompts from texts or from a file of rows, below a system message where they bring none of their own."""
-    found = rows.load(source or [{"prompt": text} for text in texts], (Prompt,)).rows
-    return [_below(row, system) for row in found if isinstance(row, Prompt)]
+    """Read prompts from texts or from a file of rows, and add the system message to prompts without one."""
+    loaded = rows.load(source or [{"prompt": text} for text in texts], (Prompt,)).rows
+    return [_with_system(row, system) for row in loaded if isinstance(row, Prompt)]
 
 
-def _below(row: Prompt, system: str | None) -> Prompt:
+def _with_system(row: Prompt, system: str | None) -> Prompt:
     if system is None or row.messages[0]["role"] == "system":
         return row
     return Prompt(({"role": "system", "content": system}, *row.messages), row.columns, row.source)
@@ -131,30 +131,36 @@ def _below(row: Prompt, system: str | None) -> Prompt:
 
 
 def completions(
-    loaded: Loaded, found: list[Prompt], how: Sampling | Beams, seed: int = 0, scores: bool = False, start: int = 0
+    loaded: Loaded,
+    prompt_rows: list[Prompt],
+    decoding: Sampling | Beams,
+    seed: int = 0,
+    scores: bool = False,
+    start: int = 0,
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Rows with the completions of the prompts from ``start`` on, some at a time; with how many prompts those were.
+    """Complete the prompts from ``start`` on in chunks. Yields the number of prompts in a chunk and its output rows.
 
-    A row has the prompt, the further columns of its row, completion, finish_reason and source. With ``scores`` it also
-    has the sum and the mean a token of its log-probability under the model (without temperature, top-k and top-p).
+    An output row has the prompt, the other columns of its input row, completion, finish_reason and source. With
+    ``scores`` it also has the sum and the per-token mean of its log-probability under the model (without temperature,
+    top-k and top-p).
 
-    What is drawn for a prompt depends on the run's seed and its own tokens, not on the other prompts; a prompt that
-    comes again gets new draws.
+    The completions of a prompt depend on the seed and the prompt's own tokens, not on the other prompts. A repeated
+    prompt gets different completions.
     """
-    tokens = Renderer(loaded.tokenizer).prompts(found)
-    _check_room(loaded.model, found, tokens)
+    tokens = Renderer(loaded.tokenizer).prompts(prompt_rows)
+    _check_room(loaded.model, prompt_rows, tokens)
     seen: dict[tuple[int, ...], int] = {}
     seeds: list[list[int]] = []
     for ids in tokens:
         first = seen.get(ids, 0)
-        seen[ids] = first + how.samples
+        seen[ids] = first + decoding.samples
         key = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "big")
-        seeds.append([request_seed(seed, key, first + g, 0) for g in range(how.samples)])
-    step = 1 if isinstance(how, Beams) else max(1, AT_ONCE // how.samples)
-    for first in range(start, len(found), step):
+        seeds.append([request_seed(seed, key, first + g, 0) for g in range(decoding.samples)])
+    step = 1 if isinstance(decoding, Beams) else max(1, AT_ONCE // decoding.samples)
+    for first in range(start, len(prompt_rows), step):
         part = slice(first, first + step)
-        made = _generate(loaded, tokens[part], seeds[part], how)
-        flat = [(row, c) for row, completions in zip(found[part], made, strict=True) for c in completions]
+        made = _generate(loaded, tokens[part], seeds[part], decoding)
+        flat = [(row, c) for row, completions in zip(prompt_rows[part], made, strict=True) for c in completions]
         lines = [_line(loaded, row, completion) for row, completion in flat]
         if scores:
             prompt_ids = [ids for ids, group in zip(tokens[part], made, strict=True) for _ in group]
@@ -164,31 +170,31 @@ def completions(
             for line, values in zip(lines, logprobs(loaded.model, sequences), strict=True):
                 count = max(1, len(values))
                 line |= {"logprob": sum(values), "logprob_mean": sum(values) / count}
-        yield len(found[part]), lines
+        yield len(prompt_rows[part]), lines
 
 
-def _check_room(model: Any, found: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
-    """Raise a UserError for a prompt that fills the context window, before others are completed."""
+def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
+    """Raise a UserError if a prompt fills the context window, before anything is generated."""
     context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
-    for row, ids in zip(found, tokens, strict=True):
+    for row, ids in zip(prompt_rows, tokens, strict=True):
         if context is not None and len(ids) >= context:
             raise UserError(
                 f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
-                f"{context}: shorten it, or take the row out"
+                f"{context}: shorten the prompt or remove the row"
             )
 
 
 def _generate(
-    loaded: Loaded, prompts: list[tuple[int, ...]], seeds: list[list[int]], how: Sampling | Beams
+    loaded: Loaded, prompts: list[tuple[int, ...]], seeds: list[list[int]], decoding: Sampling | Beams
 ) -> list[list[Completion]]:
-    """Completions of each prompt's token ids, drawn with its seeds."""
+    """Complete each prompt's token ids, once per seed."""
     model, tokenizer = loaded.model, loaded.tokenizer
     ends = frozenset(eos_ids(model, tokenizer))
     groups = list(zip(prompts, seeds, strict=True))
-    if isinstance(how, Beams):
+    if isinstance(decoding, Beams):
         settings: dict[str, Any] = {"eos_ids": ends, "pad_id": tokenizer.pad_token_id, "tokenizer": tokenizer}
-        return [[c for seed in mine for c in search(model, ids, how, seed, **settings)] for ids, mine in groups]
-    requests = [Request(ids, seed, how, ends) for ids, mine in groups for seed in mine]
+        return [[c for seed in mine for c in search(model, ids, decoding, seed, **settings)] for ids, mine in groups]
+    requests = [Request(ids, seed, decoding, ends) for ids, mine in groups for seed in mine]
     done = iter(complete(LocalGenerator(model, tokenizer), requests))
     return [[next(done) for _ in mine] for mine in seeds]
 
@@ -208,49 +214,56 @@ def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]
 
 
 def completed(prompt: tuple[int, ...], completion: list[int], source: str) -> Sequence:
-    """A prompt with a completion, of which the completion's tokens are asked for."""
+    """A sequence of a prompt and a completion, whose loss mask selects the completion."""
     return Sequence((*prompt, *completion), (False,) * len(prompt) + (True,) * len(completion), source)
 
 
 def logprobs(
-    model: Any, sequences: list[Sequence], how: SamplingTransform = PLAIN, budget: int = TOKEN_BUDGET
+    model: Any, sequences: list[Sequence], transform: SamplingTransform = PLAIN, budget: int = TOKEN_BUDGET
 ) -> list[list[float]]:
-    """Log-probabilities of each sequence's trained tokens, given those before them."""
-    found: list[list[float]] = [[] for _ in sequences]
+    """Log-probabilities of the tokens that each sequence's loss mask selects."""
+    results: list[list[float]] = [[] for _ in sequences]
     examples = [Example((sequence,)) for sequence in sequences]
     layout = Layout([model])
     with evaluating(model):
         for group, batch, values in layout.passes(
-            lambda batch: token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, how, "off")[0],
+            lambda batch: token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, transform, "off")[
+                0
+            ],
             examples,
             budget,
         ):
             learned = values[batch.loss_mask].split([int(sequences[i].loss_mask.sum()) for i in group])
             for i, mine in zip(group, learned, strict=True):
-                found[i] = mine.tolist()
-    return found
+                results[i] = mine.tolist()
+    return results
 
 
 # --- files --------------------------------------------------------------------------------------------------------
 
 
 def write(
-    loaded: Loaded, found: list[Prompt], how: Sampling | Beams, output: Path, seed: int = 0, scores: bool = False
+    loaded: Loaded,
+    prompt_rows: list[Prompt],
+    decoding: Sampling | Beams,
+    output: Path,
+    seed: int = 0,
+    scores: bool = False,
 ) -> int:
     """Write completions as JSON lines, and return their number.
 
-    They are written aside until they are complete. Where the same call was stopped before, it goes on from there: the
-    file aside is named by the hash of all that decides what the completions are.
+    Unfinished output is kept in a partial file, and repeating a stopped call resumes from it. The name of the partial
+    file has a hash of everything that determines the completions.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f".{output.name}.{_fingerprint(loaded, found, how, seed, scores)}.partial")
+    aside = output.with_name(f".{output.name}.{_fingerprint(loaded, prompt_rows, decoding, seed, scores)}.partial")
     done = _whole_lines(aside)
     parts = [json.loads(line) for line in done]
     start = sum(count for count, _ in parts)
     with aside.open("w", encoding="utf-8") as file, Progress(console=Console(stderr=True), transient=True) as progress:
         file.writelines(done)
-        task = progress.add_task("prompts", total=len(found), completed=start)
-        for count, lines in completions(loaded, found, how, seed, scores, start):
+        task = progress.add_task("prompts", total=len(prompt_rows), completed=start)
+        for count, lines in completions(loaded, prompt_rows, decoding, seed, scores, start):
             file.write(json.dumps([count, lines], ensure_ascii=False) + "\n")
             file.flush()
             parts.append([count, lines])
@@ -262,16 +275,16 @@ def write(
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """The lines of a file that are complete; a kill may have cut the last one."""
+    """The complete lines of a file. The last line is incomplete if the process was killed while writing."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     return [line.decode() for line in lines if line.endswith(b"\n")]
 
 
-def _fingerprint(loaded: Loaded, found: list[Prompt], how: Config, seed: int, scores: bool) -> str:
+def _fingerprint(loaded: Loaded, prompt_rows: list[Prompt], decoding: Config, seed: int, scores: bool) -> str:
     folder = Path(loading.resolve(loaded.reference))
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    settings = [type(how).__name__, how.model_dump(), seed, scores, loaded.tokenizer.chat_template]
-    prompts = [(row.messages, dict(row.columns), row.source) for row in found]
+    settings = [type(decoding).__name__, decoding.model_dump(), seed, scores, loaded.tokenizer.chat_template]
+    prompts = [(row.messages, dict(row.columns), row.source) for row in prompt_rows]
     dtype = str(next(loaded.model.parameters()).dtype)
     return hashlib.sha256(repr([str(folder), stats, dtype, settings, prompts]).encode()).hexdigest()[:12]

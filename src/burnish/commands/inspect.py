@@ -1,4 +1,4 @@
-"""What a recipe's rows look like to the model: tokens, what is learned, lengths, what is cut, memory and time."""
+"""Shows a recipe's rows as the model sees them: tokens, loss masks, lengths, truncation, memory and time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ SHOWN_ROWS = 2
 SHOWN_CHANGES = 5
 BINS = 8
 BAR = 40
-# Bytes of activations for each token, layer and hidden unit in 16 bits, with attention that keeps no (T, T) scores:
+# Bytes of activations per token, layer and hidden unit in 16 bits, with attention that does not store (T, T) scores:
 # Korthikanti et al. 2022, equation 2 without its last term.
 ACTIVATION = 34
 CHECKPOINTED = 2
 
 
 def show(recipe: Recipe, row: int | None, console: Console) -> None:
-    """Print every stage whose inputs exist, and what the others wait for.
+    """Print every stage whose inputs exist, and the missing inputs of the others.
 
     Raises:
-        UserError: rows or a tokenizer cannot be read; no stage has row ``row``.
+        UserError: if rows or a tokenizer cannot be read, or there is no row ``row``.
     """
     for stage in recipe.stages:
         console.rule(f"{stage.name}: {stage.method.name if stage.method else stage.run}", align="left")
@@ -51,13 +51,13 @@ def show(recipe: Recipe, row: int | None, console: Console) -> None:
             continue
         lacking = _lacking(recipe, stage)
         if lacking:
-            console.print(f"waits for {lacking}: burnish run makes it")
+            console.print(f"waits for {lacking}, which burnish run creates")
             continue
         _show_stage(recipe, stage, row, console)
 
 
 def _lacking(recipe: Recipe, stage: Stage) -> str | None:
-    """What an earlier stage has still to make before rows of this one can be shown."""
+    """The first missing input that an earlier stage must create before this stage's rows can be shown, or None."""
     assert stage.data is not None
     for part in stage.data.parts("train") + stage.data.parts("eval"):
         place = sources.data_reference(part.source, recipe.folder)
@@ -68,9 +68,9 @@ def _lacking(recipe: Recipe, stage: Stage) -> str | None:
 
 
 def _origin(recipe: Recipe, stage: Stage) -> tuple[str | None, str | None]:
-    """The model whose tokenizer the stage will have, and its plain template.
+    """The model whose tokenizer the stage will use, and its plain template.
 
-    Training changes neither tokenizer nor template, so for a stage that has not run these are the ones of its start.
+    Training changes neither tokenizer nor template, so a stage that has not run yet has those of its initial model.
     """
     if not isinstance(stage.model, StageModel):
         return (None, None) if stage.model is None else (model_reference(stage.model, recipe.folder), stage.template)
@@ -101,11 +101,11 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
             splits[split] = (read, method.examples(read.rows, tokenizer, stage.data.length))
     check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
-        console.print(f"a stream: the first {stage.data.shuffle_buffer:,} rows of train are shown")
+        console.print(f"a stream: showing the first {stage.data.shuffle_buffer:,} rows of train")
     if warning := sources.overlap(stage.data, recipe.folder):
         console.print(warning, markup=False)
     if stage.data.keep:
-        console.print(f"not read, as data.keep says: {', '.join(stage.data.keep)}", markup=False)
+        console.print(f"ignored columns (data.keep): {', '.join(stage.data.keep)}", markup=False)
     console.print(_counts(splits))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])
@@ -117,7 +117,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
 
 
 def _read(recipe: Recipe, data: Data, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
-    """Rows of a split; of a stream those that are shuffled together first."""
+    """Read the rows of a split, or the first shuffle buffer of a stream."""
     if split == "train" and data.stream:
         return rows.Rows(*sources.stream(data, recipe.folder, kinds).take(data.shuffle_buffer))
     return sources.read(data, split, recipe.folder, kinds, recipe.seed)
@@ -127,7 +127,7 @@ def _read(recipe: Recipe, data: Data, split: str, kinds: tuple[type[Any], ...]) 
 
 
 def percentile(values: list[int], share: float) -> int:
-    """The smallest value that this share of the values does not exceed: ``percentile([1, 2, 9], 0.5)`` is 2."""
+    """The smallest value that at least this share of values does not exceed: ``percentile([1, 2, 9], 0.5)`` is 2."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
@@ -150,16 +150,15 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
     values = sum(len(_values(s)) for s in sequences)
     what = [f"{learned:,} tokens ({learned / max(1, total):.1%})"] if learned or not pairs else []
     if any(isinstance(row, Prompt) for row in read.rows):
-        what = ["the completions that it samples"]
+        what = ["sampled completions"]
     return {
         "rows": f"{len(read.rows):,}",
         "skipped": ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0",
-        "cut or dropped": f"{len(encoded.changed):,}",
+        "truncated or dropped": f"{len(encoded.changed):,}",
         "sequences": f"{len(sequences):,}",
-        "tokens": f"{total:,}"
-        + (f", {shared:,} of them in prompts that run once for several answers" if shared else ""),
+        "tokens": f"{total:,}" + (f", {shared:,} of them in prompts shared by several answers" if shared else ""),
         "learned": ", ".join(
-            what + ([f"{pairs:,} comparisons"] if pairs else []) + ([f"{values:,} values of steps"] if values else [])
+            what + ([f"{pairs:,} comparisons"] if pairs else []) + ([f"{values:,} step values"] if values else [])
         ),
         "length percentiles 0 50 90 99 100": ", ".join(
             str(percentile(lengths, share)) for share in (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -192,10 +191,10 @@ def _histogram(lengths: list[int]) -> Table:
 
 def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row: int | None, console: Console) -> None:
     if row is not None and row >= len(examples):
-        raise UserError(f"--row {row}: there are {len(examples)} rows, counted from 0")
-    colours = console.is_terminal and console.color_system is not None
-    if not colours and any(s.loss_mask.any() for e in examples for s in e.sequences):
-        console.print("learned tokens stand in [[double brackets]]", markup=False)
+        raise UserError(f"--row {row}: there are only {len(examples)} rows, counting from 0")
+    colors = console.is_terminal and console.color_system is not None
+    if not colors and any(s.loss_mask.any() for e in examples for s in e.sequences):
+        console.print("learned tokens are in [[double brackets]]", markup=False)
     for index in range(len(examples))[:SHOWN_ROWS] if row is None else [row]:
         example = examples[index]
         for number, sequence in enumerate(example.sequences):
@@ -204,11 +203,11 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
                 place = ", chosen" if number == example.pairs[0].better else ", rejected"
             notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
             console.print(f"row {index} ({sequence.source}{place}): {', '.join(notes)}", style="bold", markup=False)
-            console.print(marked(sequence, tokenizer, colours=colours))
+            console.print(marked(sequence, tokenizer, colors=colors))
 
 
 def _notes(sequence: Sequence) -> list[str]:
-    """How much of a sequence is learned, how many values it carries, and the reward that holds for all of it."""
+    """The number of learned tokens and of step values in a sequence, and its reward."""
     learned, valued = int(sequence.loss_mask.sum()), len(_values(sequence))
     notes = [f"{learned} learned"] if learned else []
     notes += [f"{valued} values"] if valued else []
@@ -216,7 +215,7 @@ def _notes(sequence: Sequence) -> list[str]:
 
 
 def _values(sequence: Sequence) -> dict[int, float]:
-    """Value targets by the index of the token that carries them: 0 may be one, so the outcome tells where they are."""
+    """Value targets keyed by token index. A target can be 0, so ``outcomes`` marks the positions."""
     if "targets" not in sequence.arrays:
         return {}
     ends = np.flatnonzero(sequence.arrays["outcomes"])
@@ -227,26 +226,26 @@ def _reward(sequence: Sequence) -> float:
     return float(sequence.arrays["advantages"][0]) if "advantages" in sequence.arrays else 1.0
 
 
-def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> Text:
-    """A sequence as text, with the value of a step behind its last token as ``<+0.5>``.
+def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bool) -> Text:
+    """A sequence as text, with the value of each reasoning step after its last token, as in ``<+0.5>``.
 
-    Learned tokens are green, or in ``[[ ]]`` without colours, and red where a negative reward makes them less likely;
-    special tokens stand out.
+    Learned tokens are green, or red if a negative reward makes them less likely; without colors they are in ``[[ ]]``.
+    Special tokens are highlighted.
     """
     text = Text()
-    special = set(tokenizer.all_special_ids) if colours else set()
+    special = set(tokenizer.all_special_ids) if colors else set()
     learned = "green" if _reward(sequence) >= 0 else "red"
     for trained, is_special, span, value in _spans(sequence, tokenizer, special):
-        # a value stands in the line of its step, before the line's end
+        # show the value on the line of its step, before the newline
         end = "\n" if value is not None and span.endswith("\n") else ""
         body = span.removesuffix(end)
-        if colours:
+        if colors:
             style = f"{learned if trained else 'dim'}{' bold reverse' if is_special else ''}"
             text.append(body.replace("\n", "⏎\n") + "⏎" * len(end) if trained else body, style)
         else:
             text.append(f"[[{body}]]" if trained else body)
         if value is not None:
-            text.append(f"<{value:+.2g}>", ("bold green" if value >= 0 else "bold red") if colours else "")
+            text.append(f"<{value:+.2g}>", ("bold green" if value >= 0 else "bold red") if colors else "")
             text.append(end)
     return text
 
@@ -254,9 +253,9 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colours: b
 def _spans(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase, special: set[int]
 ) -> Iterator[tuple[bool, bool, str, float | None]]:
-    """Runs of tokens that are alike, each with the value at its end.
+    """Group consecutive tokens with the same style into spans, each with the value at its end.
 
-    A run is what it adds to the text before it, so that no space is lost.
+    The text of a span is what it adds to the decoded text before it, so that no space is lost.
     """
     values = _values(sequence)
     steps = accumulate((t in values for t in range(len(sequence.tokens) - 1)), initial=0)
@@ -276,7 +275,7 @@ def _spans(
 
 
 def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
-    """Sum of r (in + out) over every linear layer that gets an adapter (Hu et al. 2021)."""
+    """Sum of r (in + out) over all linear layers that get an adapter (Hu et al. 2021)."""
     head = getattr(model, "lm_head", None)
     targets = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets
     chosen = [
@@ -290,7 +289,7 @@ def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
 
 
 def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
-    """Memory of one optimizer step, and the least time of an epoch at the measured rate of matrix products."""
+    """Memory of one optimizer step, and a lower bound for the time of an epoch from the measured matmul rate."""
     config = AutoConfig.from_pretrained(loading.resolve(reference), trust_remote_code=stage.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
@@ -319,13 +318,13 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
         f"gradients and AdamW ({trained / 1e6:,.1f} M trained)": networks * trained * 3 * size,
         f"activations (micro-batch of {tokens:,} tokens)": activations,
     }
-    table = Table("expected, about", "", box=None, pad_edge=False)
-    for name, count in (parts | {"in all": sum(parts.values())}).items():
+    table = Table("estimate", "", box=None, pad_edge=False)
+    for name, count in (parts | {"total": sum(parts.values())}).items():
         table.add_row(name, f"{count / 2**20:,.0f} MiB")
     table.add_row("memory of this machine", f"{memory_bytes() / 2**20:,.0f} MiB")
     if not stage.reward:
         passes = 6 * parameters if stage.adapter is None else 4 * parameters
         total = sum(len(s.tokens) for e in examples for s in e.sequences)
         rate = matmul_rate(torch.float32 if size == 4 else torch.bfloat16)
-        table.add_row("time of an epoch, at least", f"{passes * total / rate:,.0f} s")
+        table.add_row("minimum time per epoch", f"{passes * total / rate:,.0f} s")
     return table

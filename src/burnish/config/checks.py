@@ -1,4 +1,4 @@
-"""Checks of a recipe. They load no model and no rows."""
+"""Checks of a recipe. They do not load models or rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RENAMED = {
     "value_coef": "critic: {coef: ...}",
     "whiten_advantages": "advantage: {name: gae, whiten: ...}",
 }
-"""Old names of keys, wherever they stood, and their new names. An old name is an error."""
+"""Old names of keys, in any block, and their new names. An old name is an error."""
 
 
 # --- checks of values ---------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def renamed(problems: Iterable[Problem]) -> Iterator[Problem]:
     for path, text in problems:
         new = RENAMED.get(str(path[-1])) if path and text.startswith("unknown key") else None
         if new and len(path) > 1 and new.startswith(f"{path[-2]}:"):
-            new = None  # it stands in the right block already, whose name does not read it
+            new = None  # the key is already in the right block, whose variant does not have it
         yield Problem(path, f"this key was renamed: write {new}" if new else text)
 
 
@@ -106,10 +106,10 @@ def _method_problems(value: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _explained(path: Keys, value: dict[str, Any]) -> str | None:
-    """Why an unknown key is not for recipes, or the block that it belongs to; None where neither is known."""
+    """Why an unknown key is not allowed in recipes, or which block it belongs to; None if neither is known."""
     key = str(path[-1])
     if path[-2:-1] == ("trainer",) and key in ABSENT:
-        return f"this key is not for recipes: {ABSENT[key]}"
+        return f"this key is not allowed in recipes: {ABSENT[key]}"
     if len(path) == 1:
         return f"unknown key here; it belongs to a stage: stages.NAME.{key}" if key in Stage.model_fields else None
     if len(path) != 3:
@@ -143,7 +143,7 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
 
 
 def reference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Stages that do not exist, come later or share a name; unknown templates; settings that do nothing."""
+    """Stages that do not exist, come later or share a name; unknown templates; settings without effect."""
     names = [stage.name for stage in recipe.stages]
     for index, stage in enumerate(recipe.stages):
         earlier = names[:index]
@@ -153,7 +153,7 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             if not isinstance(source, StageModel | StageData) or source.stage in earlier:
                 continue
             have = f"earlier stages are {', '.join(earlier)}" if earlier else "this is the first stage"
-            late = "is not an earlier stage" if source.stage in names else "is no stage"
+            late = "is not an earlier stage" if source.stage in names else "is not a stage"
             text = f"{source.stage!r} {late}{did_you_mean(source.stage, earlier)}; {have}"
             yield Problem(("stages", index, *path, "stage"), text)
         templates = [(("template",), stage.template)]
@@ -173,7 +173,9 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
         for text in _tracker_problems(stage.trainer):
             yield Problem(("stages", index, "trainer", "report_to"), text)
         if stage.data and stage.trainer.eval_strategy != "no" and stage.data.eval is None:
-            yield Problem(("stages", index, "trainer", "eval_strategy"), "no rows for it: data.eval is missing")
+            yield Problem(
+                ("stages", index, "trainer", "eval_strategy"), "there are no rows to evaluate: data.eval is missing"
+            )
 
 
 def _tracker_problems(trainer: TrainerConfig) -> Iterator[str]:
@@ -191,7 +193,7 @@ def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     if not method_spec(stage.method.name).streams:
         yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once: remove this key"
     if stage.trainer.max_steps <= 0:
-        yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the steps of the run"
+        yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the number of optimizer steps"
 
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
@@ -200,15 +202,15 @@ def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     samples = Prompt in kinds
     if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
-    return f"method {method!r} uses no reward: remove this key" if rewards and not samples else None
+    return f"method {method!r} does not use rewards: remove this key" if rewards and not samples else None
 
 
 def _generator_problem(stage: Stage) -> str | None:
-    """What is wrong with a generator where nothing is sampled."""
+    """A generator is an error in a stage that samples nothing."""
     if stage.method is None or "generator" not in stage.model_fields_set:
         return None
     samples = Prompt in method_spec(stage.method.name).kinds
-    return None if samples else f"method {stage.method.name!r} samples nothing; take this key away"
+    return None if samples else f"method {stage.method.name!r} does not sample: remove this key"
 
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -219,7 +221,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
             if isinstance(source, str):
                 text = data_problem(source) if path[0] == "data" else model_problem(source)
             elif isinstance(source, PackageModel) and source.hub is None and not is_module(source.package):
-                text = f"package {source.package!r} is not installed, and its model has no hub: id"
+                text = f"package {source.package!r} is not installed, and no hub: id is given for its model"
             if text:
                 yield Problem(("stages", index, *path), text)
         functions = [(("run",), stage.run)]
@@ -246,14 +248,14 @@ def _missing(source: str, what: str) -> str:
 
 
 def data_problem(source: str) -> str | None:
-    """A problem with the name of a file, folder or data set of rows; None if there is none."""
+    """A problem with the name of a file, folder or dataset; None if there is none."""
     name, _, _ = source.partition(":")  # a folder or a hub id may end in :split
     path = Path(source if Path(source).exists() else name)
     if not path.exists():
         return None if "/" in name and _is_hub_id(name) else _missing(source, "file")
     ending = Path(path.name.removesuffix(".gz")).suffix
     if path.is_file() and ending not in READERS:
-        return f"{source}: cannot read {ending or 'a file without ending'}; expected {', '.join(READERS)}"
+        return f"{source}: cannot read {ending or 'a file without extension'}; expected {', '.join(READERS)}"
     return None
 
 
@@ -263,14 +265,18 @@ def model_problem(source: str) -> str | None:
     if not path.exists():
         return None if _is_hub_id(source) else _missing(source, "model")
     if path.is_file():
-        return None if path.suffix == ".gguf" else f"{source}: a model is a folder, a .gguf file or a hub id"
+        return (
+            None
+            if path.suffix == ".gguf"
+            else f"{source}: expected a model, which is a folder, a .gguf file or a hub id"
+        )
     folders = [path, path / "model"]
     if any((folder / name).is_file() for folder in folders for name in ("config.json", "adapter_config.json")):
         return None
     if any(path.glob("*.gguf")):
         return None
     near = next((f"; did you mean {str(p.parent)!r}?" for p in sorted(path.glob("*/config.json"))), "")
-    return f"{source}: no model in this folder: it has no config.json{near}"
+    return f"{source}: this folder contains no model: config.json is missing{near}"
 
 
 def function_problem(reference: str) -> str | None:

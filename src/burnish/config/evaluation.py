@@ -1,4 +1,4 @@
-"""What ``burnish eval`` measures: a recipe without stages, in the same language."""
+"""The recipe of ``burnish eval``, which is like a training recipe without stages."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from burnish.types import Config
 
 
 class EvaluationData(Truncation, use_attribute_docstrings=True):
-    """Rows to measure on: ``{eval: prompts.jsonl, limit: 200}``; what they are decides what is measured."""
+    """Rows to evaluate on: ``{eval: prompts.jsonl, limit: 200}``. Their type decides which measures are computed."""
 
     eval: str
     format: str | None = None
-    """Name of the row shape, where the keys do not tell it."""
+    """Name of the row format, if it cannot be inferred from the keys."""
     keys: dict[str, str] | None = None
     """Names of the file's keys: {prompt: question}."""
     keep: list[str] = Field([])
-    """Columns that are not read, besides id, source and the like. Any other column that is no part of a row is an
-    error."""
+    """Extra columns that the rows may have besides id, source and the like. Any other unknown column is an error."""
     limit: int | None = Field(None, gt=0)
-    """Read this many rows."""
+    """Maximum number of rows to read."""
 
 
 class Evaluation(Config, use_attribute_docstrings=True):
-    """What is measured, and on which rows."""
+    """Settings of an evaluation: its rows, models and rewards."""
 
     name: str = Field("eval", pattern=NAME)
     seed: int = Field(0, ge=0)
     data: EvaluationData
     against: ModelSource | None = None
-    """A second model, that answers the same prompts with the same seeds; differences are paired."""
+    """A second model, evaluated on the same rows with the same seeds. Differences are paired."""
     reference: ModelSource | None = None
-    """A policy to which the KL is measured, and against which the implicit rewards of pairs are."""
+    """The reference policy of the KL and of the implicit rewards of pairs."""
     reward: list[RewardSource] = Field([])
     generation: Sampling = Field(default_factory=Sampling)
     template: str | None = None
-    """Plain template, for models that have no chat template."""
+    """Name of a plain template, for models without a chat template."""
     resamples: int = Field(2000, gt=0)
-    """Bootstrap samples behind every 95 % interval."""
+    """Number of bootstrap samples for each 95 % interval."""
     _home: Path = pydantic.PrivateAttr(Path())
 
     def locate(self, reference: str) -> str:
@@ -59,9 +58,10 @@ class Evaluation(Config, use_attribute_docstrings=True):
 
 
 def load_evaluation(arguments: Sequence[str]) -> Evaluation:
-    """The evaluation that a recipe file and ``key=value`` overrides describe; either may be left out.
+    """Load an evaluation from a recipe file, ``key=value`` overrides, or both. This loads no model and no rows.
 
-    Raises UserError with one message that lists every mistake with its file, line and key. Nothing is loaded.
+    Raises:
+        UserError: one message that lists every mistake with its file, line and key.
     """
     files = [text for text in arguments if "=" not in text]
     if len(files) > 1:
@@ -80,12 +80,12 @@ def load_evaluation(arguments: Sequence[str]) -> Evaluation:
 
 
 def _problems(evaluation: Evaluation) -> Iterator[Problem]:
-    """Files, models, functions and templates that are not there."""
+    """Files, models, functions and templates that do not exist."""
     models: list[tuple[Keys, Any]] = [(("against",), evaluation.against), (("reference",), evaluation.reference)]
     models += [(("reward", i, "model"), reward.model) for i, reward in enumerate(evaluation.reward)]
     for path, source in models:
         if isinstance(source, StageModel):
-            yield Problem(path, f"an evaluation has no stages: name the folder, runs/NAME/{source.stage}")
+            yield Problem(path, f"an evaluation has no stages: give the folder instead, runs/NAME/{source.stage}")
         elif isinstance(source, str) and (text := model_problem(source)):
             yield Problem(path, text)
     if text := data_problem(evaluation.data.eval):

@@ -1,4 +1,4 @@
-"""Checksums of the inputs of a stage, which does not resume if they have changed."""
+"""Checksums of a stage's inputs. A stage does not resume if its inputs have changed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from burnish.errors import UserError
 from burnish.methods import METHODS
 
 READ = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py", ".gguf")
-"""Endings of the files of a model's folder that loading it may read."""
+"""Extensions of the files that loading a model may read from its folder."""
 
 
 class Checksums:
-    """SHA-256 of files; a file is hashed again only if its size or modification time has changed.
+    """SHA-256 checksums of files. A file is hashed again only if its size or modification time has changed.
 
-    ``known`` is what a manifest keeps: ``{"runs/tiny/sft/model/config.json": [629, 1795300000123456789, "9f86"]}``.
+    The manifest stores ``known``: ``{"runs/tiny/sft/model/config.json": [629, 1795300000123456789, "9f86"]}``.
     """
 
     def __init__(self, known: dict[str, list[Any]]) -> None:
@@ -45,10 +45,12 @@ class Checksums:
 
 
 def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]], checksums: Checksums) -> None:
-    """Whether what a stage takes from earlier stages is what they wrote; ``entries`` are those of the manifest by name.
+    """Check that the files a stage reads from earlier stages are the ones they wrote.
+
+    ``entries`` are the manifest's stages by name.
 
     Raises:
-        UserError: a file is missing or has changed.
+        UserError: if a file is missing or has changed.
     """
     for source in _from_stages(stage):
         folder = recipe.folder / source.stage
@@ -66,10 +68,10 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
 
 
 def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Whether a finished stage read what is now in the folders of the stages before it.
+    """Check that the inputs of a finished stage are still what earlier stages hold now.
 
     Raises:
-        UserError: one of them ran again since, and wrote something else.
+        UserError: if an earlier stage ran again and wrote something else.
     """
     read = {**entries[stage.name].get("data", {}), **entries[stage.name].get("inputs", {})}
     for source in _from_stages(stage):
@@ -77,19 +79,19 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
             if read.get(f"{source.stage}/{name}", checksum) != checksum:
                 raise UserError(
                     f"{recipe.folder / stage.name} was made from another {source.stage}/{name}: that stage ran again "
-                    f"since and wrote something else: remove {recipe.folder / stage.name} to run {stage.name} again"
+                    f"and wrote something else: remove {recipe.folder / stage.name} to run {stage.name} again"
                 )
 
 
 def _from_stages(stage: Stage) -> list[StageModel | StageData]:
-    """The sources of a stage that earlier stages made."""
+    """The sources of a stage that earlier stages create."""
     data = [part.source for split in ("train", "eval") for part in (stage.data.parts(split) if stage.data else [])]
     models = [stage.model, *(reward.model for reward in stage.reward)]
     return [source for source in [*models, *data] if isinstance(source, StageModel | StageData)]
 
 
 def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -> dict[str, str]:
-    """Checksums of the files of rows by their names; a data set on the hub has none."""
+    """Checksums of the files of rows, by file name. A dataset on the hub has none."""
     sums = {}
     for reference in (reference for split in splits for reference in references(data, split, folder)):
         sums |= {_name(path, folder): checksums.of(path) for path in files_of(reference)}
@@ -97,12 +99,12 @@ def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -
 
 
 def _name(path: Path, folder: Path) -> str:
-    """A path as messages and the manifest say it: from the run's folder on where it lies there, which may be moved."""
+    """A path as in messages and the manifest: relative to the run's folder if inside it, so that a run can be moved."""
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, str]:
-    """Checksums of the files of a model by their paths; of a hub id the commit."""
+    """Checksums of a model's files, by path. For a hub id, its commit."""
     path = Path(reference).expanduser()
     if path.is_dir():
         has = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -112,19 +114,19 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
         return {str(path): checksums.of(path)}
     try:
         config = cached_file(reference, "config.json")
-    except OSError:  # loading it says what is wrong
+    except OSError:  # loading the model reports the problem
         config = None
     return {reference: Path(config).parent.name if config else "not here"}
 
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
-    """Checksums of the files that define a stage's rewards, and a method or parts of one of the user's own."""
+    """Checksums of the user's files that define a stage's rewards, its method or parts of the method."""
     names = [reward.function for reward in stage.reward if reward.function]
     if stage.method:
         names += [*([] if stage.method.name in METHODS else [stage.method.name]), *stage.method.functions.values()]
     sums = {}
     for name in names:
-        written = name.rpartition(":")[0]  # the key: a recipe may be moved with its files
+        written = name.rpartition(":")[0]  # the key as written, because a recipe can be moved with its files
         place = recipe.locate(name).rpartition(":")[0]
         if not place.endswith(".py"):
             spec = importlib.util.find_spec(place)

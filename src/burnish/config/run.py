@@ -32,7 +32,7 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
     Finished stages do not run again. A stage that was interrupted resumes from its last complete checkpoint.
 
     Raises:
-        UserError: the folder holds a run of another recipe, or a stage cannot start.
+        UserError: if the folder contains a run of another recipe, or a stage cannot start.
     """
     folder = recipe.folder
     if recipe.threads is not None:
@@ -51,7 +51,7 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         manifest = open_manifest(recipe)
         with display or Display() as screen:
             if other := other_versions(manifest):
-                screen.message(f"this run began with {other}: results may differ in their last digits")
+                screen.message(f"this run started with {other}: results may differ in the last digits")
             _run_stages(recipe, manifest, screen)
             manifest["state"] = "done"
             write_manifest(folder, manifest)
@@ -71,7 +71,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
                 check_still_current(recipe, stage, entries)
                 screen.message("already done")
                 continue
-            screen.message(f"{folder / stage.name} is gone: the stage runs again")
+            screen.message(f"{folder / stage.name} is missing: the stage runs again")
             entry.clear()
             entry |= pending(stage)
             manifest["state"] = "running"
@@ -111,7 +111,7 @@ def _check_all(recipe: Recipe) -> None:
 
 
 def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """Run a stage's function; its folder appears only when it is complete."""
+    """Run a stage's function. Its folder appears only once it is complete."""
     assert stage.run is not None
     function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name

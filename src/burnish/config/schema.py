@@ -1,4 +1,4 @@
-"""What a recipe holds: its keys, their types and their bounds."""
+"""The schema of a recipe: its keys with their types and bounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PackageModel(Config, use_attribute_docstrings=True):
 
     package: str
     hub: str | None = None
-    """Hub id of the same model, used where the package is not installed."""
+    """Hub id of the same model, used if the package is not installed."""
 
 
 class StageData(Config, use_attribute_docstrings=True):
@@ -75,13 +75,13 @@ class Part(Config, use_attribute_docstrings=True):
 
     source: DataSource = Field(alias="from")
     weight: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Share of the rows that are drawn, relative to the other sources; none: each row of every source once."""
+    """Sampling weight relative to the other sources. Without weights, each row of every source is used once."""
     limit: int | None = Field(None, gt=0)
-    """Read this many rows of it."""
+    """Maximum number of rows to read from this source."""
     format: str | None = None
-    """Name of the row shape, where the keys do not tell it; default: data.format."""
+    """Name of the row format, if it cannot be inferred from the keys. Default: data.format."""
     keys: dict[str, str] | None = None
-    """Names of the file's keys; default: data.keys."""
+    """Names of the file's keys. Default: data.keys."""
 
 
 TrainSource = Annotated[
@@ -97,18 +97,18 @@ TrainSource = Annotated[
 
 
 class MethodChoice(Config, extra="allow"):
-    """A method and its settings: ``{name: ppo, kl_coef: 0.05}``; the settings are those of the method's Config."""
+    """A method and its settings: ``{name: ppo, kl_coef: 0.05}``. The method's Config defines the settings."""
 
     name: str
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that the recipe gives; the method's Config knows the others."""
+        """The settings that the recipe sets explicitly, without defaults."""
         return dict(self.model_extra or {})
 
     @property
     def functions(self) -> dict[str, str]:
-        """Functions of the user's own by the block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
+        """The user's functions, keyed by the block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
         blocks = {key: self.settings[key] for key in BLOCKS & set(self.settings)}
         names = {key: block.get("name") if isinstance(block, dict) else block for key, block in blocks.items()}
         return {key: name for key, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
@@ -118,32 +118,36 @@ class Data(Truncation, use_attribute_docstrings=True):
     """Rows of a stage: ``{train: data/chat.jsonl, eval: data/chat-eval.jsonl, max_length: 1024}``."""
 
     train: TrainSource
-    """A source, or a list of {from: SOURCE, weight: 2, limit: 1000}, which are mixed."""
+    """One source, or a mixture given as a list of {from: SOURCE, weight: 2, limit: 1000}."""
     eval: DataSource | None = None
-    """Rows that training does not see."""
+    """Held-out rows for evaluation."""
     format: str | None = None
-    """Name of the row shape, where the keys do not tell it."""
+    """Name of the row format, if it cannot be inferred from the keys."""
     keys: dict[str, str] | None = None
     """Names of the file's keys: {prompt: question}."""
     keep: list[str] = Field([])
-    """Columns that training does not read, besides id, source and the like: [score_chosen]. Any other column that is no
-    part of a row is an error."""
+    """Extra columns that the rows may have besides id, source and the like: [score_chosen]. Any other unknown column
+    is an error."""
     limit: int | None = Field(None, gt=0)
-    """Read this many rows."""
+    """Maximum number of training rows to read."""
     stream: bool = False
-    """Read training rows during the run; needs trainer.max_steps."""
+    """Read training rows during the run instead of loading all of them first. Requires trainer.max_steps."""
     shuffle_buffer: int = Field(2048, gt=0)
-    """Rows of a stream that are read and shuffled together."""
+    """Number of streamed rows that are shuffled together."""
 
     @pydantic.model_validator(mode="after")
     def _fitting(self) -> Data:
         parts = self.parts("train")
         if len(weighted := [part for part in parts if part.weight is not None]) not in (0, len(parts)):
-            raise ValueError(f"{len(weighted)} of {len(parts)} sources have a weight: give one to each, or to none")
+            raise ValueError(
+                f"{len(weighted)} of {len(parts)} sources have a weight: give a weight to all of them or to none"
+            )
         if isinstance(self.train, list) and self.limit is not None:
-            raise ValueError("limit: a list of sources has a limit for each: train: [{from: FILE, limit: 1000}]")
+            raise ValueError(
+                "data.limit does not apply to a list of sources; limit each source: train: [{from: FILE, limit: 1000}]"
+            )
         if not self.stream and "shuffle_buffer" in self.model_fields_set:
-            raise ValueError("shuffle_buffer belongs to stream: true; rows that are read whole are shuffled whole")
+            raise ValueError("shuffle_buffer requires stream: true; without streaming, all rows are shuffled together")
         return self
 
     def parts(self, split: str) -> list[Part]:
@@ -161,45 +165,50 @@ class Data(Truncation, use_attribute_docstrings=True):
 
     @property
     def length(self) -> Truncation:
-        """What happens to rows that are too long or cannot be encoded."""
+        """How to handle rows that are too long or cannot be encoded."""
         return Truncation(**{name: getattr(self, name) for name in Truncation.model_fields})
 
 
 class RewardSource(Config, use_attribute_docstrings=True):
-    """What scores a completion: ``{model: {stage: reward}}`` or ``{function: my_rewards.py:brevity, weight: 0.1}``."""
+    """A source of scores: ``{model: {stage: reward}}`` or ``{function: my_rewards.py:brevity, weight: 0.1}``."""
 
     model: ModelSource | None = None
     function: str | None = None
     """file.py:name (beside the recipe) or package.module:name."""
     label: int | str | None = None
-    """Which label of the model is the score."""
+    """The label of a classifier to use as the score."""
     template: str | None = None
     normalize: bool = False
-    """Give (score - mean) / std, by the held-out scores that were stored when the model was trained."""
+    """Use (score - mean) / std, with the mean and std of held-out scores stored when the model was trained."""
     steps: Literal["differences", "raw"] | None = None
-    """The model values steps, and each step is rewarded at its end: by what it adds to the value, or by its value."""
+    """Reward each reasoning step at its end, using a step-value model. differences: the change in value; raw: the value
+    itself."""
     weight: float = 1.0
-    """0 measures without rewarding."""
+    """Weight of this score in the reward. A score with weight 0 is logged but not used."""
     name: str | None = None
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds that one call of the function may take; a longer call stops the run. Default: 600."""
+    """Time limit in seconds for one call of the function. A longer call stops the run. Default: 600."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> RewardSource:
         if (self.model is None) == (self.function is None):
-            raise ValueError("a reward has either model: or function:")
+            raise ValueError("a reward needs either model: or function:, and not both")
         of_model = self.label is not None or self.template is not None or self.normalize or self.steps is not None
         if self.function is not None and of_model:
-            raise ValueError("label, template, normalize and steps belong to a reward with model:, not with function:")
+            raise ValueError(
+                "label, template, normalize and steps apply only to a reward with model:, not to one with function:"
+            )
         if self.model is not None and self.timeout is not None:
-            raise ValueError("timeout belongs to a reward with function:, not with model:")
+            raise ValueError("timeout applies only to a reward with function:, not to one with model:")
         if self.steps is not None and (self.label is not None or self.normalize):
-            raise ValueError("label and normalize belong to a model with one score, not to one with steps:")
+            raise ValueError(
+                "label and normalize apply only to a model with one score per completion, not to one with steps:"
+            )
         return self
 
 
 class Stage(Config, use_attribute_docstrings=True):
-    """One step of a pipeline: it trains with a method, or runs a function that makes rows or a model."""
+    """One stage of a pipeline. It trains with a method, or runs a function that makes rows or a model."""
 
     name: str = Field(pattern=NAME)
     run: str | None = None
@@ -209,22 +218,22 @@ class Stage(Config, use_attribute_docstrings=True):
     method: MethodChoice | None = None
     model: ModelSource | None = None
     template: str | None = None
-    """Plain template, for a model that has no chat template."""
+    """Name of a plain template, for a model without a chat template."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust_remote_code: bool = False
     adapter: AdapterConfig | None = None
-    """Absent: full training."""
+    """Without an adapter, all weights are trained."""
     data: Data | None = None
     reward: list[RewardSource] = Field([])
     generation: Sampling = Field(default_factory=Sampling)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     token_budget: int | None = Field(None, gt=0)
-    """Most tokens of a micro-batch. Absent: 512 on a CPU, else a whole step."""
+    """Maximum number of tokens in a micro-batch. Default: 512 on a CPU, otherwise a whole optimizer step."""
     packed: bool | None = None
-    """Several sequences in one row of a micro-batch, which do not see each other: the result is the same. Absent: where
-    it is fastest."""
+    """Pack several sequences into one row of a micro-batch. Packed sequences do not attend to each other, so the result
+    is the same. Default: packed where it is faster."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    """Learning rate, batch size, checkpoints: the fields of transformers.TrainingArguments that have a meaning here."""
+    """Learning rate, batch size, checkpoints and other fields of transformers.TrainingArguments."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:
@@ -233,11 +242,13 @@ class Stage(Config, use_attribute_docstrings=True):
             raise ValueError(f"has {which} method:; a stage either runs a function or trains with a method")
         given = self.model_fields_set
         if self.run and (extra := given - {"name", "run", "arguments"}):
-            raise ValueError(f"{', '.join(sorted(extra))} cannot stand beside run:; a function is set by with:")
+            raise ValueError(
+                f"{', '.join(sorted(extra))} cannot be combined with run:; pass arguments to the function in with:"
+            )
         if self.method and (lacking := [key for key in ("model", "data") if getattr(self, key) is None]):
-            raise ValueError(f"{' and '.join(lacking)} missing; a stage with method: has both model: and data:")
+            raise ValueError(f"{' and '.join(lacking)} missing; a stage with method: needs both model: and data:")
         if self.method and "arguments" in given:
-            raise ValueError("with: belongs to a stage with run:")
+            raise ValueError("with: applies only to a stage with run:")
         return self
 
 
@@ -246,16 +257,16 @@ class Recipe(Config, use_attribute_docstrings=True):
 
     name: str = Field(pattern=NAME)
     out: str | None = None
-    """Folder of the run, default runs/NAME."""
+    """Folder of the run. Default: runs/NAME."""
     seed: int = Field(0, ge=0)
     threads: int | None = Field(None, gt=0)
-    """Threads of torch, default one for each core."""
+    """Number of torch threads. Default: one per core."""
     stages: list[Stage] = Field(min_length=1)
     _home: Path = pydantic.PrivateAttr(Path())
 
     @property
     def folder(self) -> Path:
-        """Where the run is written."""
+        """The folder of the run."""
         return Path(self.out) if self.out else Path("runs") / self.name
 
     def locate(self, reference: str) -> str:
@@ -263,7 +274,7 @@ class Recipe(Config, use_attribute_docstrings=True):
         return locate(self._home, reference)
 
     def method_settings(self, method: MethodChoice) -> dict[str, Any]:
-        """The settings of a method, with the files of the user's functions found from the recipe's folder."""
+        """The settings of a method, with the paths of the user's functions relative to the recipe's folder."""
         settings = method.settings
         for key, name in method.functions.items():
             block = settings[key] if isinstance(settings[key], dict) else {}
@@ -282,16 +293,16 @@ class Recipe(Config, use_attribute_docstrings=True):
 
 
 def locate(home: Path, reference: str) -> str:
-    """``file.py:name`` with the path of the file relative to a folder; ``package.module:name`` as it is."""
+    """``file.py:name`` with the path of the file relative to a folder; ``package.module:name`` unchanged."""
     file, _, name = reference.rpartition(":")
     return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
 
 
 def method_spec(name: str) -> MethodSpec:
-    """What is known of a method by its name or as ``package.module:Name``, which is imported.
+    """The spec of a method, given its name or ``package.module:Name``, which is imported.
 
     Raises:
-        UserError: there is no such method, or its class has no ``spec``.
+        UserError: if there is no such method, or its class has no ``spec``.
     """
     if name in METHODS:
         return METHODS[name]
@@ -302,15 +313,15 @@ def method_spec(name: str) -> MethodSpec:
 
 
 def method_class(name: str) -> Any:
-    """The class of a method by its name or as ``package.module:Name``; importing it takes as long as torch does.
+    """The class of a method, given its name or ``package.module:Name``. This imports torch.
 
     Raises:
-        UserError: there is no such method.
+        UserError: if there is no such method.
     """
     reference = METHODS[name].implementation if name in METHODS else name
     module, colon, attribute = reference.partition(":")
     if not colon:
-        known = f"methods are {', '.join(METHODS)}; your own is package.module:Name"
+        known = f"methods are {', '.join(METHODS)}; write your own as package.module:Name"
         raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; {known}")
     if not is_module(module):
         raise UserError(f"method {name!r}: there is no module {module!r}")

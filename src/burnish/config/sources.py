@@ -1,4 +1,4 @@
-"""Where a stage's rows come from: one source or a mixture, read whole or as a stream."""
+"""Reads a stage's rows: from one source or a mixture, all at once or as a stream."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ def references(data: Data, split: str, folder: Path) -> list[str]:
 
 
 def overlap(data: Data, folder: Path) -> str | None:
-    """A warning where ``data.eval`` is a source of ``data.train``, None where it is not."""
+    """A warning if ``data.train`` also reads ``data.eval``, otherwise None."""
     if data.eval is None:
         return None
     ((held_out,), trained) = references(data, "eval", folder), references(data, "train", folder)
     if not any(_same(held_out, name) for name in trained):
         return None
     return (
-        f"warning: data.eval is {held_out}, which data.train reads too: its results say how well these rows were "
-        "learned, not what the model does with rows that it has not seen"
+        f"warning: data.eval is {held_out}, which data.train reads too: its results measure how well the model learned "
+        "these rows, not how well it generalizes"
     )
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two references name one file or folder, whatever the spelling, or one hub id."""
+    """Whether two references name the same file, folder or hub id."""
     if Path(one).exists() and Path(other).exists():
         return Path(one).samefile(other)
     return one.removesuffix(":train") == other.removesuffix(":train")
 
 
 def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int) -> rows.Rows:
-    """The rows of a split; those of several sources are mixed by their weights.
+    """Read the rows of a split. Several sources are mixed by their weights.
 
     Raises:
-        UserError: a source cannot be read or has no good row, or a row is bad and is not to be skipped.
+        UserError: if a source cannot be read or has no valid row, or if a row is invalid and must not be skipped.
     """
     parts, names = data.parts(split), references(data, split, folder)
-    reads = [rows.load(name, kinds, **_how(data, part)) for part, name in zip(parts, names, strict=True)]
+    reads = [rows.load(name, kinds, **_settings(data, part)) for part, name in zip(parts, names, strict=True)]
     if len(reads) == 1:
         return reads[0]
     weights = [part.weight for part in parts if part.weight is not None]
@@ -59,14 +59,14 @@ def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], see
 
 
 def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:
-    """The training rows as they are asked for."""
+    """Open the training rows as a stream."""
     sources = []
     for part, name in zip(data.parts("train"), references(data, "train", folder), strict=True):
-        again: partial[Iterator[Any]] = partial(rows.read, name, kinds, streaming=True, **_how(data, part))
+        again: partial[Iterator[Any]] = partial(rows.read, name, kinds, streaming=True, **_settings(data, part))
         sources.append(Source(name, again, part.weight, rows.Unchanged(name)))
     return RowStream(sources, data.shuffle_buffer)
 
 
-def _how(data: Data, part: Part) -> dict[str, Any]:
+def _settings(data: Data, part: Part) -> dict[str, Any]:
     shared = {"keep": data.keep, "on_bad_row": data.on_bad_row}
     return {"format": part.format, "keys": part.keys, "limit": part.limit} | shared

@@ -1,4 +1,4 @@
-"""A stage that trains: its inputs, its trainer, and the model that it writes."""
+"""A training stage: its inputs, its trainer, and the model it writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from burnish.types import Prompt
 
 
 class TrainingStage:
-    """A stage that trains: it loads its inputs, trains or resumes, evaluates, and saves the folder of a model."""
+    """A training stage. It loads its inputs, trains or resumes, evaluates, and saves a model folder."""
 
     def __init__(self, recipe: Recipe, stage: Stage) -> None:
         assert stage.method is not None and stage.model is not None and stage.data is not None
@@ -56,12 +56,12 @@ class TrainingStage:
 
     @property
     def start(self) -> Path | None:
-        """The checkpoint that the stage resumes from."""
+        """The checkpoint that the stage resumes from, or None."""
         return self._checkpoints[0]
 
     @property
     def damaged(self) -> list[str]:
-        """Damaged later checkpoints, each with the reason."""
+        """Later checkpoints that are damaged, each with the reason."""
         return self._checkpoints[1]
 
     def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class TrainingStage:
             screen.message(warning)
         if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
             screen.message(
-                f"stages.{self.stage.name}.generator: on a GPU {{name: continuous}} samples faster than local, which "
-                "starts a kernel for every operation of every token"
+                f"stages.{self.stage.name}.generator: on a GPU, {{name: continuous}} samples faster than local, which "
+                "launches one kernel per operation and token"
             )
         trainer = self._trainer(model, tokenizer, splits, recorder, screen)
         counts = {s: self._counts(read, trainer) for s, read in splits.items() if isinstance(read, rows.Rows)}
@@ -120,7 +120,7 @@ class TrainingStage:
         """Compute the checksums of rows, models and code for the manifest.
 
         Raises:
-            UserError: an input has changed since the stage started.
+            UserError: if an input has changed since the stage started.
         """
         folder = self.recipe.folder
         models = [self.source, *(model_reference(r.model, folder) for r in self.stage.reward if r.model)]
@@ -134,7 +134,7 @@ class TrainingStage:
         return current
 
     def _check_data(self, entry: Mapping[str, Any], checksums: Checksums) -> None:
-        """Refuse rows that changed while they were read."""
+        """Raise a UserError if rows changed while they were read."""
         self._refuse_changes(entry["data"], of_rows(self.data, self.splits, self.recipe.folder, checksums))
 
     def _refuse_changes(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -148,7 +148,7 @@ class TrainingStage:
         return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]
 
     def arguments(self) -> TrainingArguments:
-        """The trainer's arguments, as the recipe gives them."""
+        """The recipe's trainer settings as TrainingArguments."""
         try:
             return TrainingArguments(
                 output_dir=str(self.folder),
@@ -162,7 +162,7 @@ class TrainingStage:
             raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
 
     def method(self, rewards: list[NamedReward]) -> Any:
-        """Make the method from its settings; a method that samples also gets rewards and sampling settings."""
+        """Create the method from its settings. A method that samples also gets rewards and sampling settings."""
         assert self.stage.method is not None
         settings = self.recipe.method_settings(self.stage.method)
         if Prompt in self.spec.kinds:
@@ -171,10 +171,10 @@ class TrainingStage:
         return method_class(self.stage.method.name)(**settings)
 
     def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
-        """Load the model and its tokenizer, set the stage's template, and add a fresh adapter if the stage has one."""
+        """Load the model and its tokenizer, set the stage's template, and add a new adapter if the stage has one."""
         stage = self.stage
         if stage.trust_remote_code:
-            screen.message(f"trust_remote_code: code from {self.source} is run")
+            screen.message(f"trust_remote_code: running code from {self.source}")
         tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
         self._template(tokenizer, screen)
         source, trust, adapted = self.source, stage.trust_remote_code, loading.is_adapter(self.source)
@@ -187,15 +187,15 @@ class TrainingStage:
         if stage.adapter is not None:
             model = add_adapter(model, stage.adapter, self.spec.task, loading.describe(source))
         elif adapted:
-            what = "training continues with it, on" if isinstance(model, PeftModel) else "it is merged into"
+            what = "training continues it on top of" if isinstance(model, PeftModel) else "it is merged into"
             screen.message(f"{source} is an adapter: {what} its base {loading.base_of(loading.resolve(source))}")
         elif dtype in (torch.bfloat16, torch.float16):
-            screen.message(f"dtype {stage.dtype}: weights are trained in it, without float32 master weights")
+            screen.message(f"dtype {stage.dtype}: training in this precision, without float32 master weights")
         loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return model, tokenizer
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, screen: Display) -> None:
-        """Set the recipe's plain template, and report if it replaces a different one."""
+        """Set the recipe's plain template, and report if it replaces another one."""
         if self.stage.template is None:
             return
         stored = tokenizer.chat_template
@@ -239,9 +239,9 @@ class TrainingStage:
         return trainer
 
     def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:
-        """Write a model folder that transformers alone can load. An adapter is merged, and also saved separately.
+        """Write a model folder that transformers alone can load. An adapter is merged and also saved separately.
 
-        The mean and standard deviation of a reward model's held-out scores go into its config.
+        The config of a reward model stores the mean and standard deviation of its held-out scores.
         """
         network = trainer.accelerator.unwrap_model(trainer.model)
         if "eval_score_mean" in evaluated:
@@ -264,7 +264,7 @@ class TrainingStage:
 
 
 def _summary(count: Mapping[str, Any]) -> str:
-    """A line about rows: ``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``."""
+    """One line that sums up the rows: ``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``."""
     notes = [f"{m['drawn']:,} of the {m['rows']:,} of {m['source']}" for m in count.get("mixed", ())]
     for kind in ("skipped", "cut"):
         if named := count[kind]:
@@ -274,7 +274,7 @@ def _summary(count: Mapping[str, Any]) -> str:
 
 
 def check_rewards(stage: Stage, splits: Mapping[str, rows.Rows | RowStream]) -> None:
-    """Raise a UserError if a stage has rewards, but no row is a prompt whose completions they could score."""
+    """Raise a UserError if a stage has rewards but no prompts whose completions they could score."""
     rows_of_splits = [part.rows for part in splits.values() if isinstance(part, rows.Rows)]
     if stage.reward and not any(isinstance(row, Prompt) for part in rows_of_splits for row in part):
         raise UserError(

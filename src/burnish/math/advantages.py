@@ -1,4 +1,4 @@
-"""From scores to advantages: rewards per token, generalized advantage estimation, whitening, group baselines."""
+"""Advantages from scores: token rewards, generalized advantage estimation, whitening and group baselines."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from burnish.math.tensors import learned, same_shape, upcast
 
 Grouping = Literal["rloo", "mean", "std"]
 
-# Added to a variance before its root is divided by.
+# Added to a variance before dividing by its square root.
 EPSILON = 1e-8
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, steps: Tensor | None = None) -> Tensor:
-    """Reward of every token: r_t = -kl_coef * kl_t, plus the sequence's score at its last learned token.
+    """Token rewards: r_t = -kl_coef * kl_t, plus the sequence's score at its last learned token.
 
-    Where a part of the score lies on tokens, ``steps``, it stays there, and the last token has the rest: the rewards of
-    a row sum up to its score less the KL in any case.
+    ``steps`` assigns parts of the score to individual tokens, and the last token receives the rest. Either way, the
+    rewards of a row sum to its score minus kl_coef times its KL.
 
     Args:
-        scores: (B,), one of each sequence.
-        kl: (B, T), estimates of the KL of each token to the reference.
-        mask: (B, T), True at the tokens that the policy wrote.
+        scores: (B,), one score per sequence.
+        kl: (B, T), KL estimates per token.
+        mask: (B, T), True for tokens that the policy generated.
         kl_coef: weight of the KL, at least 0.
-        steps: (B, T), the part of the score that lies on each token; None is 0.
+        steps: (B, T), the part of the score that each token receives; None means 0.
 
     Returns:
-        (B, T), 0 where the mask is False. A row with no learned token has nowhere to put its score.
+        (B, T), 0 where the mask is False. The score of a row without learned tokens is dropped.
 
     Raises:
-        ValueError: if the shapes do not align.
+        ValueError: if the shapes do not match.
     """
     kl, steps = learned(mask, kl=kl, steps=torch.zeros_like(kl) if steps is None else steps)
     same_shape(rows=mask.any(1), scores=scores)
@@ -47,14 +47,14 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, step
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """Soft penalty of long completions: 0 up to longest - buffer tokens, from there linearly down to -1 at longest.
+    """Soft penalty on long completions: 0 up to longest - buffer tokens, then linear down to -1 at longest.
 
     Source: Yu et al., "DAPO: An open-source LLM reinforcement learning system at scale", 2025.
 
     Args:
-        lengths: (N,), tokens of each completion.
-        longest: the most tokens that can be sampled.
-        buffer: in how many tokens the penalty grows from 0 to -1, from 1 to longest.
+        lengths: (N,), number of tokens in each completion.
+        longest: the maximum number of sampled tokens.
+        buffer: number of tokens over which the penalty goes from 0 to -1, in [1, longest].
 
     Returns:
         (N,), in [-1, 0].
@@ -64,36 +64,38 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the learned tokens of each row.
+    """Generalized advantage estimation over the learned tokens of each row.
 
     delta_t = r_t + gamma * V_next - V_t, A_t = delta_t + gamma * lam * A_next, returns_t = A_t + V_t, where "next" is
-    the next learned token of the row, and 0 after the last one. Tokens that the policy did not write (prompts, tool
-    output between turns, padding) are no steps. Padding, gaps and other rows do not change the result, to the last bit.
+    the next learned token of the row, and V and A are 0 after the last one. Tokens that the policy did not generate
+    (prompts, tool output between turns, padding) are skipped. Padding, skipped tokens and other rows do not change any
+    bit of the result.
 
-    Takes log2(T) passes over the row instead of one operation a token, and rounds less than the plain recursion.
+    This takes log2(T) passes over the row instead of one operation per token, and has a smaller rounding error than the
+    plain recursion.
     Source: Schulman et al., "High-dimensional continuous control using generalized advantage estimation", 2015.
 
     Args:
         rewards: (B, T).
-        values: (B, T), entry t predicted before token t is chosen.
-        mask: (B, T), True at the tokens that the policy wrote.
+        values: (B, T), where entry t is predicted before token t is chosen.
+        mask: (B, T), True for tokens that the policy generated.
         gamma: discount, in [0, 1].
-        lam: 0 is the one-step residual, 1 the Monte Carlo return less the value.
+        lam: in [0, 1]; 0 gives the one-step residual, 1 the Monte Carlo return minus the value.
 
     Returns:
-        Advantages (not whitened) and returns, (B, T) each, 0 where the mask is False; without gradient; in float64 if
-        the inputs are, else in float32.
+        Advantages (not whitened) and returns, each (B, T), without a gradient and 0 where the mask is False; float64
+        if the inputs are float64, otherwise float32.
 
     Raises:
         ValueError: if the shapes differ.
     """
     rewards, values = learned(mask, rewards=rewards, values=values)
-    # The learned tokens of a row move to its left; all others share one more column, which holds 0.
+    # Move the learned tokens of each row to the left; all others share one extra column, which holds 0.
     rows, width = mask.shape
     place = torch.where(mask, mask.cumsum(1) - 1, width)
     r, v = (x.new_zeros(rows, width + 1).scatter(1, place, x) for x in (rewards, values))
     sums = F.pad(r[:, :-1] + gamma * v[:, 1:] - v[:, :-1], (0, 1))
-    # Entry t holds the sum of discounted residuals of the next ``reach`` steps; each pass doubles their number.
+    # Entry t holds the sum of discounted residuals over the next ``reach`` tokens; each pass doubles ``reach``.
     reach, decay = 1, gamma * lam
     while reach < width and decay > 0:
         sums[:, :-reach] += decay * sums[:, reach:]
@@ -107,12 +109,13 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
     Args:
         x: (B, T).
-        mask: (B, T), True where an entry counts.
-        shift_mean: False adds the mean back, so that only the spread changes.
+        mask: (B, T), True for the entries to whiten.
+        shift_mean: False adds the mean back, so that only the scale changes.
 
     Returns:
-        (B, T), 0 where the mask is False; exactly 0, or the entries themselves, where all entries are equal. Fewer than
-        two entries have no variance: they are only centered. Padding does not change the result, to the last bit.
+        (B, T), 0 where the mask is False. If all entries are equal, the result is exactly 0, or the entries themselves
+        with shift_mean=False. A single entry has no variance and is only centered. Padding does not change any bit of
+        the result.
 
     Raises:
         ValueError: if the shapes differ.
@@ -121,7 +124,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     entries = x[mask]
     if len(entries) == 0:
         return x
-    # As in group: measured from the smallest entry, equal entries are exactly 0.
+    # As in group: subtract the smallest entry first, so that equal entries become exactly 0.
     smallest = entries.detach().amin()
     above = entries - smallest
     mean = above.mean()
@@ -131,30 +134,31 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def group(rewards: Tensor, groups: Tensor, kind: Grouping = "rloo") -> Tensor:
-    """Advantages of completions of one prompt relative to one another; K rewards in a group with mean m.
+    """Advantages relative to the other completions of the same prompt, for a group of K rewards with mean m.
 
-    rloo: K / (K - 1) * (r - m), which is r less the mean of the others. mean: r - m. std: (r - m) / sqrt(variance +
-    1e-8), with the variance over K, not K - 1.
+    rloo: K / (K - 1) * (r - m), which equals r minus the mean of the other rewards. mean: r - m. std: (r - m) /
+    sqrt(variance + 1e-8), where the variance divides by K, not K - 1.
     Source: rloo: Ahmadian et al., "Back to basics", 2024; std: Shao et al., "DeepSeekMath" (GRPO), 2024; mean: Liu et
     al., "Understanding R1-Zero-like training" (Dr. GRPO), 2025.
 
     Args:
         rewards: (N,).
-        groups: (N,), integers; equal ones belong together, in any order.
+        groups: (N,), integer ids of the groups, in any order.
         kind: rloo, mean or std.
 
     Returns:
-        (N,); exactly 0 in a group whose rewards are equal.
+        (N,), exactly 0 in a group with equal rewards.
 
     Raises:
         ValueError: if the shapes differ.
-        UserError: if the kind is unknown, or a group of rloo has only one reward.
+        UserError: if the kind is unknown, or rloo gets a group with only one reward.
     """
     same_shape(rewards=rewards, groups=groups)
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
     rewards = upcast(rewards)
     sizes = sizes.to(rewards.dtype)
-    # Rewards are taken from their group's smallest one, else rounding leaves a rest of equal rewards that std blows up.
+    # Subtract the smallest reward of the group first. Otherwise, rounding errors of equal rewards would be divided by a
+    # tiny standard deviation.
     smallest = rewards.new_zeros(len(sizes)).scatter_reduce(0, index, rewards, "amin", include_self=False)
     above = rewards - smallest[index]
     centered = above - _group_mean(above, index, sizes)
@@ -171,9 +175,9 @@ def group(rewards: Tensor, groups: Tensor, kind: Grouping = "rloo") -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and variance of all numbers seen so far: ``Moments(count=2, mean=1.5, squares=0.5)`` has seen 1 and 2.
+    """Mean and variance of all numbers seen so far: ``Moments(count=2, mean=1.5, squares=0.5)`` after 1 and 2.
 
-    It never changes: ``update`` returns the next one. ``squares`` is the sum of squared distances from the mean.
+    Instances are immutable: ``update`` returns a new one. ``squares`` is the sum of squared deviations from the mean.
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm", 1979.
     """
 
@@ -187,13 +191,13 @@ class Moments:
         count, n = self.count + len(x), len(x)
         if n == 0:
             return self
-        above = x - x.amin()  # as in whiten: equal numbers have no variance, and their mean is one of them
+        above = x - x.amin()  # as in whiten: equal numbers then have exactly no variance
         apart = (x.amin() + above.mean()).item() - self.mean
         squares = self.squares + (above - above.mean()).square().sum().item() + apart**2 * self.count * n / count
         return Moments(count, self.mean + apart * (n / count), squares)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / sqrt(variance + 1e-8), with the unbiased variance; only centered before there is one."""
+        """(x - mean) / sqrt(variance + 1e-8), with the unbiased variance; only centered if count is below 2."""
         x = upcast(x)
         if self.count < 2:
             return x - self.mean
@@ -201,26 +205,26 @@ class Moments:
 
 
 def compute_advantages(rewards: Tensor, mask: Tensor, groups: Tensor, kind: Baseline) -> Tensor:
-    """Advantages of tokens without a critic, from rewards of tokens; R_b is the sum of a row's rewards.
+    """Token advantages without a critic, computed from token rewards; R_b is the sum of a row's rewards.
 
-    none: R_b, at every token of the row. mean: R_b minus the mean over all rows. rloo, group_mean, group_std: those of
-    ``group``, on R_b. batch_whitened: the sum of rewards from a token on, whitened over all learned tokens
+    none: R_b for every token of the row. mean: R_b minus the mean over all rows. rloo, group_mean, group_std: ``group``
+    applied to R_b. batch_whitened: the sum of the rewards from each token onward, whitened over all learned tokens
     (REINFORCE++). reinforce++-baseline: group_mean, whitened over all learned tokens.
     Source: Williams, 1992; batch_whitened and reinforce++-baseline: Hu et al., "REINFORCE++", 2025; the others as in
     ``group``.
 
     Args:
-        rewards: (B, T), such as those of token_rewards.
-        mask: (B, T), True at the tokens that are learned.
-        groups: (B,), integers; equal ones are completions of one prompt.
-        kind: one of the seven.
+        rewards: (B, T), for example from ``token_rewards``.
+        mask: (B, T), the loss mask.
+        groups: (B,), integers, equal for completions of the same prompt.
+        kind: one of the seven above.
 
     Returns:
-        (B, T), 0 where the mask is False; without gradient.
+        (B, T), without a gradient and 0 where the mask is False.
 
     Raises:
         ValueError: if the shapes differ.
-        UserError: if a group of rloo has only one row.
+        UserError: if rloo gets a group with only one row.
     """
     (rewards,) = learned(mask, rewards=rewards.detach())
     if kind == "batch_whitened":

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence from sampled tokens, and a coefficient that steers it."""
+"""Estimators of the KL divergence from sampled tokens, and an adaptive KL coefficient."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from burnish.errors import UserError
 from burnish.math.choices import Estimate
 from burnish.math.tensors import learned, same_shape
 
-# exp of a larger log-ratio says nothing more than "far away", and soon overflows.
+# Bound of log-ratios, so that their exp cannot overflow.
 LOG_RATIO_LIMIT = 20.0
 
 
 def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimate = "k1", mask: Tensor | None = None) -> Tensor:
-    """Estimates KL(policy || reference) of every token that was sampled from the policy; d = logprobs - ref_logprobs.
+    """Estimate KL(policy || reference) per token sampled from the policy, with d = logprobs - ref_logprobs.
 
-    k1 = d (unbiased, of any sign), k2 = d^2 / 2 (biased, at least 0), k3 = exp(-d) - 1 + d (unbiased, at least 0; d is
-    taken as -20 below that, with no gradient, so that exp cannot overflow).
+    k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, at least 0), k3 = exp(-d) - 1 + d (unbiased, at least 0;
+    d is clamped to at least -20, so that exp cannot overflow).
 
-    Which one depends on where it is used. In the reward, k1 gives the gradient of the reverse KL. As a loss, k2 gives
-    the gradient of the reverse KL, k3 that of the forward KL, and k1 has none in expectation.
+    Choose the estimator by where the KL counts. In the reward, k1 gives the gradient of the reverse KL. As a loss, k2
+    gives the gradient of the reverse KL and k3 that of the forward KL; the expected gradient of k1 is 0.
     Source: Schulman, "Approximating KL divergence", 2020.
 
     Args:
-        logprobs: (B, T), of the policy that sampled the tokens.
-        ref_logprobs: (B, T), of the reference.
+        logprobs: (B, T), log-probabilities under the policy that sampled the tokens.
+        ref_logprobs: (B, T), log-probabilities under the reference.
         kind: k1, k2 or k3.
-        mask: (B, T), True where a token counts; None counts all of them.
+        mask: (B, T), True for tokens that count; None counts every token.
 
     Returns:
         (B, T), in nats, 0 where the mask is False.
@@ -56,16 +56,16 @@ def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimate = "k1", mask
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A KL coefficient that holds the KL near a target: ``AdaptiveKL(coef=0.2, target=6.0, horizon=10000)``.
+    """A KL coefficient that keeps the KL near a target: ``AdaptiveKL(coef=0.2, target=6.0, horizon=10000)``.
 
-    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon. It never changes: ``update`` returns the next one.
-    ``dataclasses.asdict(controller)`` is its state, ``AdaptiveKL(**state)`` brings it back.
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon. Instances are immutable: ``update`` returns a new one.
+    ``dataclasses.asdict(controller)`` gives its state, and ``AdaptiveKL(**state)`` restores it.
     Source: Ziegler et al., "Fine-tuning language models from human preferences", 2019.
 
     Attributes:
         coef: the coefficient, at least 0.
-        target: the KL to hold, in nats a sequence, above 0.
-        horizon: how many sequences it takes to follow, above 0.
+        target: the target KL, in nats per sequence, above 0.
+        horizon: the number of sequences over which the coefficient adapts, above 0.
     """
 
     coef: float
@@ -80,11 +80,11 @@ class AdaptiveKL:
             )
 
     def update(self, kl: float, n: int) -> AdaptiveKL:
-        """The controller after n more sequences.
+        """Return the controller after n more sequences.
 
         Args:
-            kl: mean over these sequences of the KL summed over their tokens, in nats.
-            n: how many sequences were sampled since the last update, less than 5 * horizon.
+            kl: the mean KL per sequence, summed over its tokens, in nats.
+            n: the number of sequences sampled since the last update, less than 5 * horizon.
 
         Raises:
             UserError: if n is so large for the horizon that the coefficient could become 0 or negative.
@@ -92,7 +92,7 @@ class AdaptiveKL:
         """
         if n >= 5 * self.horizon:
             raise UserError(
-                f"a horizon of {self.horizon:g} is too short for {n} sequences an update: the KL coefficient could "
+                f"a horizon of {self.horizon:g} is too short for {n} sequences per update: the KL coefficient could "
                 f"become 0 or negative; use a horizon above {n / 5:g}"
             )
         if not math.isfinite(kl):

@@ -1,19 +1,19 @@
-"""Policy losses of a token, from its log-probability now and at the start of the update, and from its advantage.
+"""Policy losses, computed per token from log-probabilities and advantages.
 
 Each loss is a function ``(logprobs, old_logprobs, advantages, mask, segments, **settings) -> (losses, metrics)``:
 
-- ``logprobs`` (B, T): l, of the policy that is trained, in nats.
-- ``old_logprobs`` (B, T): l_old, at the start of the update. No gradient flows into it.
+- ``logprobs`` (B, T): l, log-probabilities under the current policy, in nats.
+- ``old_logprobs`` (B, T): l_old, log-probabilities at the start of the update. No gradient flows into it.
 - ``advantages`` (B, T): A. No gradient flows into it.
-- ``mask`` (B, T): True where a token is learned.
-- ``segments`` (B, T): the number of the sequence within its row, from 1; 0 on padding.
+- ``mask`` (B, T): the loss mask, True for tokens that enter the loss ("learned tokens").
+- ``segments`` (B, T): the index of the sequence within its row, starting at 1; 0 for padding.
 
-The losses are (B, T), 0 where the mask is False; a reduction (``math/reductions.py``) makes one number of them. The
-metrics are (B, T) too; their means over learned tokens are logged. Tensors of other shapes raise a ValueError.
+The losses are (B, T) and 0 where the mask is False; a reduction (``math/reductions.py``) combines them into one number.
+The metrics are (B, T) too, and their means over learned tokens are logged. A shape mismatch raises a ValueError.
 
-Below, r = exp(l - l_old) is the ratio of a token, with its exponent clamped to [-20, 20], and sg(x) is x without
+Below, r = exp(l - l_old) is the ratio of a token, with its exponent clamped to [-20, 20], and sg(x) is x without a
 gradient. With ``dual_clip`` c, the loss of a token with A < 0 is at most c |A| (Ye et al., "Mastering complex control
-in MOBA games with deep reinforcement learning", 2020). At r = 1 all of them have the gradient of ``reinforce``.
+in MOBA games with deep reinforcement learning", 2020). At r = 1, every loss has the gradient of ``reinforce``.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def reinforce(
     floor: float | None,
     unlikelihood: bool,
 ) -> tuple[Tensor, Metrics]:
-    """Advantage-weighted log-likelihood: -A l. It reads neither ``old_logprobs`` nor ``segments``.
+    """Advantage-weighted log-likelihood: -A l. It uses neither ``old_logprobs`` nor ``segments``.
 
-    A = 1 is the negative log-likelihood; A and -A on the same token cancel. Where A < 0 nothing bounds it from below,
-    since l can fall without end.
+    A = 1 gives the negative log-likelihood; A and -A on the same token cancel. Where A < 0, the loss has no lower
+    bound, because l can decrease indefinitely.
     Source: Williams, "Simple statistical gradient-following algorithms", 1992; unlikelihood: Welleck et al., "Neural
     text generation with unlikelihood training", 2020.
 
     Args:
-        floor: Below 0. Where A < 0 and l is below the floor, the loss is -A floor, which has no gradient. None: no
-            floor.
+        floor: Below 0, or None for no floor. Where A < 0 and l is below the floor, the loss is -A floor, which has no
+            gradient.
         unlikelihood: Where A < 0, the loss is A log(1 - p), which is at least 0, instead of -A log p. It has no
             gradient where p > 1 - 1e-6.
     """
     logprobs, advantages = learned(mask, logprobs=logprobs, advantages=advantages.detach())
     down = logprobs if floor is None else logprobs.clamp(min=floor)
     if unlikelihood:
-        # outside the mask l is 0, where log(1 - p) is not finite
+        # outside the mask, l is 0 and log(1 - p) would be infinite
         down = -torch.log(-torch.expm1(down.clamp(max=-CERTAIN)))
     return -advantages * torch.where(advantages < 0, down, logprobs), {}
 
@@ -75,10 +75,10 @@ def clip(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, Metrics]:
-    """The loss of PPO: max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)). It does not read ``segments``.
+    """The loss of PPO: max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)). It does not use ``segments``.
 
-    There is no gradient where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low; the metric ``clipfrac`` is
-    the share of these tokens.
+    The gradient is 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. The metric ``clipfrac`` is the
+    fraction of these tokens.
     Source: Schulman et al., "Proximal policy optimization algorithms", 2017.
 
     Args:
@@ -102,14 +102,14 @@ def gspo(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, Metrics]:
-    """Group sequence policy optimization: ``clip`` with one ratio a sequence, s = exp(mean of l - l_old over it).
+    """Group sequence policy optimization: ``clip`` with one ratio per sequence, s = exp(mean of l - l_old over it).
 
-    The gradient reaches every learned token of the sequence, divided by their number. On sequences of one token it is
-    ``clip``.
+    The gradient of s is divided equally among the learned tokens of the sequence. For sequences of one token, the loss
+    equals ``clip``.
     Source: Zheng et al., "Group sequence policy optimization", 2025.
 
     Args:
-        clip_low: In [0, 1]; s moves far less than r: 3e-4 in the paper.
+        clip_low: In [0, 1]; 3e-4 in the paper, because s varies far less than r.
         clip_high: At least 0; 4e-4 in the paper.
         dual_clip: Above 1, or None.
     """
@@ -129,9 +129,9 @@ def gspo_token(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, Metrics]:
-    """GSPO with an advantage for each token: ``clip`` with the ratio sg(s) exp(l - sg(l)), s as in ``gspo``.
+    """GSPO with an advantage per token: ``clip`` with the ratio sg(s) exp(l - sg(l)), where s is as in ``gspo``.
 
-    Where a sequence's advantages are equal, the gradient of its mean is that of ``gspo``.
+    If all advantages of a sequence are equal, the gradient of its mean equals that of ``gspo``.
     Source: Zheng et al., "Group sequence policy optimization", 2025. Arguments as in ``gspo``.
     """
     (advantages,) = learned(mask, advantages=advantages.detach())
@@ -151,15 +151,15 @@ def cispo(
     clip_high: float | None,
     dual_clip: float | None,
 ) -> tuple[Tensor, Metrics]:
-    """Clipped importance sampling: -sg(min(r, 1 + clip_high)) A l. It does not read ``segments``.
+    """Clipped importance sampling: -sg(min(r, 1 + clip_high)) A l. It does not use ``segments``.
 
-    Every token has a gradient; the clip only bounds its weight. The metric ``clipfrac`` is the share of tokens whose
-    weight is bounded.
+    Every token has a gradient; clipping only limits its weight. The metric ``clipfrac`` is the fraction of tokens whose
+    weight was clipped.
     Source: MiniMax, "MiniMax-M1: Scaling test-time compute efficiently with lightning attention", 2025.
 
     Args:
-        clip_high: At least 0; None: the weight has no bound.
-        dual_clip: Above 1, or None. Here it bounds the weight where A < 0.
+        clip_high: At least 0, or None for no upper bound.
+        dual_clip: Above 1, or None. Here it limits the weight where A < 0.
     """
     ratios = log_ratios(logprobs.detach(), old_logprobs, mask).exp()
     logprobs, advantages = learned(mask, logprobs=logprobs, advantages=advantages.detach())
@@ -180,15 +180,15 @@ def sapo(
     tau_negative: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, Metrics]:
-    """Soft adaptive policy optimization: -A f(r), f(r) = 4 / tau * sigmoid(tau (r - 1)), a gate in place of the clip.
+    """Soft adaptive policy optimization: -A f(r), f(r) = 4 / tau * sigmoid(tau (r - 1)), a gate instead of the clip.
 
-    The weight of a token's gradient falls smoothly as r leaves 1, the faster the larger tau is. It does not read
-    ``segments``.
+    The weight of a token's gradient decays smoothly as r moves away from 1, faster for larger tau. The loss does not
+    use ``segments``.
     Source: Gao et al., "Soft adaptive policy optimization", 2025.
 
     Args:
-        tau_positive: Above 0, where A >= 0.
-        tau_negative: Above 0, where A < 0; above tau_positive in the paper.
+        tau_positive: tau where A >= 0, above 0.
+        tau_negative: tau where A < 0, above 0; larger than tau_positive in the paper.
         dual_clip: Above 1, or None.
     """
     (advantages,) = learned(mask, advantages=advantages.detach())
@@ -207,7 +207,7 @@ def _clipped(
 
 
 def _bounded(losses: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
-    """With c = ``dual_clip``, losses of at most c |A| where A < 0."""
+    """Limit the losses to c |A| where A < 0, with c = ``dual_clip``."""
     if dual_clip is None:
         return losses
     return torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
@@ -219,13 +219,13 @@ def _bounded(losses: Tensor, advantages: Tensor, dual_clip: float | None) -> Ten
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Log of the ratio of each token: clamp(l - l_old, -20, 20).
 
-    Half its square is ``approxkl``, which estimates how far the policy has moved since it sampled (Ziegler et al.,
-    "Fine-tuning language models from human preferences", 2019).
+    Half its square is ``approxkl``, an estimate of how far the policy has moved since the rollouts were sampled
+    (Ziegler et al., "Fine-tuning language models from human preferences", 2019).
 
     Args:
-        logprobs: (B, T), of the policy that is trained.
-        old_logprobs: (B, T), of the policy that sampled; no gradient flows into it.
-        mask: (B, T), True where a token is learned.
+        logprobs: (B, T), log-probabilities under the current policy.
+        old_logprobs: (B, T), log-probabilities under the policy that sampled the tokens; no gradient flows into it.
+        mask: (B, T), the loss mask.
 
     Returns:
         (B, T), 0 where the mask is False.
@@ -241,10 +241,10 @@ def sequence_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, se
     """The mean of ``log_ratios`` over the learned tokens of each token's sequence.
 
     Args:
-        logprobs: (B, T), of the policy that is trained.
-        old_logprobs: (B, T), of the policy that sampled; no gradient flows into it.
-        mask: (B, T), True where a token is learned.
-        segments: (B, T), the number of the sequence within its row.
+        logprobs: (B, T), log-probabilities under the current policy.
+        old_logprobs: (B, T), log-probabilities under the policy that sampled the tokens; no gradient flows into it.
+        mask: (B, T), the loss mask.
+        segments: (B, T), the index of the sequence within its row.
 
     Returns:
         (B, T), 0 where the mask is False.
@@ -258,7 +258,7 @@ def sequence_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, se
     return means
 
 
-# --- samplers that are not the trainer ----------------------------------------------------------------------------
+# --- corrections for a sampler that differs from the trainer ------------------------------------------------------
 
 
 def correction_weights(
@@ -273,26 +273,28 @@ def correction_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights of losses whose tokens another policy, or another program, sampled.
+    """Importance weights for tokens that were sampled by another policy or another program than the trainer.
 
-    w = exp(l_old - l_sampler) of a token, or of a sequence, where the exponent is summed over its learned tokens; the
-    exponent is clamped to [-20, 20]. ``truncate`` takes min(w, cap); ``mask`` takes w inside [low, high] and else 0.
+    w = exp(l_old - l_sampler), per token or per sequence. For a sequence, the exponent is summed over its learned
+    tokens. The exponent is clamped to [-20, 20]. ``truncate`` uses min(w, cap); ``mask`` uses w inside [low, high] and
+    0 outside.
     Source: truncate: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025; mask:
     Ling team, "Every step evolves: Scaling reinforcement learning for trillion-scale thinking model" (IcePop), 2025.
 
     Args:
-        old_logprobs: (B, T), l_old, of the trainer at the start of the update.
-        sampler_logprobs: (B, T), of the sampler.
-        mask: (B, T), True where a token is learned.
-        segments: (B, T), the number of the sequence within its row.
+        old_logprobs: (B, T), l_old, log-probabilities under the trainer's policy at the start of the update.
+        sampler_logprobs: (B, T), l_sampler, log-probabilities that the sampler returned.
+        mask: (B, T), the loss mask.
+        segments: (B, T), the index of the sequence within its row.
         level: token or sequence.
         mode: truncate or mask.
-        cap: Above 0; of truncate.
-        low: At least 0; of mask.
-        high: Above low; of mask.
+        cap: Above 0; used by truncate.
+        low: At least 0; used by mask.
+        high: Above low; used by mask.
 
     Returns:
-        Weights (B, T), without gradient, 1 where the mask is False; and where they were truncated or masked, (B, T).
+        Weights (B, T), without a gradient and 1 where the mask is False; and a mask (B, T) of the tokens whose weight
+        was truncated or set to 0.
 
     Raises:
         ValueError: if the shapes differ.
@@ -308,16 +310,16 @@ def correction_weights(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """Share of the learned tokens that equally weighted ones would need for the same variance: (sum w)^2 / (n sum w^2).
+    """Effective sample size as a fraction of the n learned tokens: (sum w)^2 / (n sum w^2).
 
     Source: Kish, "Survey sampling", 1965.
 
     Args:
         weights: (B, T), at least 0.
-        mask: (B, T), True where a token is learned.
+        mask: (B, T), the loss mask.
 
     Returns:
-        A scalar in [0, 1]; 0 where all weights are 0, or nothing is learned.
+        A scalar in [0, 1]; 0 if all weights are 0 or no token is learned.
 
     Raises:
         ValueError: if the shapes differ.

@@ -1,7 +1,7 @@
-"""Direct preference optimization and its relatives, on log-probabilities of whole answers.
+"""Direct preference optimization and related losses, computed from the log-probabilities of whole answers.
 
-w is the better answer of a pair and l the worse one; lr = log p(answer) - log p_ref(answer), summed over its tokens, or
-averaged where lengths are given; h = lr_w - lr_l; b is beta and e the label smoothing.
+In each pair, w is the better answer and l the worse one. lr = log p(answer) - log p_ref(answer), summed over its
+tokens, or averaged if lengths are given. h = lr_w - lr_l; b is beta and e is the label smoothing.
 
 | kind | loss of a pair | source |
 | --- | --- | --- |
@@ -17,11 +17,10 @@ averaged where lengths are given; h = lr_w - lr_l; b is beta and e the label smo
 | orpo | -log sig(logit(exp l_w) - logit(exp l_l)), l averages, no reference | Hong et al. 2024 |
 
 ORPO adds its loss, times a weight, to the negative log-likelihood of the better answer (``losses.nll``). A margin m
-puts b h - m in the place of b h (Amini et al. 2024). A soft label p is the expectation p L(h) + (1 - p) L(-h).
+replaces b h by b h - m (Amini et al. 2024). A soft label p gives the expected loss p L(h) + (1 - p) L(-h).
 
-Every loss and gradient is finite: lr is limited to [-1e6, 1e6] and has no gradient beyond these limits. An answer with
-a log-probability of -inf has lr = -1e6 if only the policy gives it, 1e6 if only the reference does, and 0, without
-gradient, if both do.
+Every loss and gradient is finite, because lr is clamped to [-1e6, 1e6]. If the log-probability of an answer is -inf
+under the policy alone, lr is -1e6; under the reference alone, 1e6; under both, 0 without a gradient.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from burnish.math.choices import WITH_MARGIN, WITH_SMOOTHING, WITH_SOFT_LABELS, 
 from burnish.math.tensors import same_shape, upcast
 from burnish.types import Metric
 
-# of a log-ratio: larger ones say nothing more, and differences of infinite ones are NaN
+# Bound of log-ratios: differences of infinite ones would be NaN.
 LIMIT = 1e6
-# exp of it is the float32 below 1: a probability of 1 would have infinite odds
+# Its exp is just below 1 in float32: a probability of 1 would have infinite odds.
 LARGEST_LOGPROB = -1e-7
 
 
@@ -59,29 +58,30 @@ def preference(
     p_chosen: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Metric:
-    """Loss of pairs of answers, by the formulas at the head of this module.
+    """Loss of pairs of answers. The module docstring lists the formulas.
 
     Args:
-        kind: one of them.
+        kind: the name of a loss in the table above.
         chosen: (P,), log-probability of the better answer, summed over its tokens.
-        rejected: (P,), of the worse one.
-        ref_chosen: (P,), under the reference; None is 0, for log-ratios in the place of log-probabilities.
-        ref_rejected: (P,), likewise.
-        beta: above 0; orpo does not read it.
-        lengths: numbers of tokens of the better and of the worse answers, (P,) each, to average by; simpo and orpo
-            need them.
+        rejected: (P,), log-probability of the worse answer.
+        ref_chosen: (P,), log-probability of the better answer under the reference; None means 0, so that ``chosen`` can
+            hold log-ratios.
+        ref_rejected: (P,), log-probability of the worse answer under the reference; None means 0.
+        beta: above 0; not used by orpo.
+        lengths: numbers of tokens in the better and the worse answers, each (P,), for averaging; required by simpo and
+            orpo.
         gamma: the margin of simpo, the same for all pairs.
-        label_smoothing: e in [0, 1/2), the share of labels that are taken to be wrong: sigmoid, robust and simpo.
-        margin: (P,), at least 0: sigmoid, robust, hinge and simpo; None is 0.
-        p_chosen: (P,), in [0, 1]: sigmoid, ipo, hinge and simpo; None is 1.
-        weights: (P,), at least 0; None is 1.
+        label_smoothing: e in [0, 1/2), the assumed fraction of wrong labels; for sigmoid, robust and simpo.
+        margin: (P,), at least 0, None means 0; for sigmoid, robust, hinge and simpo.
+        p_chosen: (P,), in [0, 1], None means 1; for sigmoid, ipo, hinge and simpo.
+        weights: (P,), at least 0; None means 1.
 
     Returns:
-        Metric: weighted sum over pairs, and the sum of the weights.
+        The weighted sum over pairs, and the sum of the weights.
 
     Raises:
-        ValueError: the shapes differ.
-        UserError: the kind is unknown, lacks lengths, or would ignore what is given.
+        ValueError: if the shapes differ.
+        UserError: if the kind is unknown, needs lengths, or does not use one of the arguments.
     """
     _check(kind, lengths, ref_chosen=ref_chosen, ref_rejected=ref_rejected, gamma=gamma or None,
            label_smoothing=label_smoothing or None, margin=margin, p_chosen=p_chosen)  # fmt: skip
@@ -97,7 +97,7 @@ def preference(
         losses = _two_sided(kind, better, worse, beta)
     else:
         share = share * (1 - label_smoothing) + (1 - share) * label_smoothing
-        if kind == "robust":  # the label is right with 1 - e; this weighs L(h) and L(-h) so that the mean is L(h)
+        if kind == "robust":  # labels are right with probability 1 - e; these weights make the expected loss L(h)
             share = share / (1 - 2 * label_smoothing)
         losses = _of_difference(kind, better - worse, beta, gamma + margin, share)
     return Metric((weights * losses).sum(), weights.sum())
@@ -112,25 +112,25 @@ def kto(
     undesirable_weight: float = 1.0,
     weights: Tensor | None = None,
 ) -> Metric:
-    """Loss of single answers: w_d (1 - sig(b (lr - z0))) of good ones, w_u (1 - sig(b (z0 - lr))) of bad ones.
+    """Loss of single answers: w_d (1 - sig(b (lr - z0))) for good ones, w_u (1 - sig(b (z0 - lr))) for bad ones.
 
     Source: Ethayarajh et al., "KTO: Model alignment as prospect theoretic optimization", 2024.
 
     Args:
-        logratios: (N,), lr, log-probability of an answer less that under the reference, summed over its tokens; limited
-            to [-1e6, 1e6], with no gradient beyond.
-        desirable: (N,) bool, whether the answer was found good.
-        baseline: (N,) or (), z0 of ``kto_baseline``; no gradient flows into it.
-        beta: above 0.
+        logratios: (N,), lr, the log-probability of each answer minus its log-probability under the reference, summed
+            over its tokens; clamped to [-1e6, 1e6].
+        desirable: (N,) bool, True for answers that are labeled good.
+        baseline: (N,) or (), z0 from ``kto_baseline``; no gradient flows into it.
+        beta: b, above 0.
         desirable_weight: w_d, at least 0.
         undesirable_weight: w_u, at least 0.
-        weights: (N,), at least 0; None is 1.
+        weights: (N,), at least 0; None means 1.
 
     Returns:
-        Metric: weighted sum over answers, and the sum of ``weights``.
+        The weighted sum over answers, and the sum of ``weights``.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: if the shapes differ.
     """
     x = _limited(logratios)
     weights = torch.ones_like(x) if weights is None else upcast(weights)
@@ -141,28 +141,28 @@ def kto(
 
 
 def kto_baseline(logratios: Tensor) -> Tensor:
-    """z0 = max(0, mean of lr) over answers to other prompts than their own: an estimate of the KL to the reference.
+    """z0 = max(0, mean of lr) over answers paired with the wrong prompts, which estimates the KL to the reference.
 
     Args:
-        logratios: (M,), of each prompt with an answer to another one; limited as in ``kto``.
+        logratios: (M,), lr of each prompt with an answer to another prompt; clamped as in ``kto``.
 
     Returns:
-        (), detached; 0 of none.
+        (), detached; 0 if ``logratios`` is empty.
     """
     return (_limited(logratios.detach()).sum() / max(len(logratios), 1)).clamp(min=0)
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, exact near 0 and far from it (Maechler 2012)."""
+    """log(1 - exp(x)) for x < 0, accurate both near 0 and far from it (Maechler 2012)."""
     x = upcast(x)
     near = x > -math.log(2)
-    # the branch that is not taken must be finite too, or its gradient would be NaN
+    # the unused branch must be finite too, or its gradient would be NaN
     close = torch.log(-torch.expm1(torch.where(near, x, -0.1)))
     return torch.where(near, close, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
 def _check(kind: str, lengths: object, **given: object) -> None:
-    """Whether the kind reads all that is given."""
+    """Raise a UserError if the kind is unknown, or does not use all of its arguments."""
     if kind not in get_args(PreferenceLoss):
         raise UserError(f"unknown preference loss {kind!r}: expected one of {', '.join(get_args(PreferenceLoss))}")
     readers = {
@@ -175,9 +175,9 @@ def _check(kind: str, lengths: object, **given: object) -> None:
     readers["ref_rejected"] = readers["ref_chosen"]
     for name, value in given.items():
         if value is not None and kind not in readers[name]:
-            raise UserError(f"{kind} does not read {name}, which {', '.join(readers[name])} do")
+            raise UserError(f"{kind} does not use {name}; it is for {', '.join(readers[name])}")
     if kind in WITHOUT_REFERENCE and lengths is None:
-        raise UserError(f"{kind} averages log-probabilities over tokens: give lengths")
+        raise UserError(f"{kind} averages log-probabilities over tokens: pass lengths")
 
 
 def _log_ratio(logprobs: Tensor, reference: Tensor | None) -> Tensor:
@@ -185,7 +185,7 @@ def _log_ratio(logprobs: Tensor, reference: Tensor | None) -> Tensor:
         return _limited(logprobs)
     same_shape(logprobs=logprobs, reference=reference)
     logprobs, reference = upcast(logprobs), upcast(reference.detach())
-    both = logprobs.isinf() & (logprobs == reference)  # where the difference is NaN
+    both = logprobs.isinf() & (logprobs == reference)  # their difference would be NaN
     return _limited((logprobs - reference).masked_fill(both, 0.0))
 
 
@@ -194,7 +194,7 @@ def _limited(x: Tensor) -> Tensor:
 
 
 def _two_sided(kind: str, better: Tensor, worse: Tensor, beta: float) -> Tensor:
-    """Losses (P,) that depend on both sides, not on their difference alone."""
+    """Losses (P,) that depend on both log-ratios, not only on their difference."""
     if kind == "sppo":
         return (better - 1 / (2 * beta)).square() + (worse + 1 / (2 * beta)).square()
     if kind == "apo_zero":
@@ -209,7 +209,7 @@ def _two_sided(kind: str, better: Tensor, worse: Tensor, beta: float) -> Tensor:
 
 
 def _of_difference(kind: str, h: Tensor, beta: float, margin: Tensor, share: Tensor) -> Tensor:
-    """Losses (P,) of h with soft labels: share L(h) + (1 - share) L(-h)."""
+    """Losses (P,) that depend only on h, with soft labels: share L(h) + (1 - share) L(-h)."""
     if kind == "ipo":
         target = 1 / (2 * beta)
         return (h - target).square() + (1 - share) * 4 * target * h

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: what each of them counts, and what their sum is divided by."""
+"""Reductions of token losses to one number: the weight of each token, and the divisor of their sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burnish.types import Metric
 
 
 class Weights(NamedTuple):
-    """What each token counts, (B, T), and what the sum is divided by, a scalar.
+    """The weight of each token, (B, T), and the count that divides the weighted sum, a scalar.
 
     ``Weights(torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor(1.0))`` is the mean over the two tokens of one sequence.
     """
@@ -31,18 +31,18 @@ def reduction_weights(
     segments: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Weights:
-    """Weights that turn losses of tokens into one number; n is the number of learned tokens of a token's sequence.
+    """Weights that reduce token losses to one number. n is the number of learned tokens in a token's sequence.
 
-    token_mean: weight 1, count all learned tokens. The other three count sequences with a learned token, and weigh each
-    of its tokens by 1 / n (sequence_mean), by 1 (sequence_sum), or by 1 / length (fixed_length). No weight depends on
-    how far a row is padded.
+    token_mean gives every learned token weight 1 and counts tokens. The other three count the sequences that have a
+    learned token, and weight each learned token by 1 / n (sequence_mean), 1 (sequence_sum) or 1 / length
+    (fixed_length). The weights do not depend on padding.
 
     Args:
-        mask: (B, T), True where a token is learned.
-        kind: one of the four.
-        length: the constant of fixed_length, such as the most tokens that can be sampled; of no other kind.
-        segments: (B, T), the number of the sequence within its row, where rows hold several; None is one a row.
-        dtype: of the losses that are weighted; half precision becomes float32, or counts above 256 would be rounded.
+        mask: (B, T), the loss mask.
+        kind: one of the four reductions.
+        length: the constant of fixed_length, for example the maximum number of sampled tokens; not allowed for others.
+        segments: (B, T), the index of the sequence within its row; None means one sequence per row.
+        dtype: dtype of the losses. Half precision becomes float32, because it would round counts above 256.
 
     Returns:
         Weights, 0 where the mask is False.
@@ -54,7 +54,9 @@ def reduction_weights(
     if kind not in ("token_mean", "sequence_mean", "sequence_sum", "fixed_length"):
         raise UserError(f"unknown reduction {kind!r}: expected token_mean, sequence_mean, sequence_sum or fixed_length")
     if (length is None) == (kind == "fixed_length") or (length is not None and length < 1):
-        raise UserError(f"a length of at least 1 belongs to the reduction fixed_length only: got {length} for {kind}")
+        raise UserError(
+            f"reduction fixed_length needs a length of at least 1, others take none: got {length} for {kind}"
+        )
     dtype = torch.promote_types(dtype, torch.float32)
     tokens = mask.to(dtype)
     if kind == "token_mean":
@@ -74,15 +76,15 @@ def reduction_weights(
 
 
 def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Metric:
-    """Sum of values over the learned tokens, and its count: sum_t w_t * x_t.
+    """The weighted sum of values over the learned tokens, sum_t w_t * x_t, and its count.
 
     Args:
-        values: (B, T), such as losses or entropies.
-        mask: (B, T), True where a token is learned.
-        weights: from reduction_weights; None is 1 for each token, and their number as the count.
+        values: (B, T), for example losses or entropies.
+        mask: (B, T), the loss mask.
+        weights: from ``reduction_weights``; None weights every learned token by 1 and counts them.
 
     Returns:
-        Metric; total and count are 0 if nothing is learned.
+        Metric; total and count are 0 if no token is learned.
 
     Raises:
         ValueError: if the shapes differ.

@@ -1,4 +1,4 @@
-"""Losses of value models: each returns a sum and its count, and the trainer divides once."""
+"""Value losses. Each returns a sum and its count, and the trainer divides once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def clipped_value(
     Source: the implementation of Schulman et al., "Proximal policy optimization algorithms", 2017 (OpenAI baselines).
 
     Args:
-        values: (B, T), of the critic that is trained.
-        old_values: (B, T), at the time of sampling; no gradient flows into it.
+        values: (B, T), V, values from the current critic.
+        old_values: (B, T), V_old, values at the time of sampling; no gradient flows into it.
         returns: (B, T), R; no gradient flows into it.
-        mask: (B, T), True where a token is learned.
-        clip: c, above 0; None leaves out the second part.
-        weights: from reduction_weights; None is the mean over tokens.
+        mask: (B, T), the loss mask.
+        clip: c, above 0; None disables clipping.
+        weights: from ``reduction_weights``; None gives the mean over tokens.
 
     Returns:
-        Metric.
+        The weighted sum and its count.
 
     Raises:
         ValueError: if the shapes differ.
@@ -42,20 +42,26 @@ def clipped_value(
 
 @torch.no_grad()
 def value_clipfrac(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Metric:
-    """Tokens where the second part of clipped_value is the larger one, so that it decides. Arguments as there."""
+    """The number of tokens whose value loss is clipped, and the number of all. Arguments as in ``clipped_value``."""
     plain, clipped = _value_errors(values, old_values, returns, mask, clip)
     return reduce((clipped > plain).to(plain.dtype), mask)
 
 
 def step_value(values: Tensor, targets: Tensor, mask: Tensor) -> Metric:
-    """Squared error of the values of reasoning steps: sum over step ends of (V - Q)^2, and their number.
+    """Squared error of step values: the sum of (V - Q)^2 over the ends of reasoning steps, and their number.
 
     Source: Chen et al., "AlphaMath almost zero", 2024.
 
     Args:
-        values: (B, T), V in [-1, 1] of the text up to and including each token.
-        targets: (B, T), Q in [-1, 1]; no gradient flows into it. ValueError: if the shapes differ.
-        mask: (B, T), True on the last token of each step.
+        values: (B, T), V in [-1, 1], values of the text up to and including each token.
+        targets: (B, T), Q in [-1, 1]; no gradient flows into it.
+        mask: (B, T), True on the last token of each reasoning step.
+
+    Returns:
+        The sum and its count.
+
+    Raises:
+        ValueError: if the shapes differ.
     """
     same_shape(values=values, targets=targets)
     values, targets = learned(mask, values=values, targets=targets.detach())
@@ -69,6 +75,6 @@ def _value_errors(
     plain = (values - returns).square()
     if clip is None:
         return plain, plain
-    # Clamped between two bounds rather than as old + clamp(difference): inside the clip the value stays bit-equal.
+    # Clamp between two bounds instead of old + clamp(difference), so that values inside the range stay bit-equal.
     inside = torch.clamp(values, old_values - clip, old_values + clip)
     return plain, (inside - returns).square()
