@@ -74,7 +74,7 @@ class LocalGenerator:
         end = None if timeout is None else time.monotonic() + timeout
         done: list[tuple[Handle, Completion]] = []
         try:
-            with evaluating(kernels.enable(self.model)):
+            with evaluating(self.model):
                 while not done and self._begun():
                     assert self._session is not None and self._current is not None
                     done = [(self._current + index, completion) for index, completion in self._session.step()]
@@ -93,7 +93,8 @@ class LocalGenerator:
         if not self._plans:
             return False
         if self._session is None:
-            self._session = DecodingSession(self.model, self.tokenizer, self.critic, self.slots, self.version)
+            model = kernels.enable(self.model)
+            self._session = DecodingSession(model, self.tokenizer, self.critic, self.slots, self.version)
         self._current, requests = self._plans.popleft()
         self._session.begin(requests)
         return True

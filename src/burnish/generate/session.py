@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
 
 from burnish import kernels
@@ -137,8 +138,7 @@ class DecodingSession:
     def cancel(self) -> None:
         """Give up the plan; what its rows have read is kept."""
         self.waiting.clear()
-        for row in range(self.live):
-            self._hold(row)
+        self._hold(list(range(self.live)))
         self.live = self.length = 0
 
     # --- admission ------------------------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ class DecodingSession:
         }
         for name, column in columns.items():
             self.state[name][here] = torch.as_tensor(column, device=self.device)
-        for row, (_, uniforms) in enumerate(draws, self.live):
-            self.state["uniforms"][row, : len(uniforms)] = uniforms.to(self.device)
+        uniforms = pad_sequence([uniforms for _, uniforms in draws], batch_first=True)
+        self.state["uniforms"][here, : uniforms.shape[1]] = uniforms.to(self.device)
         self.held[here] = [NOTHING] * len(members)
         self.live += len(members)
         self.length = max(self.length, int(lengths.max()) - 1)
@@ -266,11 +266,11 @@ class DecodingSession:
             use_cache=True,
         )
 
-    def _hold(self, row: int) -> None:
-        """Note which tokens the cache has of a row that leaves."""
-        prompt = self.requests[int(self.state["request"][row])].tokens
-        text = np.array([*prompt, *self.state["tokens"][row].tolist()])
-        self.held[row] = text[: int(self.state["position"][row])]
+    def _hold(self, rows: list[int]) -> None:
+        """Note which tokens the cache has of rows that leave."""
+        columns = [self.state[name][rows].cpu().numpy() for name in ("request", "position", "tokens")]
+        for row, index, position, tokens in zip(rows, *columns, strict=True):
+            self.held[row] = np.concatenate([self.requests[index].tokens, tokens])[:position]
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -366,8 +366,7 @@ class DecodingSession:
         if not gone:
             return []
         completions = self._completions(gone, ended)
-        for row in gone:
-            self._hold(row)
+        self._hold(gone)
         self.live -= len(gone)
         holes = [row for row in gone if row < self.live]
         movers = [row for row, flag in enumerate(ended) if row >= self.live and flag == RUNNING]

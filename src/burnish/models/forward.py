@@ -51,7 +51,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Leave dropout and gradients out for as long as the context lasts."""
     # Not inference_mode: buffers that a forward pass updates (dynamic rotary frequencies) must stay usable in training.
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         with torch.no_grad():
             yield
