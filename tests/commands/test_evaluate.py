@@ -125,7 +125,7 @@ def test_a_reward_model_has_an_accuracy(here: Path, tiny_tokenizer: Any) -> None
         )  # fmt: skip
         differences.append(c - r)
     told = call("rm", "data.eval=pairs.jsonl", "against=one")
-    assert told.exit_code == 2 and "against: one is a policy and rm a reward model" in told.stderr
+    assert told.exit_code == 2 and "against: one is a policy, but rm is a reward model" in told.stderr
     found = measured("rm", "data.eval=pairs.jsonl")
     assert found["margin"]["value"] == pytest.approx(sum(differences) / 6, abs=1e-5)
     assert found["accuracy"]["value"] == pytest.approx(sum(d > 0 for d in differences) / 6)

@@ -276,7 +276,7 @@ def test_long_completions_lose_score(make_trainer: Any, tiny_llama: Any) -> None
         (step,) = iter(trainer.get_train_dataloader())
         sequences = [example.sequences[0] for example in step]
         first = [float(s.arrays["returns"][s.loss_mask][0]) for s in sequences]
-        return [(int(s.loss_mask.sum()), x) for s, x in zip(sequences, first, strict=True)], trainer._pending
+        return [(int(s.loss_mask.sum()), x) for s, x in zip(sequences, first, strict=True)], trainer.pending
 
     free, penalized = (returns(**settings) for settings in ({}, {"overlong": {"buffer": 4, "penalty": 2.0}}))
     losses = []
@@ -291,8 +291,8 @@ def test_a_correction_weighs_the_loss_and_not_the_advantage(make_trainer: Any, t
     method = Reinforce(by_tokens, SAMPLING, correction={"mode": "mask", "level": "sequence"}, reduction="token_mean")
     trainer = make_trainer(method, tiny_llama(), prompts(2), batch=2)
     (step,) = iter(trainer.get_train_dataloader())
-    assert trainer._pending["correction_touched"] == [0.0]
-    assert trainer._pending["effective_sample_size"] == [pytest.approx(1.0, abs=1e-6)]
+    assert trainer.pending["correction_touched"] == [0.0]
+    assert trainer.pending["effective_sample_size"] == [pytest.approx(1.0, abs=1e-6)]
     half = [type(e)((e.sequences[0].with_arrays(correction=0.5 * e.sequences[0].arrays["correction"]),)) for e in step]
     batches = [trainer.layout.collate(examples) for examples in (step, half)]
     whole, less = (method.loss(trainer.network, batch)["policy"].total.item() for batch in batches)
