@@ -299,7 +299,7 @@ def test_inspect_shows_one_row(here):
     shown = call("inspect", "tiny.yaml", "--row", "1").stdout
     assert "row 1 (chat.jsonl:2): 13 tokens, 9 learned" in shown
     assert "row 0" not in shown
-    assert "there are 2 rows" in call("inspect", "tiny.yaml", "--row", "2").stderr
+    assert "there are only 2 rows" in call("inspect", "tiny.yaml", "--row", "2").stderr
 
 
 def test_inspect_counts_and_lists_what_is_cut_and_skipped(here):

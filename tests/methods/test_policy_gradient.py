@@ -294,7 +294,7 @@ def test_a_correction_weighs_the_loss_and_not_the_advantage(make_trainer: Any, t
     assert trainer.pending["correction_touched"] == [0.0]
     assert trainer.pending["effective_sample_size"] == [pytest.approx(1.0, abs=1e-6)]
     half = [type(e)((e.sequences[0].with_arrays(correction=0.5 * e.sequences[0].arrays["correction"]),)) for e in step]
-    batches = [trainer.layout.collate(examples) for examples in (step, half)]
+    batches = [trainer.engine.layout.collate(examples) for examples in (step, half)]
     whole, less = (method.loss(trainer.network, batch)["policy"].total.item() for batch in batches)
     assert abs(whole) > 0.1 and less == pytest.approx(whole / 2, rel=1e-5)
     with torch.no_grad():
