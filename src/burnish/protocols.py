@@ -87,6 +87,11 @@ class Engine(Protocol):
         """A value of every process."""
         ...
 
+    @property
+    def generation_model(self) -> Any:
+        """The model that generators sample from: the policy, or, if it is sharded, a whole copy of it."""
+        ...
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's trained weights by name, each as a whole tensor."""
         ...

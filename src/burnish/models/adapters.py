@@ -18,6 +18,7 @@ from burnish import kernels
 from burnish.errors import UserError
 from burnish.models.bases import Base
 from burnish.models.settings import AdapterConfig
+from burnish.models.sharding import whole
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
@@ -113,7 +114,8 @@ class Reference:
         if self.frozen is None:
             return isinstance(policy, peft.PeftModel) and is_fresh(policy)
         with self.use(policy) as frozen:
-            return all(torch.equal(a, b) for a, b in zip(frozen.parameters(), policy.parameters(), strict=True))
+            pairs = zip(frozen.parameters(), policy.parameters(), strict=True)
+            return all(torch.equal(kept, whole(now)) for kept, now in pairs)
 
     @contextmanager
     def use(self, policy: nn.Module) -> Iterator[nn.Module]:

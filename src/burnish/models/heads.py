@@ -27,6 +27,7 @@ from burnish.models.adapters import trained_on, wrap
 from burnish.models.dropout import disable_dropout
 from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.models.quantize import is_quantized
+from burnish.models.sharding import load_state_dict
 from burnish.types import MicroBatch
 
 T = TypeVar("T")
@@ -78,10 +79,10 @@ def head_values(head: SharedCritic | StepValueHead, hidden: Tensor) -> Tensor:
     return upcast(head.score(hidden.to(head.score.weight.dtype))[..., 0])
 
 
-def save_head(head: nn.Module, path: Path) -> None:
-    """Write a scalar head's weights, and the delimiter of one that values steps."""
+def save_head(head: nn.Module, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write a scalar head's weights, or ``state_dict`` in their place, and the delimiter of one that values steps."""
     notes = {"delimiter": head.delimiter} if isinstance(head, StepValueHead) else None
-    save_file(head.state_dict(), path, metadata=notes)
+    save_file(head.state_dict() if state_dict is None else state_dict, path, metadata=notes)
 
 
 def load_head(head: nn.Module, path: Path) -> None:
@@ -98,7 +99,7 @@ def load_head(head: nn.Module, path: Path) -> None:
     found, wanted = ({n: tuple(x.shape) for n, x in part.items()} for part in (weights, expected))
     if found != wanted:
         raise UserError(f"{path}: not the weights of a {type(head).__name__}: it holds {found}, expected {wanted}")
-    head.load_state_dict(weights)
+    load_state_dict(head, weights)
     if isinstance(head, StepValueHead):
         with safe_open(path, "pt") as file:
             head.delimiter = (file.metadata() or {}).get("delimiter", head.delimiter)
@@ -191,24 +192,27 @@ class Network(nn.Module):
                 # what is computed again has a gradient only where its input has one, and embeddings are frozen
                 unwrap(model).enable_input_require_grads()
 
-    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the policy as transformers and peft do, and the critic beside it."""
-        self.save_policy(folder, **kwargs)
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        """Save the policy as transformers and peft do, and the critic beside it.
+
+        Weights that are sharded are taken from ``state_dict``, the network's with whole tensors. Adapters never are.
+        """
+        self.save_policy(folder, state_dict, **kwargs)
         if isinstance(self.critic, PeftModel):
             adapters.save(self.critic, Path(folder) / "critic")
         elif isinstance(self.critic, PreTrainedModel):
-            self.critic.save_pretrained(str(Path(folder) / "critic"))
+            self.critic.save_pretrained(str(Path(folder) / "critic"), state_dict=_part(state_dict, "critic."))
 
-    def save_policy(self, folder: str | Path, **kwargs: Any) -> None:
+    def save_policy(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Save the policy, and what belongs to it: the base that its adapter was trained on, a head that it shares."""
         if isinstance(self.policy, PeftModel):
             adapters.save(self.policy, folder, **kwargs)
         else:
-            self.policy.save_pretrained(folder, **kwargs)  # type: ignore[operator]
+            self.policy.save_pretrained(folder, state_dict=_part(state_dict, "policy."), **kwargs)  # type: ignore
         if (base := trained_on(self.policy)) is not None:
             bases.record(Path(folder), base)
         if isinstance(self.critic, SharedCritic | StepValueHead):
-            save_head(self.critic, Path(folder) / VALUE_HEAD)
+            save_head(self.critic, Path(folder) / VALUE_HEAD, _part(state_dict, "critic."))
 
     def load_weights(self, folder: str | Path) -> None:
         """Load what ``save_pretrained`` saved into this network, strictly."""
@@ -217,6 +221,13 @@ class Network(nn.Module):
             load_head(self.critic, Path(folder) / VALUE_HEAD)
         elif self.critic is not None:
             load_weights(self.critic, Path(folder) / "critic")
+
+
+def _part(state_dict: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | None:
+    """The weights of a part of the network, by their names in that part."""
+    if state_dict is None:
+        return None
+    return {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -232,4 +243,4 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     if info["missing_keys"] or info["unexpected_keys"]:
         wrong = sorted([*info["missing_keys"], *info["unexpected_keys"]])
         raise ValueError(f"{folder}: its weights are not those of {type(model).__name__}: {', '.join(wrong[:3])}")
-    model.load_state_dict(loaded.state_dict())
+    load_state_dict(model, loaded.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -63,7 +62,7 @@ class Layout:
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
         """Indices of examples, a list for each micro-batch; those behind the same prompt stand side by side."""
         together = prompt_groups(examples, budget)
-        if len(together) == len(examples) or not self._can_share:
+        if len(together) == len(examples) or not self.can_share():
             return micro_batches(examples, budget, packed=bool(self.packed), shared=self._shared(examples))
         joined = [_join([examples[i] for i in bundle]) for bundle in together]
         groups = micro_batches(joined, budget, packed=bool(self.packed), shared=True)
@@ -77,12 +76,17 @@ class Layout:
         *,
         rank: int = 0,
         world_size: int = 1,
+        halve: bool = True,
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
         """Every micro-batch of one process, with the indices of its examples and what a function gives for it.
 
         For passes without gradient. Every process calls the function equally often, with a silent example where its
         micro-batches run out, since wrappers may wait for each other in a forward pass. On out-of-memory a micro-batch
-        is cut in half, and so are those behind it; a single example that does not fit is an error.
+        is cut in half, and so are those behind it; a single example that does not fit is an error. Where processes do
+        wait for each other, ``halve`` is False, and the first out-of-memory is an error.
+
+        Raises:
+            UserError: out of memory, and not ``halve``.
         """
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
@@ -97,6 +101,11 @@ class Layout:
             except RuntimeError as error:
                 if not is_out_of_memory(error) or len(group) == 1:
                     raise
+                if not halve:
+                    raise UserError(
+                        f"out of memory with token_budget={budget} in a pass without gradient: set a smaller "
+                        "token_budget. With sharded weights it cannot be halved while other processes wait"
+                    ) from error
             else:
                 yield group, batch, found
                 continue
@@ -125,7 +134,7 @@ class Layout:
         neighbours = [
             list(group) for start, same in groupby(examples, prompt) for group in ([same] if start else zip(same))
         ]
-        if len(neighbours) < len(examples) and self._can_share:
+        if len(neighbours) < len(examples) and self.can_share():
             examples = [_join(group) for group in neighbours]
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
@@ -133,10 +142,10 @@ class Layout:
         return batch.to(self.device or unwrap(self.models[0]).device)
 
     def _shared(self, examples: list[Example]) -> bool:
-        return any(len(example.sequences) > 1 for example in examples) and self._can_share
+        return any(len(example.sequences) > 1 for example in examples) and self.can_share()
 
-    @functools.cached_property
-    def _can_share(self) -> bool:
+    def can_share(self) -> bool:
+        """Whether sequences with the same prompt share it; found out by a trial of each model, once."""
         return self.shared_prompts and all(can_share(model) for model in self.models)
 
 

@@ -60,7 +60,7 @@ class Sampler:
     def bind(self, engine: Engine, run: Run) -> Generator:
         """The generator of the policy's completions, which is made once."""
         if self.generator is None:
-            self.generator = self.factory(engine.network.policy, run.tokenizer)
+            self.generator = self.factory(engine.generation_model, run.tokenizer)
         return self.generator
 
     def check_rewards(self) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from burnish.errors import UserError
+from burnish.models import sharding
 from burnish.models.heads import Network
 from burnish.models.layout import Layout
 from burnish.protocols import Method
@@ -35,16 +36,31 @@ class Engine:
         network: what is trained.
         accelerator: the processes, their devices and the precision.
         token_budget: the most tokens of a micro-batch, None for no limit.
+        sharded: ``wrap`` shards the parameters over the processes. Otherwise each process holds all of them.
         layout: settings of ``models.layout.Layout``.
     """
 
-    def __init__(self, network: Network, accelerator: Accelerator, token_budget: int | None, **layout: Any) -> None:
+    def __init__(
+        self,
+        network: Network,
+        accelerator: Accelerator,
+        token_budget: int | None,
+        sharded: bool = False,
+        **layout: Any,
+    ) -> None:
         self.network = network
+        self.sharded = sharded
         self.accelerator = accelerator
         self.token_budget = token_budget
         # which layout is fastest depends on the precision of the passes
         with accelerator.autocast():
             self.layout = Layout(network.models, accelerator.device, **layout)
+        self._generation_model = network.policy
+        if sharded:
+            # FSDP2 modules cannot be copied, so this is done before they are wrapped, and without the weights
+            self._generation_model = sharding.with_parameters(
+                network.policy, lambda p: torch.empty_like(p, device="meta")
+            )
 
     @property
     def rank(self) -> int:
@@ -65,6 +81,25 @@ class Engine:
     def precision(self) -> str:
         """What passes compute in: no (as the weights are), bf16 or fp16."""
         return str(self.accelerator.mixed_precision)
+
+    # --- wrapping --------------------------------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module) -> None:
+        """Prepare a module, the network, for training: shard it in place, if asked. Calling it again changes nothing.
+
+        Sharding replaces the parameters, so the optimizer is created after it. Replicas are wrapped by accelerate.
+        """
+        if not self.sharded or isinstance(module, FSDPModule):
+            return
+        with self.accelerator.autocast():
+            self.layout.can_share()  # a trial, which is not possible with sharded weights
+        sharding.shard(module, self.network.models, self.device)
+        self.accelerator.prepare_model(module, evaluation_mode=True)  # for its autocast alone
+        module._is_accelerate_prepared = True  # type: ignore[assignment]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm, over all processes, is at most ``max_norm``. Returns the old norm."""
+        return sharding.whole(self.accelerator.clip_grad_norm_(self.network.parameters(), max_norm))
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +150,8 @@ class Engine:
             with self.accelerator.autocast():
                 return self.network(function, batch)
 
-        return self.layout.passes(run, examples, self.token_budget, rank=self.rank, world_size=self.world_size)
+        processes = {"rank": self.rank, "world_size": self.world_size}
+        return self.layout.passes(run, examples, self.token_budget, **processes, halve=not self.sharded)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -174,15 +210,33 @@ class Engine:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
+    @property
+    def generation_model(self) -> nn.Module:
+        """The model that generators sample from: the policy, or, if it is sharded, a whole copy of it.
+
+        The copy is made when it is first asked for, by all processes, and has the weights of that time. Generators
+        update it with ``weights()``.
+        """
+        model = self._generation_model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            weights = zip(model.parameters(), self.network.policy.parameters(), strict=True)
+            copies = {id(empty): sharding.whole(weight.detach()).clone() for empty, weight in weights}
+            self._generation_model = sharding.with_parameters(model, lambda empty: copies[id(empty)])
+        return self._generation_model
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's trained weights by name, one after another, each as a whole tensor on every process."""
         for name, weight in self.network.policy.named_parameters():
             if weight.requires_grad:
-                yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+                yield name, sharding.whole(weight)
 
-    def save(self, folder: str | Path) -> None:
-        """Save the network as its parts save themselves."""
-        self.network.save_pretrained(folder)
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """What ``save`` needs of all processes: of sharded weights whole tensors in the first process, else None."""
+        return sharding.whole_state_dict(self.network) if self.sharded else None
+
+    def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Save the network as its parts save themselves; with sharded weights from ``state_dict``."""
+        self.network.save_pretrained(folder, state_dict)
 
     def load(self, folder: str | Path) -> None:
         """Load what ``save`` saved, strictly."""

@@ -66,6 +66,8 @@ class Trainer(transformers.Trainer):
             runs once, where the model allows it and ``args.neftune_noise_alpha`` is not set.
         on_non_finite: ``error`` stops at the first loss or gradient that is NaN or infinite; ``skip`` skips the step,
             warns, and counts it as ``non_finite_steps``, but stops after 10 such steps in a row.
+        sharded: shard the weights, their gradients and the state of the optimizer over the processes (FSDP2), in place
+            of a replica in each. It needs several processes and a model without adapter; see docs/runs.md.
         recorder: where samples go; None keeps none.
         others: as in ``transformers.Trainer`` (callbacks, optimizers, ...).
     """
@@ -86,6 +88,7 @@ class Trainer(transformers.Trainer):
         packed: bool | None = None,
         shared_prompts: bool = True,
         on_non_finite: Literal["error", "skip"] = "error",
+        sharded: bool = False,
         recorder: Recorder | None = None,
         show_samples: Callable[[list[dict[str, Any]]], None] | None = None,
         **others: Any,
@@ -137,6 +140,7 @@ class Trainer(transformers.Trainer):
             network,
             self.accelerator,
             token_budget or default_budget(args.device),
+            sharded,
             pad_id=pad_id,
             side=padding_side,
             pad_to=pad_to,
@@ -272,9 +276,12 @@ class Trainer(transformers.Trainer):
         # averaged over processes when it is logged
         return loss_sum * self.engine.world_size
 
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return self.engine.clip(self.args.max_grad_norm)
+
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping; a step whose gradient is not finite is not taken."""
-        norm: Any = super()._get_grad_norm(model, grad_norm)
+        norm: Any = self.engine.clip(math.inf) if grad_norm is None else grad_norm
         # with loss scaling (fp16) infinite gradients are part of the method: its scaler leaves such steps out
         if self.accelerator.scaler is None and not math.isfinite(norm):
             self._skip(f"the norm of the gradient is {float(norm):g}")
@@ -314,7 +321,8 @@ class Trainer(transformers.Trainer):
 
     def _check_weights(self) -> None:
         """Raise a UserError where a trained weight is not finite, before it is saved in the place of a good one."""
-        if (name := non_finite(self.network, trained=True)) is not None:
+        names = self.engine.gather(non_finite(self.network, trained=True))
+        if (name := next((name for name in names if name is not None), None)) is not None:
             raise UserError(
                 f"step {self.state.global_step}: the weight {name.removeprefix('policy.')} holds NaN or infinity after "
                 f"the step. {self._advice()}"
@@ -368,6 +376,11 @@ class Trainer(transformers.Trainer):
         return metrics
 
     # --- optimizer and logs ----------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # before the optimizer is created
+        self.engine.wrap(self.network)
+        return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As in transformers, with a learning rate of its own for each part of the network that the method names."""
@@ -456,11 +469,20 @@ class Trainer(transformers.Trainer):
             "logs": self.recorder.offsets() if self.recorder is not None else {},
         }
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers; all processes call it. The first one writes."""
+        if not self.engine.sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        state_dict = self.engine.state_dict()
+        if self.args.should_save:
+            self._save(output_dir, state_dict)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the network as its parts save themselves, and the tokenizer."""
         folder = Path(output_dir) if output_dir else self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.engine.save(folder)
+        self.engine.save(folder, state_dict)
         self.tokenizer.save_pretrained(folder)
 
     def _load_best_model(self) -> None:
