@@ -15,11 +15,12 @@ import torch
 
 from burnish import PPO, UserError
 from burnish.generate.sampling import Sampling
+from burnish.generate.stopping import eos_ids
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import collect, eos_ids
+from burnish.rl.collect import collect
 from burnish.types import Prompt, Trajectory
 
 SHORT = Sampling(max_new_tokens=5)
