@@ -83,7 +83,7 @@ def make_trainer(
 ) -> MakeTrainer:
     """Makes trainers that log every step: ``make_trainer(method, model, rows, batch=4, lr=1e-3, **arguments)``.
 
-    ``own`` holds what is not of ``TrainingArguments``: length, token_budget, recorder, callbacks, ...
+    ``own`` holds what is not of ``TrainingArguments``: truncation, token_budget, recorder, callbacks, ...
     """
     from transformers import PrinterCallback, TrainingArguments
 

@@ -171,7 +171,7 @@ def test_a_last_batch_may_be_smaller(run: Any) -> None:
         ({"rows": 4, "mini_batches": 3}, "4 prompts x 1 samples does not divide into 3 mini-batches"),
         ({"rows": 9, "mini_batches": 2}, "1 prompts x 1 samples does not divide into 2 mini-batches"),
         ({"kl_target": 1.0, "kl_horizon": 0.5}, "horizon of 0.5 is too short for 4 sequences"),
-        ({"arguments": {"own": {"length": None}}, "sampling": Sampling(temperature=0.0)}, "temperature"),
+        ({"arguments": {"own": {"truncation": None}}, "sampling": Sampling(temperature=0.0)}, "temperature"),
     ],
 )
 def test_sizes_that_do_not_fit_are_told(settings: dict, message: str, run: Any) -> None:

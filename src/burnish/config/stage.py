@@ -34,6 +34,7 @@ from burnish.render.templates import set_template
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
 from burnish.rewards.functions import NamedReward
+from burnish.training import checkpoint
 from burnish.training.trainer import Trainer
 from burnish.types import Encoded, Prompt
 
@@ -53,7 +54,7 @@ class TrainingStage:
 
     @cached_property
     def _checkpoints(self) -> tuple[Path | None, list[str]]:
-        return files.latest(self.folder)
+        return checkpoint.latest(self.folder)
 
     @property
     def start(self) -> Path | None:
@@ -243,7 +244,7 @@ class TrainingStage:
             train_dataset=splits["train"],
             eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
             processing_class=tokenizer,
-            length=self.data.length,
+            truncation=self.data.length,
             token_budget=self.stage.token_budget,
             packed=self.stage.packed,
             on_non_finite=self.stage.trainer.on_non_finite,
