@@ -167,9 +167,9 @@ def test_a_last_batch_may_be_smaller(run: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": 3}, "3 prompts are less than one batch of 4"),
-        ({"rows": 4, "mini_batches": 3}, "4 prompts x 1 samples does not divide into 3 mini-batches"),
-        ({"rows": 9, "mini_batches": 2}, "1 prompts x 1 samples does not divide into 2 mini-batches"),
+        ({"rows": 3}, "3 prompts do not fill one batch of 4"),
+        ({"rows": 4, "mini_batches": 3}, "4 prompts x 1 samples cannot be divided into 3 equal mini-batches"),
+        ({"rows": 9, "mini_batches": 2}, "1 prompts x 1 samples cannot be divided into 2 equal mini-batches"),
         ({"kl_target": 1.0, "kl_horizon": 0.5}, "horizon of 0.5 is too short for 4 sequences"),
         ({"arguments": {"own": {"truncation": None}}, "sampling": Sampling(temperature=0.0)}, "temperature"),
     ],
