@@ -1,8 +1,9 @@
-"""Speed of one checkout of Burnish against that of another: alternating runs, ratios and their interval.
+"""Speed and memory of one checkout of Burnish against those of another: alternating runs, ratios and their interval.
 
 ``python benchmarks/revisions.py ../burnish-before sft ppo --repeats 7``. Each run is a process of its own with one
 thread. A ratio is tokens per CPU second of this checkout over those of the other, so that it is above 1 where this one
-is faster. The interval is the 95 % one of their geometric mean over the pairs (Student's t).
+is faster. The interval is the 95 % one of their geometric mean over the pairs (Student's t). Memory is the ratio of the
+processes' peaks, as a median over the pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from run import METHODS, ROOT, THREADS, machine, models
@@ -23,16 +24,16 @@ from run import METHODS, ROOT, THREADS, machine, models
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 
 
-def speed(checkout: Path, method: str, folder: Path, *arguments: Any) -> float:
-    """Tokens per CPU second of one run of a checkout, by its own benchmark: names may differ between the two."""
+def measure(checkout: Path, method: str, folder: Path, *arguments: Any) -> tuple[float, float]:
+    """Tokens per CPU second and peak memory of one run of a checkout, by its own benchmark: names may differ."""
     script = checkout / "benchmarks" / "side.py"
     command = [sys.executable, script, "burnish", method, "--folder", folder, *arguments]
     environment = {**os.environ, **THREADS, "PYTHONPATH": str(checkout / "src"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{checkout}: {' '.join(map(str, command))}\n{done.stderr[-4000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found["tokens"] / found["cpu"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result["tokens"] / result["cpu"], result["peak"]
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
@@ -56,16 +57,22 @@ def main() -> None:
     checkouts = [ROOT, options.other.resolve()]
     with models(options.vocabulary) as folder:
         for method in options.methods:
-            ratios = []
+            speeds, memories = [], []
+            arguments = ("--vocabulary", options.vocabulary, "--steps", options.steps)
             for repeat in range(options.repeats):
-                found = {}
+                results = {}
                 for checkout in checkouts if repeat % 2 else checkouts[::-1]:
-                    how = ("--vocabulary", options.vocabulary, "--steps", options.steps)
-                    found[checkout] = speed(checkout, method, folder, *how)
-                ratios.append(found[checkouts[0]] / found[checkouts[1]])
-                print(f"{method} pair {repeat + 1}: {ratios[-1]:.3f}", flush=True)
-            mean, low, high = interval(ratios)
-            print(f"{method} V={options.vocabulary}: {mean:.3f} x  [{low:.3f}, {high:.3f}]", flush=True)
+                    results[checkout] = measure(checkout, method, folder, *arguments)
+                (speed, memory), (other_speed, other_memory) = (results[checkout] for checkout in checkouts)
+                speeds.append(speed / other_speed)
+                memories.append(memory / other_memory)
+                print(f"{method} pair {repeat + 1}: speed {speeds[-1]:.3f}, memory {memories[-1]:.3f}", flush=True)
+            mean, low, high = interval(speeds)
+            print(
+                f"{method} V={options.vocabulary}: speed {mean:.3f} [{low:.3f}, {high:.3f}], "
+                f"memory {median(memories):.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

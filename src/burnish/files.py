@@ -1,11 +1,10 @@
-"""Writes files and folders atomically, and finds damage by checksums."""
+"""Writes files and folders atomically, and detects damage by checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -140,44 +139,3 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(".*"):
         if path.is_dir() and not path.is_symlink() and path.name.endswith((PARTIAL, OLD)):
             shutil.rmtree(path)
-
-
-# --- checkpoints --------------------------------------------------------------------------------------------------
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a stage's folder, the latest first, whether or not they are complete."""
-    paths = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
-    return sorted(paths, key=step_of, reverse=True)
-
-
-def latest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The latest complete checkpoint, or None, and what is wrong with each later one."""
-    damaged = []
-    for path in checkpoints(folder):
-        fault = damage(path)
-        if fault is None:
-            return path, damaged
-        damaged.append(f"{path}: {fault}")
-    return None, damaged
-
-
-def step_of(checkpoint: Path) -> int:
-    """The number of optimizer steps before a checkpoint: 30 for ``checkpoint-30``."""
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def rotate(folder: Path, limit: int | None, best: Path | None, step: int) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left. The best and the latest are never removed.
-
-    Checkpoints after ``step``, which training has reached, do not count: they are from before training started over,
-    and will be replaced.
-    """
-    if not limit:
-        return
-    paths = [path for path in checkpoints(folder) if step_of(path) <= step]
-    others = [path for path in paths if path != best]
-    kept = paths[:limit] if best in (None, *paths[:limit]) else [*others[: max(limit - 1, 1)], best]
-    for path in paths:
-        if path not in kept:
-            remove(path)

@@ -89,7 +89,7 @@ class Engine(Protocol):
 
     @property
     def generation_model(self) -> Any:
-        """The model that generators sample from: the policy, or, if it is sharded, a whole copy of it."""
+        """The model that generators sample from: the policy, or, if it is sharded, an unsharded copy."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -192,3 +192,6 @@ class Method(Protocol):
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Metrics on examples that training does not see."""
         ...
+
+    def close(self) -> None:
+        """Release resources such as the processes of a generator. A stage calls this when it ends, also on errors."""

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from rich.console import Console
 
-from burnish import files
 from burnish.config import load
 from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.bases import recorded, weights_hash
 from burnish.report.display import Display
+from burnish.training import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 RECIPE = """
@@ -47,15 +46,6 @@ stages:
     generation: {max_new_tokens: 4}
     trainer: {per_device_train_batch_size: 4, learning_rate: 1.0e-2, save_steps: 1}
 """
-
-
-@pytest.fixture(autouse=True)
-def _verbosity():
-    """The pipeline silences transformers for the whole process."""
-    level = hf.logging.get_verbosity()
-    yield
-    hf.logging.set_verbosity(level)
-    hf.logging.enable_progress_bar()
 
 
 def run(file: Path, text: str) -> str:
@@ -107,7 +97,7 @@ def test_every_folder_loads_without_burnish_and_gives_the_same_logits(done, arti
 def test_an_adapter_records_its_base_by_name_and_hash(done):
     for stage, base in BASES.items():
         folder = str(done / base / "model")
-        for place in (done / stage / "adapter", files.latest(done / stage)[0]):
+        for place in (done / stage / "adapter", checkpoint.latest(done / stage)[0]):
             assert place is not None
             assert recorded(place) == (folder, weights_hash(folder))
     assert (done / "ppo" / "adapter" / "value_head.safetensors").is_file()

@@ -502,6 +502,15 @@ def test_a_request_that_goes_on_from_the_cache_reads_only_what_is_new(name):
     assert [plain(c) for c in again] == [plain(c) for c in done], "equal plans give equal bytes"
 
 
+def test_the_cache_has_no_more_slots_than_a_plan_needs():
+    generator = LocalGenerator(llama(), slots=64)
+    for count, slots in ((2, 2), (5, 5), (3, 5), (70, 64)):
+        complete(generator, requests(*range(20, 20 + count)))
+        session = generator._session
+        assert session is not None
+        assert {len(store.keys) for store in session.cache.stores} == {session.slots} == {slots}
+
+
 def test_the_cache_is_dropped_with_the_weights():
     model, widths = llama(), []
     model.model.register_forward_pre_hook(

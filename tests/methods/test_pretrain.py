@@ -120,10 +120,10 @@ def mean_nll(model: Any, made: list[Sequence]) -> float:
 def test_the_loss_is_the_mean_over_the_targets(
     own: dict, make_trainer: Any, tiny_llama: Any, tiny_tokenizer: Any
 ) -> None:
-    rows, length = documents(20, 30, 8, 50), Truncation(max_length=16)
+    rows, truncation = documents(20, 30, 8, 50), Truncation(max_length=16)
     model = tiny_llama()
     trainer = make_trainer(
-        Pretrain(), model, rows, batch=100, lr=0.0, own={"eval_dataset": rows, "length": length, **own}
+        Pretrain(), model, rows, batch=100, lr=0.0, own={"eval_dataset": rows, "truncation": truncation, **own}
     )
     expected = mean_nll(model, sequences(Pretrain(), rows, tiny_tokenizer, max_length=16))
     found = trainer.evaluate()
@@ -179,7 +179,7 @@ def test_a_stream_that_was_interrupted_ends_with_the_same_bytes(
             save_strategy="steps",
             save_steps=1,
             output_dir=str(tmp_path / folder),
-            own={"length": Truncation(max_length=16)},
+            own={"truncation": Truncation(max_length=16)},
         )
         trainer.train(resume_from_checkpoint=start)
         assert trainer.state.global_step == 7
@@ -198,7 +198,7 @@ def test_a_stream_learns_what_rows_in_memory_would(make_trainer: Any, tiny_llama
     losses = []
     for rows, more in ((documents(20, 33, 8, 50, 14), {}), (stream(shuffle_buffer=5), {"max_steps": 1})):
         trainer = make_trainer(
-            Pretrain(), tiny_llama(), rows, batch=pieces, own={"length": Truncation(max_length=16)}, **more
+            Pretrain(), tiny_llama(), rows, batch=pieces, own={"truncation": Truncation(max_length=16)}, **more
         )
         trainer.train()
         losses.append(trainer.state.log_history[0])

@@ -68,7 +68,7 @@ def sequences(rows: list[Any], tokenizer: Any) -> list[tuple[Sequence, ...]]:
 
 def terms(monkeypatch: pytest.MonkeyPatch, given: list[float], pairs: list[Pair], **settings: Any) -> dict[str, Metric]:
     """The terms and metrics of a step whose sequences have these scores, with what they are divided by."""
-    from burnish.data.batching import collate
+    from burnish.models.batching import collate
     from burnish.types import Example
 
     monkeypatch.setattr(reward_module, "scores", lambda policy, batch: torch.tensor(given, dtype=torch.float64))
@@ -234,6 +234,6 @@ def test_mistakes_are_told(make_trainer: Any, classifier: Any) -> None:
     tied = Ranking(said("?", "user"), (said("a"), said("b")), (1.0, 1.0), "ranked:3")
     with pytest.raises(UserError, match="ranked:3: all answers have the same score"):
         make_trainer(RewardModel(), classifier(), [tied]).train()
-    dropping = {"length": Truncation(max_length=4, too_long="drop"), "eval_dataset": preferences(2)}
+    dropping = {"truncation": Truncation(max_length=4, too_long="drop"), "eval_dataset": preferences(2)}
     with pytest.raises(UserError, match="nothing to evaluate on"):
         make_trainer(RewardModel(), classifier(), preferences(2), own=dropping).evaluate()

@@ -220,7 +220,7 @@ def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
         SFT(learn="first")
     with pytest.raises(UserError, match=r"chat:1: learn: completion: the row has no prompt and completion"):
         make_trainer(SFT(learn="completion"), tiny_llama(), [chat("a", "b")]).train()
-    dropping = {"length": Truncation(max_length=4, too_long="drop"), "eval_dataset": rows(2)}
+    dropping = {"truncation": Truncation(max_length=4, too_long="drop"), "eval_dataset": rows(2)}
     with pytest.raises(UserError, match="nothing to train on"):
         make_trainer(SFT(), tiny_llama(), rows(2), own=dropping).train()
     with pytest.raises(UserError, match="nothing to evaluate on"):

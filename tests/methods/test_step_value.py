@@ -10,9 +10,10 @@ import torch
 from transformers import TrainerCallback
 
 from burnish import SFT, StepValue
-from burnish.data.batching import RowLoader, collate
+from burnish.data.loader import RowLoader
 from burnish.errors import UserError
 from burnish.methods.step_value import measured
+from burnish.models.batching import collate
 from burnish.models.heads import Network, StepValueHead
 from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Messages, MicroBatch, Steps, total_counts
@@ -174,7 +175,7 @@ def test_evaluation_gives_an_interval_over_solutions_that_have_their_last_step(m
     assert 0 <= low < share < high <= 1 and share in (0.25, 0.5, 0.75)
     assert metrics["eval_loss"] == pytest.approx(metrics["eval_nll"] + 0.1 * metrics["eval_value"])
     # cut before its last step, a solution does not say how it ends
-    short = {"length": Truncation(max_length=45, too_long="truncate_right")}
+    short = {"truncation": Truncation(max_length=45, too_long="truncate_right")}
     cut = make_trainer(StepValue(), tiny_llama(), ROWS, own=short).evaluate([WRONG])
     assert "eval_sign_accuracy_low" not in cut and cut["eval_value_incorrect"] > 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from burnish import SFT
+from burnish import SFT, UserError
 from burnish.commands.generate import logprobs
 from burnish.models import forward
 from burnish.models.heads import Network, StepValueHead
@@ -117,6 +117,13 @@ def test_one_example_that_does_not_fit_is_an_error(tiny_llama: Any, full: Any) -
     with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError):
         warnings.simplefilter("ignore")
         list(layout.passes(lambda b: forward.learned_logprobs(model, b), examples(3)))
+
+
+def test_processes_that_wait_for_each_other_do_not_halve_the_budget(tiny_llama: Any, full: Any) -> None:
+    model = tiny_llama()
+    full(20)
+    with pytest.raises(UserError, match="token_budget=4096: set a smaller token_budget"):
+        list(Layout([model]).passes(lambda b: forward.learned_logprobs(model, b), examples(3), halve=False))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

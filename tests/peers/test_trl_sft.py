@@ -89,11 +89,11 @@ def test_long_rows_are_cut_and_left_out_by_trl_without_a_word(
     model, long = tiny_llama(), {"messages": said("a question of many characters?", "yes")}
     config = {"assistant_only_loss": True, "max_length": 30}
     theirs = trl_step("SFT", model, [*CONVERSATIONS, long], config=config)
-    cut = ours(SFT(), model, CONVERSATIONS, length=Truncation(max_length=30, too_long="truncate_right"))
+    cut = ours(SFT(), model, CONVERSATIONS, truncation=Truncation(max_length=30, too_long="truncate_right"))
     same("SFT, rows cut", cut, theirs)
-    for length in (Truncation(max_length=30), Truncation(max_length=30, too_long="truncate_right")):
+    for truncation in (Truncation(max_length=30), Truncation(max_length=30, too_long="truncate_right")):
         with pytest.raises(UserError, match="row"):
-            ours(SFT(), model, [*CONVERSATIONS, long], length=length)
+            ours(SFT(), model, [*CONVERSATIONS, long], truncation=truncation)
 
 
 def test_packing(ours: Any, trl_step: Any, same: Any, tiny_llama: Any) -> None:

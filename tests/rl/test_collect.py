@@ -15,11 +15,12 @@ import torch
 
 from burnish import PPO, UserError
 from burnish.generate.sampling import Sampling
+from burnish.generate.stopping import eos_ids
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import collect, eos_ids
+from burnish.rl.collect import collect
 from burnish.types import Prompt, Trajectory
 
 SHORT = Sampling(max_new_tokens=5)
@@ -102,8 +103,8 @@ def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: 
         return tokens_reward(answers)
 
     longest = len(Renderer(tiny_tokenizer).prompt(rows[7].messages))
-    length = Truncation.model_validate({"max_length": longest + 5, "too_long": too_long})
-    trainer = trainer_of(rows, watching, own={"length": length, "eval_dataset": rows})
+    truncation = Truncation.model_validate({"max_length": longest + 5, "too_long": too_long})
+    trainer = trainer_of(rows, watching, own={"truncation": truncation, "eval_dataset": rows})
     loader = trainer.get_train_dataloader()
     kept = [1, 2, 5, 6, 7] if too_long == "drop" else list(range(8))
     assert [row.source for row in loader.rows] == [f"prompts:{i}" for i in kept]
@@ -120,19 +121,19 @@ def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: 
 
 
 def test_a_length_without_room_for_a_completion_is_told(trainer_of: Any) -> None:
-    trainer = trainer_of(prompts(4), own={"length": Truncation(max_length=5)})
-    with pytest.raises(UserError, match=r"max_length: 5 leaves no room for a prompt beside a completion of 5 tokens"):
+    trainer = trainer_of(prompts(4), own={"truncation": Truncation(max_length=5)})
+    with pytest.raises(UserError, match=r"max_length: 5 leaves no room for a prompt before a completion of 5 tokens"):
         trainer.train()
     with pytest.raises(UserError, match=r"prompts:0: .* tokens, max_length 7"):
-        trainer_of(prompts(4), own={"length": Truncation(max_length=12)}).train()
+        trainer_of(prompts(4), own={"truncation": Truncation(max_length=12)}).train()
 
 
 def test_prompts_that_are_all_dropped_are_told(trainer_of: Any) -> None:
-    length = Truncation(max_length=12, too_long="drop")
-    with pytest.raises(UserError, match="0 prompts are less than one batch of 4"):
-        trainer_of(prompts(4), own={"length": length}).train()
-    with pytest.raises(UserError, match="nothing to evaluate on"):
-        trainer_of(prompts(4), own={"length": length, "eval_dataset": prompts(4)}).evaluate()
+    truncation = Truncation(max_length=12, too_long="drop")
+    with pytest.raises(UserError, match="0 prompts do not fill one batch of 4"):
+        trainer_of(prompts(4), own={"truncation": truncation}).train()
+    with pytest.raises(UserError, match="no prompts to evaluate on"):
+        trainer_of(prompts(4), own={"truncation": truncation, "eval_dataset": prompts(4)}).evaluate()
 
 
 def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer_of: Any, tiny_tokenizer: Any) -> None:

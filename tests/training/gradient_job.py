@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.methods.dpo import mismatched
 from burnish.models.adapters import add_adapter
 from burnish.models.heads import Network, SharedCritic
@@ -99,7 +99,7 @@ def exact(model: Any, dtype: torch.dtype) -> Any:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, LlamaRMSNorm):
-                setattr(parent, name, torch.nn.RMSNorm(CONFIG.hidden_size, eps=child.variance_epsilon))
+                setattr(parent, name, torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon))
     return model.to(dtype)
 
 

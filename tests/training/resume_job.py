@@ -74,7 +74,7 @@ def main(kind: str, out: str, start: str | None) -> None:
         ),
         method={"rows": SFT(), "stream": Pretrain(), "kto": DPO(loss="kto")}[kind],
         train_dataset={"rows": ROWS, "stream": stream(), "kto": PAIRS}[kind],
-        length=Truncation(max_length=6 if kind == "stream" else None),
+        truncation=Truncation(max_length=6 if kind == "stream" else None),
         processing_class=tokenizer(),
         token_budget=60,
     )

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from burnish import DPO, SFT, Reinforce, RewardModel, files
+from burnish import DPO, SFT, Reinforce, RewardModel
 from burnish.errors import UserError
 from burnish.methods.pretrain import Pretrain
 from burnish.methods.step_value import StepValue
 from burnish.models.loading import load_policy, load_reward_model
+from burnish.training import checkpoint
 from burnish.types import Conversation, Example, Messages, Preference, Scored, Steps, Text
 
 
@@ -51,7 +52,7 @@ def test_a_learning_rate_that_is_far_too_high_stops_the_run(
     )
     with pytest.raises(UserError, match=r"step \d: .*Usually the learning rate is too high \(it is 1e\+20\)"):
         trainer.train()
-    saved = files.latest(tmp_path / "run")[0]
+    saved = checkpoint.latest(tmp_path / "run")[0]
     for path in saved.glob("*.safetensors") if saved else []:
         loaded = load_reward_model(str(saved)) if name == "reward" else load_policy(str(saved))
         assert all(weight.isfinite().all() for weight in loaded.parameters()), path

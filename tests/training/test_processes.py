@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burnish import files
-from burnish.training.trainer import LOADER_STATE
+from burnish.training.checkpoint import RESUME_STATE
 
 JOB = Path(__file__).with_name("resume_job.py")
 WARMUP_JOB = Path(__file__).with_name("warmup_job.py")
@@ -37,7 +37,7 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
     assert not [path for path in (tmp_path / "straight").iterdir() if path.name.startswith(".")]
     again = run(kind, tmp_path / "again", folder)
     assert all(torch.equal(value, again[name]) for name, value in straight.items())
-    ends = [sorted((tmp_path / run).glob("checkpoint-*"))[-1] / LOADER_STATE for run in ("straight", "again")]
+    ends = [sorted((tmp_path / run).glob("checkpoint-*"))[-1] / RESUME_STATE for run in ("straight", "again")]
     states = [torch.load(path, weights_only=True) for path in ends]
     assert states[0] == states[1]
     # one process goes on in the same order with as many rows a step

@@ -78,36 +78,38 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The cache of all layers: what a forward pass reads and extends."""
 
-    def __init__(self, layers: int, slots: int, device: torch.device) -> None:
+    def __init__(self, layers: int, device: torch.device) -> None:
         nowhere = torch.zeros(0, dtype=torch.long, device=device)
-        self.cursor = Cursor(slots, BLOCK, nowhere, nowhere)
+        self.cursor = Cursor(0, BLOCK, nowhere, nowhere)
         self.stores = [SlotLayer(self.cursor) for _ in range(layers)]
         super().__init__(layers=list(self.stores))
 
     def at(self, positions: Tensor, length: int) -> None:
         """The next keys of slot i go to the columns ``positions[i]`` (B, T), all of them below ``length``."""
-        self.reserve(length)
+        self.reserve(length=length)
         self.cursor.positions = positions
         self.cursor.rows = torch.arange(len(positions), device=positions.device)[:, None]
         self.cursor.length = length
 
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` columns."""
-        old = self.cursor.capacity
-        if length <= old:
+    def reserve(self, slots: int = 0, length: int = 0) -> None:
+        """Make room for as many slots and columns; what the cache holds is kept."""
+        at = self.cursor
+        if slots <= at.slots and length <= at.capacity:
             return
-        self.cursor.capacity = BLOCK * -(-max(length, old * 5 // 4) // BLOCK)
+        at.slots = max(slots, at.slots)
+        if length > at.capacity:
+            at.capacity = BLOCK * -(-max(length, at.capacity * 5 // 4) // BLOCK)
         for store in self.stores:
             if store.is_initialized:
                 keys, values = store.keys, store.values
                 store.lazy_initialization(keys, values)
-                store.keys[:, :, :old] = keys
-                store.values[:, :, :old] = values
+                store.keys[: len(keys), :, : keys.shape[2]] = keys
+                store.values[: len(values), :, : values.shape[2]] = values
 
     def copy(self, prefix: DynamicCache, prompts: Tensor, start: int) -> None:
         """Slot ``start + i`` begins with the keys and values of row ``prompts[i]`` of ``prefix``."""
         width = prefix.get_seq_length()
-        self.reserve(width)
+        self.reserve(length=width)
         here = slice(start, start + len(prompts))
         for store, source in zip(self.stores, prefix.layers, strict=True):
             assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None

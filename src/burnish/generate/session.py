@@ -21,7 +21,7 @@ from burnish import kernels
 from burnish.generate.draw import draw
 from burnish.generate.kv_cache import SlotCache, layer_windows
 from burnish.generate.protocol import Completion, Request
-from burnish.generate.stop_strings import completes_stop
+from burnish.generate.stopping import completes_stop
 from burnish.kernels import decoding
 from burnish.models.forward import SamplingTransform, backbone, head, unwrap
 from burnish.models.heads import head_values
@@ -43,12 +43,12 @@ NOTHING = np.zeros(0, dtype=np.int64)
 class DecodingSession:
     """Slots of one model, of which the first ``live`` are being decoded.
 
-    A plan is a list of requests that are completed together: ``begin(requests)``, then ``step()`` while ``busy``. A
-    slot is one entry of every tensor of ``state``; ``held`` are the tokens whose keys and values a slot that is not
-    live still has.
+    A plan is a list of requests that are completed together: ``begin(requests)``, then ``step()`` while ``busy``. There
+    are as many slots as the largest plan so far needs, and at most ``max_slots``. A slot is one entry of every tensor
+    of ``state``; ``held`` are the tokens whose keys and values a slot that is not live still has.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, critic: Any, slots: int, version: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, critic: Any, max_slots: int, version: int) -> None:
         base = unwrap(model)
         self.config = base.config.get_text_config(decoder=True)
         self.body, self.head, self.critic, self.tokenizer = backbone(model), head(model), critic, tokenizer
@@ -56,13 +56,18 @@ class DecodingSession:
         self.context: int | None = getattr(self.config, "max_position_embeddings", None)
         layers, self.windows = layer_windows(model)
         self.by_rows = decoding.is_faster(base)
-        self.cache = SlotCache(layers, slots, self.device)
-        self.held: list[np.ndarray] = [NOTHING] * slots
-        self.slots, self.version, self.live, self.length = slots, version, 0, 0
+        self.cache = SlotCache(layers, self.device)
+        self.held: list[np.ndarray] = []
+        self.max_slots, self.version, self.live, self.length = max_slots, version, 0, 0
         self.requests: list[Request] = []
         self.waiting: deque[list[int]] = deque()
 
     # --- plans ----------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """How many rows the cache has room for."""
+        return len(self.held)
 
     @property
     def busy(self) -> bool:
@@ -73,7 +78,9 @@ class DecodingSession:
         """Start a plan; the one before it is complete."""
         assert not self.busy
         self.requests = requests
-        self.places = min(self.slots, len(requests))
+        self.places = min(self.max_slots, len(requests))
+        self.held += [NOTHING] * (self.places - self.slots)
+        self.cache.reserve(slots=self.places)
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(request.tokens, []).append(index)

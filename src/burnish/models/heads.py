@@ -195,7 +195,7 @@ class Network(nn.Module):
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Save the policy as transformers and peft do, and the critic beside it.
 
-        Weights that are sharded are taken from ``state_dict``, the network's with whole tensors. Adapters never are.
+        If the weights are sharded, ``state_dict`` is that of the network with full tensors.
         """
         self.save_policy(folder, state_dict, **kwargs)
         if isinstance(self.critic, PeftModel):

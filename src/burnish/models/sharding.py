@@ -1,6 +1,6 @@
-"""Weights that are sharded over processes with torch's FSDP2, and how they are read and written as whole tensors.
+"""Weights that are sharded over processes with torch's FSDP2.
 
-Every process calls these functions alike: gathering a whole tensor needs all of them.
+All processes call these functions together, since a tensor is only gathered if all of them take part.
 """
 
 from __future__ import annotations
@@ -10,21 +10,30 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from burnish.errors import UserError
 from burnish.models.forward import unwrap
 
 
-def shard(root: nn.Module, models: list[nn.Module], device: torch.device) -> None:
-    """Shard the parameters of ``root`` over all processes, in place. The parameters are new objects afterwards.
+def check_model(model: nn.Module) -> None:
+    """Raise a UserError if a model cannot be sharded."""
+    if isinstance(model, PeftModel):
+        raise UserError("sharded: models with an adapter cannot be sharded yet: remove sharded or the adapter")
+    if not unwrap(model)._no_split_modules:
+        raise UserError(f"sharded: {type(model).__name__} does not name its layers (_no_split_modules): remove sharded")
 
-    Each decoder layer of ``models``, which are parts of ``root``, is gathered when it runs. All other parameters are
-    gathered while ``root`` runs. Between two passes no process holds a whole parameter. As with DistributedDataParallel,
-    all processes start with the values of the first one.
+
+def shard(root: nn.Module, models: list[nn.Module], device: torch.device) -> None:
+    """Shard the parameters of ``root`` over all processes, in place. This replaces the parameters.
+
+    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs. The other parameters are
+    gathered while ``root`` runs. All processes start with the first one's values, as with DistributedDataParallel.
     """
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
@@ -34,24 +43,25 @@ def shard(root: nn.Module, models: list[nn.Module], device: torch.device) -> Non
         names = unwrap(model)._no_split_modules
         for layer in [module for module in model.modules() if type(module).__name__ in names]:
             fully_shard(layer, mesh=mesh)
-    # torch would keep the root's parameters whole until the next backward pass: optimizers and saving would see them
+    # By default the root's parameters would stay gathered until the next backward pass, also after a pass without
+    # gradient, and new weights that are loaded in the meantime would not be used.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
-    if not all(isinstance(parameter, DTensor) for parameter in root.parameters()):
-        raise RuntimeError("fully_shard left parameters unsharded")
+    assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all processes if it is sharded."""
+    """The full tensor, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module with whole tensors, on the CPU of the first process; empty in the others."""
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """The state dict of a module with full tensors, on the CPU of the first process. The others get an empty one."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(module, options=options)  # type: ignore[return-value]
 
 
 def load_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load whole tensors, which every process has, into a module whose parameters may be sharded; strictly."""
+    """Strictly load full tensors into a module, which may be sharded. Every process needs the tensors."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
     else:
@@ -59,6 +69,6 @@ def load_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def with_parameters(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> nn.Module:
-    """A copy of a model whose parameters are made from the originals. Tied parameters stay tied."""
+    """A copy of a model with new parameters, each made from the original. Tied parameters stay tied."""
     made = {id(p): nn.Parameter(make(p), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, made)  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
 
-from burnish.errors import did_you_mean
+from burnish.errors import UserError, did_you_mean
 from burnish.types import Config
 
 if TYPE_CHECKING:
@@ -396,6 +396,39 @@ ABSENT = IGNORED | {
 """Fields of TrainingArguments that a recipe may not set, and why."""
 
 _DERIVED = {"average_tokens_across_devices", "dataloader_pin_memory"}  # TrainingArguments changes these itself
+
+
+def check_arguments(args: TrainingArguments, on_non_finite: str) -> None:
+    """Raise a UserError for arguments with which the trainer cannot run."""
+    if args.n_gpu > 1:
+        raise UserError(
+            f"{args.n_gpu} GPUs in one process: start one process for each (torchrun --nproc-per-node {args.n_gpu} "
+            "...), or choose one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+    if on_non_finite not in get_args(OnNonFinite):
+        raise UserError(f"on_non_finite: expected error or skip, got {on_non_finite!r}")
+    if on_non_finite == "skip" and args.fp16:
+        raise UserError("on_non_finite: skip: with fp16, the loss scaler already skips such steps; remove this setting")
+
+
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+
+
+def check_sharded(args: TrainingArguments) -> None:
+    """Raise a UserError for arguments with which the weights cannot be sharded."""
+    if args.optim not in SHARDED_OPTIMIZERS:
+        raise UserError(f"sharded: optim must be one of {', '.join(SHARDED_OPTIMIZERS)}")
+    if args.save_strategy != "no" and not args.save_only_model:
+        raise UserError(
+            "sharded: checkpoints cannot hold the optimizer's state yet: set save_only_model=True or save_strategy='no'"
+        )
+    for name in ("fp16", "torch_compile", "push_to_hub"):
+        if getattr(args, name):
+            raise UserError(f"sharded: {name} is not supported yet: remove one of the two")
+    if args.world_size == 1:
+        raise UserError(
+            "sharded: there is only one process: start several with torchrun --nproc-per-node N, or remove it"
+        )
 
 
 def warn_ignored(args: TrainingArguments) -> None:

@@ -36,7 +36,7 @@ class Engine:
         network: what is trained.
         accelerator: the processes, their devices and the precision.
         token_budget: the most tokens of a micro-batch, None for no limit.
-        sharded: ``wrap`` shards the parameters over the processes. Otherwise each process holds all of them.
+        sharded: shard the parameters over the processes, instead of keeping all of them in every process.
         layout: settings of ``models.layout.Layout``.
     """
 
@@ -57,7 +57,9 @@ class Engine:
             self.layout = Layout(network.models, accelerator.device, **layout)
         self._generation_model = network.policy
         if sharded:
-            # FSDP2 modules cannot be copied, so this is done before they are wrapped, and without the weights
+            for model in network.models:
+                sharding.check_model(model)
+            # sharded modules cannot be copied, so this copy without weights is made while they are not
             self._generation_model = sharding.with_parameters(
                 network.policy, lambda p: torch.empty_like(p, device="meta")
             )
@@ -85,21 +87,24 @@ class Engine:
     # --- wrapping --------------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> None:
-        """Prepare a module, the network, for training: shard it in place, if asked. Calling it again changes nothing.
+        """Shard the module, which is the network or contains it, if the engine is to shard. It changes in place.
 
-        Sharding replaces the parameters, so the optimizer is created after it. Replicas are wrapped by accelerate.
+        Call it before the optimizer is created, since it replaces the parameters. Further calls change nothing. If the
+        engine does not shard, transformers prepares the module.
         """
         if not self.sharded or isinstance(module, FSDPModule):
             return
         with self.accelerator.autocast():
-            self.layout.can_share()  # a trial, which is not possible with sharded weights
+            self.layout.can_share()  # tries it, which is impossible with sharded weights
         sharding.shard(module, self.network.models, self.device)
-        self.accelerator.prepare_model(module, evaluation_mode=True)  # for its autocast alone
+        # adds autocast, and keeps accelerate from wrapping the module in DistributedDataParallel later
+        self.accelerator.prepare_model(module, evaluation_mode=True)
         module._is_accelerate_prepared = True  # type: ignore[assignment]
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm, over all processes, is at most ``max_norm``. Returns the old norm."""
-        return sharding.whole(self.accelerator.clip_grad_norm_(self.network.parameters(), max_norm))
+        """Scale the gradients down to this norm, over all parameters and shards. Returns the norm before."""
+        norm: Any = self.accelerator.clip_grad_norm_(self.network.parameters(), max_norm)
+        return sharding.whole(norm)
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
@@ -212,10 +217,10 @@ class Engine:
 
     @property
     def generation_model(self) -> nn.Module:
-        """The model that generators sample from: the policy, or, if it is sharded, a whole copy of it.
+        """The model that generators sample from: the policy, or, if it is to be sharded, an unsharded copy.
 
-        The copy is made when it is first asked for, by all processes, and has the weights of that time. Generators
-        update it with ``weights()``.
+        The first access makes the copy, in all processes, with the current weights. Generators load later ones from
+        ``weights()``.
         """
         model = self._generation_model
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -231,11 +236,11 @@ class Engine:
                 yield name, sharding.whole(weight)
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """What ``save`` needs of all processes: of sharded weights whole tensors in the first process, else None."""
+        """If the network is sharded, its state dict for ``save``: full tensors, in the first process only."""
         return sharding.whole_state_dict(self.network) if self.sharded else None
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save the network as its parts save themselves; with sharded weights from ``state_dict``."""
+        """Save the network as its parts save themselves. If it is sharded, pass the ``state_dict()``."""
         self.network.save_pretrained(folder, state_dict)
 
     def load(self, folder: str | Path) -> None:
