@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from burnish.config import Recipe, load
 from burnish.config import run as pipeline
 from burnish.config.resolve import model_reference
-from burnish.data.batching import collate
 from burnish.errors import UserError
+from burnish.models.batching import collate
 from burnish.models.forward import scores
 from burnish.models.loading import load_policy, load_reward_model
 from burnish.report.display import Display

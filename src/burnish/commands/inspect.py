@@ -19,10 +19,10 @@ from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_cl
 from burnish.config.resolve import model_reference
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
-from burnish.data.batching import shared_length
 from burnish.errors import UserError
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.models import loading
+from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import permutation
+from burnish.data.loader import permutation
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Generator, GeneratorFactory
