@@ -211,7 +211,7 @@ def test_training_on_held_out_rows_is_a_warning(home):
     ("one", "other", "same"),
     [("a/b", "a/b:train", True), ("a/b", "a/b:test", False), ("a/b/c", "a/b/d", False)],
 )
-def test_hub_ids_with_the_same_split_are_equal(one, other, same):
+def test_hub_ids_are_compared_with_their_split(one, other, same):
     data = Data.model_validate({"train": one, "eval": other})
     assert (sources.overlap(data, Path("run")) is not None) == same
 

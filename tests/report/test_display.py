@@ -235,7 +235,7 @@ def test_every_step_and_evaluation_is_one_line(lines: tuple[list[dict], list[str
     assert not any("runtime" in key for line in written for key in line)
 
 
-def test_output_is_unchanged(lines: tuple[list[dict], list[str]]) -> None:
+def test_a_run_is_shown_from_its_first_step_to_its_result(lines: tuple[list[dict], list[str]]) -> None:
     _, text = lines
     assert text[0].startswith("[train] step 1/3 (33%)")
     assert sum("evaluation: loss" in line for line in text) == 2
