@@ -87,7 +87,11 @@ RECIPES = {
     "unknown key of a reward": (
         "weight: 0.1",
         "wieght: 0.1",
-        ["r.yaml:16: stages.ppo.reward.1.wieght", "mean 'weight'?"],
+        [
+            "r.yaml:16: stages.ppo.reward.1.wieght",
+            "mean 'weight'?",
+            "keys here are function, name, timeout, weight",
+        ],
     ),
     "unknown field of TrainingArguments": (
         "learning_rate",
@@ -181,6 +185,36 @@ RECIPES = {
         "{function: rewards.py:brevity, weight: 0.1}",
         "{weight: 0.1}",
         ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+    ),
+    "a reward of two kinds": (
+        "{function: rewards.py:brevity, weight: 0.1}",
+        "{function: rewards.py:brevity, model: model}",
+        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+    ),
+    "a reward that is no block": (
+        "{function: rewards.py:brevity, weight: 0.1}",
+        "rewards.py:brevity",
+        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+    ),
+    "a setting of another kind of reward": (
+        "weight: 0.1",
+        "label: 1",
+        ["r.yaml:16: stages.ppo.reward.1: label: only for a reward with model:, but this one has function:"],
+    ),
+    "a time limit for a model": (
+        "{function: rewards.py:brevity, weight: 0.1}",
+        "{model: model, timeout: 1.0}",
+        ["stages.ppo.reward.1: timeout: only for a reward with function:, but this one has model:"],
+    ),
+    "a misspelled kind of reward": (
+        "function: rewards.py:brevity",
+        "funktion: rewards.py:brevity",
+        ["r.yaml:16: stages.ppo.reward.1.funktion: unknown key", "mean 'function'?"],
+    ),
+    "a misspelled key of a reward's model": (
+        "reward: [{model: {stage: reward}}",
+        "reward: [{model: {stag: reward}}",
+        ["r.yaml:16: stages.ppo.reward.0.model: expected a folder, a hub id, {stage: NAME}"],
     ),
     "a function that is not there": ("py:brevity", "py:brevty", ["rewards.py defines no 'brevty'", "mean 'brevity'?"]),
     "a function in no file": ("rewards.py:brevity", "reward.py:brevity", ["no such file", "rewards.py'?"]),
