@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from workload import LONGEST
 
 from burnish import DPO, GRPO, PPO, RLOO, SFT, Trainer
-from burnish.data.batching import permutation
+from burnish.data.loader import permutation
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request
 from burnish.generate.sampling import Sampling

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from burnish.config import Recipe, load
 from burnish.config import run as pipeline
 from burnish.config.resolve import model_reference
-from burnish.data.batching import collate
 from burnish.errors import UserError
+from burnish.models.batching import collate
 from burnish.models.forward import scores
 from burnish.models.loading import load_policy, load_reward_model
 from burnish.report.display import Display
@@ -52,15 +52,6 @@ stages:
     trainer: {per_device_train_batch_size: 4, learning_rate: 1.0e-3, save_steps: 3}
 """
 ADAPTER = "adapter={r: 4}"
-
-
-@pytest.fixture(autouse=True)
-def _verbosity():
-    """The pipeline silences transformers for the whole process."""
-    level = hf.logging.get_verbosity()
-    yield
-    hf.logging.set_verbosity(level)
-    hf.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import transformers as hf
 
 import builders
-from burnish.data.batching import collate
 from burnish.kernels import attention
 from burnish.models import forward
+from burnish.models.batching import collate
 from burnish.models.forward import has_varlen, hidden_states, prefers_packed
 from burnish.types import Example, MicroBatch, Segments, Sequence
 

@@ -15,10 +15,10 @@ import torch
 import burnish.models.reference as precomputed
 from burnish import DPO, SFT, UserError
 from burnish.config import load
-from burnish.data.batching import collate
 from burnish.data.readers import load as rows_of
 from burnish.methods.dpo import mismatched, per_sequence, watch
 from burnish.models.adapters import add_adapter
+from burnish.models.batching import collate
 from burnish.models.settings import AdapterConfig
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation

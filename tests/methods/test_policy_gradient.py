@@ -230,7 +230,7 @@ def test_settings_that_the_users_function_does_not_take_are_refused(
         ({"advantage": "my_loss.py:short"}, r"advantage my_loss.py:short: expected \(advantages, returns or None\)"),
         ({"reduction": "my_loss.py:rows"}, r"reduction my_loss.py:rows: expected Term\(total, unit\) .*unit='rows'"),
         ({"policy_loss": "my_loss.py:broken"}, "policy_loss my_loss.py:broken raised ZeroDivisionError: oh"),
-        ({"critic": "shared", "advantage": {"name": "my_loss.py:ranks", "scale": 1.0}}, "gave no returns"),
+        ({"critic": "shared", "advantage": {"name": "my_loss.py:ranks", "scale": 1.0}}, "computes no returns"),
     ],
 )
 def test_what_the_users_function_does_wrong_is_named(

@@ -68,7 +68,7 @@ def sequences(rows: list[Any], tokenizer: Any) -> list[tuple[Sequence, ...]]:
 
 def terms(monkeypatch: pytest.MonkeyPatch, given: list[float], pairs: list[Pair], **settings: Any) -> dict[str, Metric]:
     """The terms and metrics of a step whose sequences have these scores, with what they are divided by."""
-    from burnish.data.batching import collate
+    from burnish.models.batching import collate
     from burnish.types import Example
 
     monkeypatch.setattr(reward_module, "scores", lambda policy, batch: torch.tensor(given, dtype=torch.float64))

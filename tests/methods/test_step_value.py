@@ -10,9 +10,10 @@ import torch
 from transformers import TrainerCallback
 
 from burnish import SFT, StepValue
-from burnish.data.batching import RowLoader, collate
+from burnish.data.loader import RowLoader
 from burnish.errors import UserError
 from burnish.methods.step_value import measured
+from burnish.models.batching import collate
 from burnish.models.heads import Network, StepValueHead
 from burnish.render.truncate import Truncation
 from burnish.types import Conversation, Example, Messages, MicroBatch, Steps, total_counts

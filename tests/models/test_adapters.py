@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models.adapters import Reference, add_adapter, disabled, is_fresh
+from burnish.models.batching import collate
 from burnish.models.forward import head, hidden_states, scores
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence

@@ -14,8 +14,8 @@ from peft import PeftModel
 
 from builders import SIZES
 from burnish import SFT
-from burnish.data.batching import collate
 from burnish.models.adapters import add_adapter, without_warning
+from burnish.models.batching import collate
 from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mixed, token_keys
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, MicroBatch, Sequence

@@ -7,10 +7,10 @@ import torch
 import transformers as hf
 from torch import nn
 
-from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.math.tensors import upcast
 from burnish.models import forward
+from burnish.models.batching import collate
 from burnish.models.forward import (
     SamplingTransform,
     backbone,

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from builders import SIZES
-from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models.adapters import add_adapter
+from burnish.models.batching import collate
 from burnish.models.forward import backbone, head, hidden_states, score_head, scores, token_values
 from burnish.models.heads import (
     Network,

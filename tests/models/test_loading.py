@@ -12,10 +12,10 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import builders
-from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.adapters import add_adapter
+from burnish.models.batching import collate
 from burnish.models.forward import head, scores
 from burnish.models.loading import (
     choose_dtype,

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.batching import collate
 from burnish.models.adapters import add_adapter
+from burnish.models.batching import collate
 from burnish.models.dropout import DropoutKeys, TokenDropout
 from burnish.models.noise import EmbeddingNoise
 from burnish.models.settings import AdapterConfig

@@ -12,10 +12,10 @@ import torch
 import transformers as hf
 from torch import nn
 
-from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.models import quantize
 from burnish.models.adapters import add_adapter
+from burnish.models.batching import collate
 from burnish.models.forward import head, hidden_states, scores, token_logprobs
 from burnish.models.heads import Network, separate_critic
 from burnish.models.loading import describe, load_policy, load_reward_model

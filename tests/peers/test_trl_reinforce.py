@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burnish import Reinforce
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.generate.sampling import Sampling
 from burnish.math.advantages import group
 from burnish.types import Encoded, Example, Sequence, Text

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from burnish import StepValue
-from burnish.data.batching import collate
 from burnish.errors import UserError
 from burnish.methods import step_value
+from burnish.models.batching import collate
 from burnish.render import solutions
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation

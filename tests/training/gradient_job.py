@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.methods.dpo import mismatched
 from burnish.models.adapters import add_adapter
 from burnish.models.heads import Network, SharedCritic

@@ -33,7 +33,7 @@ def test_packing_is_refused_for_a_model_that_mixes_the_sequences_of_a_row(make):
 
 @pytest.mark.parametrize("method", [ppo, grpo])
 def test_noise_is_refused_if_completions_are_sampled(method, make):
-    with pytest.raises(UserError, match=r"neftune_noise_alpha=5: .* completions were sampled\. Take this setting away"):
+    with pytest.raises(UserError, match=r"neftune_noise_alpha=5: .* completions were sampled\. Remove this setting"):
         make(method(), rows=PROMPTS, neftune_noise_alpha=5)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from burnish.config.schema import method_class
-from burnish.data.batching import collate
 from burnish.generate.sampling import Sampling
 from burnish.methods.policy_gradient import ADVANTAGES, POLICY_LOSSES, REDUCTIONS
 from burnish.methods.settings import PRESETS
+from burnish.models.batching import collate
 from burnish.models.layout import Layout
 from burnish.types import Example, Sequence
 

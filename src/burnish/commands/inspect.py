@@ -20,11 +20,11 @@ from burnish.config.resolve import model_reference
 from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
-from burnish.data.batching import shared_length
 from burnish.errors import UserError
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.models import loading
+from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template

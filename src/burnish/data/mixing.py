@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from burnish.data.batching import permutation
+from burnish.data.loader import permutation
 from burnish.data.readers import Mixed, Rows
 from burnish.errors import UserError
 

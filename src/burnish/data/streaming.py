@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from burnish.data.batching import permutation
+from burnish.data.loader import permutation
 from burnish.data.mixing import next_source
 from burnish.data.readers import Skipped, Unchanged
 from burnish.errors import UserError

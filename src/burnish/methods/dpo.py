@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.errors import UserError
 from burnish.math import losses
 from burnish.math.choices import WITH_MARGIN, WITH_SOFT_LABELS, WITHOUT_REFERENCE

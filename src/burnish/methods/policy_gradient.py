@@ -255,17 +255,17 @@ class PolicyGradient(Method):
             examples,
             engine,
             run,
-            measure=lambda sampled: self.measure(engine.network, sampled),
+            measure=lambda use_sampler_logprobs: self.measure(engine.network, use_sampler_logprobs),
             estimator=self.estimator,
             begin=begin,
         )
 
-    def measure(self, network: Network, sampled: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
+    def measure(self, network: Network, use_sampler_logprobs: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
         """What the update needs of rollouts: log-probabilities as in ``Sampler.logprobs_of``, and values."""
-        logprobs = self.sampler.logprobs_of(network.policy, self.reference, sampled)
+        logprobs = self.sampler.logprobs_of(network.policy, self.reference, use_sampler_logprobs)
         if network.critic is None:
             return logprobs
-        reads_hidden = not sampled or isinstance(network.critic, SharedCritic)
+        reads_hidden = not use_sampler_logprobs or isinstance(network.critic, SharedCritic)
 
         def of(batch: MicroBatch) -> dict[str, Tensor]:
             hidden = hidden_states(network.policy, batch) if reads_hidden else None
@@ -275,7 +275,7 @@ class PolicyGradient(Method):
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """Terms of the policy, the critic and the KL; as metrics the entropy, the ratio and those of the loss."""
-        s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.warp
+        s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.transform
         old_logprobs, advantages = arrays["old_logprobs"], arrays["advantages"]
         hidden = hidden_states(network.policy, batch)
         entropies = "learned" if s.entropy_coef else "measured"
@@ -313,6 +313,10 @@ class PolicyGradient(Method):
         """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
         self.sampler.check_rewards()
         return self.sampler.evaluate(examples, engine, run, self.reference, self.settings.evaluation)
+
+    def close(self) -> None:
+        """Close the generator."""
+        self.sampler.close()
 
 
 class PPO(PolicyGradient):

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.errors import UserError
 from burnish.math.losses import nll
 from burnish.math.statistics import perplexity

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.errors import UserError
 from burnish.math import advantages as adv
 from burnish.math.kl import estimate

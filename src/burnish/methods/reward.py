@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.math import losses
 from burnish.math.statistics import wilson
 from burnish.methods import METHODS

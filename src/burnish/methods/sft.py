@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.math.losses import nll
 from burnish.math.statistics import perplexity
 from burnish.methods import METHODS

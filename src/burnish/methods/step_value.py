@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.batching import RowLoader
+from burnish.data.loader import RowLoader
 from burnish.math import losses
 from burnish.math.reductions import reduce
 from burnish.math.statistics import wilson

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from burnish import kernels
-from burnish.data.batching import attention_mask, collate
 from burnish.errors import UserError
 from burnish.kernels import attention
 from burnish.kernels.attention import computed_in, has_kernel
 from burnish.math.tensors import logprobs_and_entropy, shift_right, upcast, warp
+from burnish.models.batching import attention_mask, collate
 from burnish.types import Example, MicroBatch, Sequence
 
 LOGITS_AT_ONCE = 2**26  # elements of a chunk of logits: 256 MiB in float32

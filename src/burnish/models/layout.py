@@ -1,4 +1,4 @@
-"""How examples become micro-batches: settings that change memory and speed, never a result."""
+"""How examples lie in micro-batches: settings that change memory and speed, but never a result."""
 
 from __future__ import annotations
 
@@ -13,61 +13,66 @@ import numpy as np
 import torch
 from torch import nn
 
-from burnish.data.batching import collate, micro_batches, prompt, prompt_groups
 from burnish.errors import UserError
+from burnish.models.batching import collate, micro_batches, prompt_groups, prompt_key
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.types import Example, MicroBatch, Sequence, total_counts
 
 BUDGET_ON_CPU = 512
-"""Tokens of a micro-batch where nothing else is said: more is not faster there, and takes more memory."""
-
+"""Default tokens of a training micro-batch on a CPU, where more are no faster and take more memory."""
 
 BUDGET_OF_PASS = 4096
-"""Tokens of a micro-batch in a pass without gradient, on any device, where nothing else is said."""
+"""Default tokens of a micro-batch in a pass without gradient."""
 
 T = TypeVar("T")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the machine, has no memory left."""
+    """Whether an error means that the device or the machine has run out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def default_budget(device: torch.device) -> int | None:
-    """Tokens of a micro-batch where the user names no number; None is the whole step."""
+    """The default tokens of a training micro-batch; None is the whole step."""
     return BUDGET_ON_CPU if device.type == "cpu" else None
 
 
 @dataclass
 class Layout:
-    """Lays examples out for models that all read them; the settings are those of ``burnish.Trainer``.
+    """Makes micro-batches that all of ``models`` can read.
 
-    Batches lie on ``device``, or where it is None on that of the first model.
+    ``Layout([model], packed=False, pad_to=64).collate(examples)``
     """
 
     models: list[nn.Module]
     device: torch.device | None = None
+    """The device of the micro-batches; None is that of the first model."""
     pad_id: int = 0
+    """The token id of padding."""
     side: str = "right"
+    """Where padding goes: right or left."""
     pad_to: int = 0
+    """Minimum width of a micro-batch."""
     packed: bool | None = None
+    """Put all sequences of a micro-batch into one row; None packs if that is fastest for these models."""
     shared_prompts: bool = True
+    """Compute a prompt once for all its answers, if the models support it."""
 
     def __post_init__(self) -> None:
         if self.packed is None:
             self.packed = all(prefers_packed(model) for model in self.models)
         elif self.packed and (unfit := [model for model in self.models if not can_pack(model)]):
             model = type(unwrap(unfit[0])).__name__
-            raise UserError(f"packed: {model} does not keep the sequences of a row apart: take this setting away")
+            raise UserError(f"packed: {model} does not keep the sequences of a row apart: remove this setting")
 
     def groups(self, examples: list[Example], budget: int | None) -> list[list[int]]:
-        """Indices of examples, a list for each micro-batch; those behind the same prompt stand side by side."""
-        together = prompt_groups(examples, budget)
-        if len(together) == len(examples) or not self._can_share:
+        """The indices of the examples in each micro-batch. Examples with the same prompt are next to each other."""
+        by_prompt = prompt_groups(examples, budget)
+        if len(by_prompt) == len(examples) or not self._can_share:
             return micro_batches(examples, budget, packed=bool(self.packed), shared=self._shared(examples))
-        joined = [_join([examples[i] for i in bundle]) for bundle in together]
-        groups = micro_batches(joined, budget, packed=bool(self.packed), shared=True)
-        return [[i for bundle in group for i in together[bundle]] for group in groups]
+        joined = [_join([examples[i] for i in group]) for group in by_prompt]
+        batches = micro_batches(joined, budget, packed=bool(self.packed), shared=True)
+        return [[i for group in batch for i in by_prompt[group]] for batch in batches]
 
     def passes(
         self,
@@ -78,11 +83,14 @@ class Layout:
         rank: int = 0,
         world_size: int = 1,
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
-        """Every micro-batch of one process, with the indices of its examples and what a function gives for it.
+        """Apply a function to the micro-batches of one process, in passes without gradient.
 
-        For passes without gradient. Every process calls the function equally often, with a silent example where its
-        micro-batches run out, since wrappers may wait for each other in a forward pass. On out-of-memory a micro-batch
-        is cut in half, and so are those behind it; a single example that does not fit is an error.
+        Every process calls the function equally often, with an example that adds nothing if it has one micro-batch
+        less, because wrappers may synchronize processes in a forward pass. If the device runs out of memory, the rest
+        is cut into micro-batches of half the size. A single example that does not fit is an error.
+
+        Returns:
+            The indices of the examples, the micro-batch and the function's result, for each micro-batch.
         """
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
@@ -93,40 +101,40 @@ class Layout:
             group = waiting.pop(0)
             batch = self.collate([examples[i] for i in group])
             try:
-                found = function(batch)
+                result = function(batch)
             except RuntimeError as error:
                 if not is_out_of_memory(error) or len(group) == 1:
                     raise
             else:
-                yield group, batch, found
+                yield group, batch, result
                 continue
-            # outside the except block, where the traceback no longer holds the tensors
+            # not in the except block, where the traceback still refers to the tensors
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            # padding to a fixed width is in the batch and not in the budget, so that half a batch may be above it
+            # pad_to widens the micro-batch but does not count in the budget
             budget = min(budget, batch.tokens.numel()) // 2
             warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
-            rest = [i for one in (group, *waiting) for i in one]
-            waiting = [[rest[k] for k in one] for one in self.groups([examples[i] for i in rest], budget)]
+            rest = [i for indices in (group, *waiting) for i in indices]
+            waiting = [[rest[k] for k in indices] for indices in self.groups([examples[i] for i in rest], budget)]
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
-        """Micro-batches of one process; every process gets equally many, an empty one where they run out."""
+        """The micro-batches of one process. Every process gets equally many; a surplus one adds nothing to the loss."""
         groups = self.groups(examples, budget)
         if world_size > 1 and budget is None:
             groups = [list(range(i, len(examples), world_size)) for i in range(min(world_size, len(examples)))]
-        mine = [[examples[i] for i in group] for group in groups[rank::world_size]]
-        while len(mine) < -(-len(groups) // world_size):
-            mine.append([_silent(examples[groups[-1][0]])])
-        return [self.collate(batch) for batch in mine]
+        batches = [[examples[i] for i in group] for group in groups[rank::world_size]]
+        while len(batches) < -(-len(groups) // world_size):
+            batches.append([_silent(examples[groups[-1][0]])])
+        return [self.collate(batch) for batch in batches]
 
     def collate(self, examples: list[Example]) -> MicroBatch:
-        """One micro-batch of examples, on the device; neighbours behind the same prompt run it once."""
+        """One micro-batch, on the device. Adjacent examples with the same prompt share it."""
         counts = total_counts(examples)
-        neighbours = [
-            list(group) for start, same in groupby(examples, prompt) for group in ([same] if start else zip(same))
+        by_prompt = [
+            list(group) for key, same in groupby(examples, prompt_key) for group in ([same] if key else zip(same))
         ]
-        if len(neighbours) < len(examples) and self._can_share:
-            examples = [_join(group) for group in neighbours]
+        if len(by_prompt) < len(examples) and self._can_share:
+            examples = [_join(group) for group in by_prompt]
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
         batch = replace(batch, counts=counts)
@@ -141,12 +149,12 @@ class Layout:
 
 
 def _join(examples: list[Example]) -> Example:
-    """One example of the sequences of those that have one each."""
+    """One example with the sequences of several examples that have one each."""
     return examples[0] if len(examples) == 1 else Example(tuple(e.sequences[0] for e in examples))
 
 
 def _silent(example: Example) -> Example:
-    """An example of the same kind that adds nothing to any term."""
+    """An example of the same kind that adds nothing to any term of the loss."""
     first = example.sequences[0]
     zeros = {name: np.zeros(len(first)) for name in first.arrays}
     return Example((Sequence(first.tokens, np.zeros(len(first), np.bool_), first.source, zeros),))

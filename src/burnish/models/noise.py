@@ -77,5 +77,5 @@ def check_noise(alpha: float | None, rows: list[Row]) -> None:
     if any(isinstance(row, Prompt) for row in rows):
         raise UserError(
             f"neftune_noise_alpha={alpha:g}: noise on the embeddings would make the log-probabilities of the policy "
-            "differ from those with which its completions were sampled. Take this setting away"
+            "differ from those with which its completions were sampled. Remove this setting"
         )

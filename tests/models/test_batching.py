@@ -1,4 +1,4 @@
-"""Micro-batches keep to their budget and lose nothing; the order of rows depends on the seed and the epoch alone."""
+"""Micro-batches keep to their budget and lose no example; their tensors, masks and shared prompts."""
 
 import copy
 import itertools
@@ -8,16 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.batching import (
-    RowLoader,
-    attention_mask,
-    collate,
-    micro_batches,
-    permutation,
-    prompt_groups,
-    shared_length,
-)
-from burnish.errors import UserError
+from burnish.models.batching import attention_mask, collate, micro_batches, prompt_groups, shared_length
 from burnish.types import Example, Pair, Sequence
 
 
@@ -49,7 +40,7 @@ EXAMPLES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(lam
 
 @settings(max_examples=150, deadline=None)
 @given(EXAMPLES | PROMPTED, st.integers(1, 60), st.booleans(), st.booleans())
-def test_every_example_is_in_one_group_that_fits_the_budget_or_is_alone(examples, budget, packed, shared):
+def test_every_example_is_in_one_group_and_a_group_over_the_budget_has_one_example(examples, budget, packed, shared):
     groups = micro_batches(examples, budget, packed=packed, shared=shared)
     assert sorted(itertools.chain(*groups)) == list(range(len(examples)))
     for group in groups:
@@ -59,7 +50,7 @@ def test_every_example_is_in_one_group_that_fits_the_budget_or_is_alone(examples
 
 @settings(max_examples=100, deadline=None)
 @given(EXAMPLES.filter(bool), st.integers(20, 60))
-def test_packed_groups_are_those_of_first_fit_decreasing(examples, budget):
+def test_packed_groups_equal_first_fit_decreasing(examples, budget):
     examples = [Example(e.sequences[:1]) for e in examples]
     lengths = [len(e.sequences[0].tokens) for e in examples]
     bins: list[list[int]] = []
@@ -79,7 +70,7 @@ def test_padded_groups_are_of_similar_length():
     assert micro_batches(examples, 20) == [[3, 1], [2, 0, 4]]
 
 
-def test_without_a_budget_there_is_one_group_and_of_nothing_none():
+def test_without_a_budget_there_is_one_group_and_no_examples_give_none():
     assert micro_batches([example(3), example(9)], None) == [[0, 1]]
     assert micro_batches([], None) == [] == micro_batches([], 5)
 
@@ -121,7 +112,7 @@ def test_pairs_point_at_their_sequences_after_collating():
 
 
 @pytest.mark.parametrize("layout", [{}, {"side": "left"}, {"packed": True}, {"pad_to": 9}], ids=str)
-def test_collate_changes_no_row_and_a_batch_changes_none_either(layout):
+def test_neither_collating_nor_changing_a_batch_changes_an_example(layout):
     examples = [Example((sequence(3, v=(0.0, 1.0, 2.0)), sequence(5, 30, v=(1.0,) * 5)), (Pair(0, 1),))]
     before = copy.deepcopy(examples)
     batch = collate(examples, 0, **layout)
@@ -143,71 +134,13 @@ def test_the_mask_of_a_pack_is_causal_within_segments():
     assert both_ways[0, 1] and not both_ways[0, 2]
 
 
-def test_the_mask_of_rows_is_found_by_length_and_not_by_the_pad_id():
+def test_the_mask_of_rows_follows_their_lengths_and_not_the_pad_id():
     batch = collate([example(3), example(2)], pad_id=31)
     assert batch.tokens[0, 1] == batch.tokens[1, 2] == 31
     assert attention_mask(batch, torch.float32).tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
-def numbered(n: int) -> list[Example]:
-    return [Example((Sequence((i,), (False,), str(i)),)) for i in range(n)]
-
-
-def order(step: list[Example]) -> list[int]:
-    return [e.sequences[0].tokens[0] for e in step]
-
-
-@given(st.integers(0, 50), st.integers(0, 10), st.integers(0, 3))
-def test_a_permutation_holds_every_index_once_and_depends_on_its_seeds_alone(n, seed, epoch):
-    found = permutation(n, seed, epoch)
-    assert sorted(found) == list(range(n))
-    torch.rand(3)
-    assert permutation(n, seed, epoch) == found
-
-
-def test_seeds_are_not_mixed_up():
-    assert permutation(20, 1, 12) != permutation(20, 11, 2)
-
-
-@pytest.mark.parametrize("rows_per_step", [1, 3, 10, 17])
-def test_an_epoch_holds_every_row_once(rows_per_step):
-    loader = RowLoader(numbered(10), rows_per_step, seed=3)
-    first, second = ([order(step) for step in loader] for _ in range(2))
-    assert len(first) == len(second) == len(loader) == -(-10 // rows_per_step)
-    flat = [list(itertools.chain(*epoch)) for epoch in (first, second)]
-    assert sorted(flat[0]) == sorted(flat[1]) == list(range(10))
-    assert flat[0] != flat[1]
-    assert all(len(step) == rows_per_step for step in first[:-1])
-
-
-def test_the_order_is_that_of_the_seed():
-    def first(seed):
-        return [order(step) for step in RowLoader(numbered(10), 4, seed)]
-
-    assert first(3) == first(3) != first(4)
-
-
-@pytest.mark.parametrize("steps", range(8))
-def test_a_loader_goes_on_from_its_state(steps):
-    def stream(loader):
-        while True:
-            yield from loader
-
-    straight = [order(step) for step in itertools.islice(stream(RowLoader(numbered(10), 4, 3)), 9)]
-    loader = RowLoader(numbered(10), 4, 3)
-    for _ in itertools.islice(stream(loader), steps):
-        pass
-    again = RowLoader(numbered(10), 2, 3)  # another number of processes: the run keeps its rows a step
-    again.load_state_dict(loader.state_dict())
-    assert [order(step) for step in itertools.islice(stream(again), 9 - steps)] == straight[steps:]
-
-
-def test_no_rows_are_an_error():
-    with pytest.raises(UserError, match="no rows"):
-        RowLoader([], 4, 0)
-
-
-def test_a_prompt_runs_once_for_its_answers_but_for_its_last_token():
+def test_all_but_the_last_token_of_a_prompt_are_computed_once_for_its_answers():
     batch = collate([prompted(4, 2, 3), Example((sequence(2, 90),))], 0, shared=True)
     #                                 shared  |  chosen   |   rejected
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 50, 51, 8, 100, 101, 102], [90, 91] + [0] * 8]
@@ -221,7 +154,7 @@ def test_a_prompt_runs_once_for_its_answers_but_for_its_last_token():
     assert sees[5].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_is_learned_or_carries_a_number_is_not_shared():
+def test_tokens_that_are_learned_or_have_array_entries_are_not_shared():
     alike = ((1, 2, 3, 4, 5), (1, 2, 3, 4, 6))
     plain = [Sequence(tokens, (False,) * 5, "s") for tokens in alike]
     assert shared_length(Example(tuple(plain))) == 3
@@ -233,7 +166,7 @@ def test_what_is_learned_or_carries_a_number_is_not_shared():
     assert shared_length(Example((plain[0], plain[0]))) == 4
 
 
-def test_rollouts_of_a_prompt_are_bundled_as_far_as_they_fit():
+def test_rollouts_of_a_prompt_are_grouped_up_to_the_budget():
     def rollout(start: int, length: int) -> Example:
         tokens, learned = (start, start + 1, 3, 4, *range(50, 50 + length)), (False,) * 4 + (True,) * length
         return Example((Sequence(tokens, learned, "r"),))
