@@ -206,11 +206,6 @@ RECIPES = {
         "{model: model, timeout: 1.0}",
         ["stages.ppo.reward.1: timeout: only for a reward with function:, but this one has model:"],
     ),
-    "a misspelled kind of reward": (
-        "function: rewards.py:brevity",
-        "funktion: rewards.py:brevity",
-        ["r.yaml:16: stages.ppo.reward.1.funktion: unknown key", "mean 'function'?"],
-    ),
     "a misspelled key of a reward's model": (
         "reward: [{model: {stage: reward}}",
         "reward: [{model: {stag: reward}}",
@@ -252,6 +247,14 @@ RECIPES = {
     "no YAML": ("seed: 0", "seed: [0", ["r.yaml:", "not valid YAML"]),
     "a tab": ("    method: {name: reward}", "\tmethod: {name: reward}", ["r.yaml:10: not valid YAML", "\\t"]),
 }
+
+
+def test_a_misspelled_kind_of_reward(here):
+    (here / "r.yaml").write_text(SFT.replace("function: rewards.py:brevity", "funktion: rewards.py:brevity"))
+    title, missing, unknown = error("inspect", "r.yaml").splitlines()
+    assert title == "r.yaml: 2 mistakes"
+    assert missing == "  r.yaml:16: stages.ppo.reward.1.function: this key is missing"
+    assert unknown.startswith("  r.yaml:16: stages.ppo.reward.1.funktion: unknown key; did you mean 'function'?")
 
 
 @pytest.mark.parametrize(("old", "new", "expected"), RECIPES.values(), ids=RECIPES)
