@@ -102,7 +102,7 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
         )
     if batch.runs is not None and has_varlen(model):
         # transformers takes a mask of four dimensions as it is, and makes none
-        sees: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "runs": batch.runs}
+        sees: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "segments": batch.runs}
     else:
         sees = {"attention_mask": attention_mask(batch, next(body.parameters()).dtype)}
     return body(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **sees).last_hidden_state
