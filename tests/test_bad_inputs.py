@@ -68,7 +68,7 @@ def error(*arguments: str) -> str:
     return result.stderr.removeprefix("error: ").rstrip("\n")
 
 
-def test_the_recipe_without_a_mistake_is_shown(here):
+def test_the_recipe_without_a_mistake_is_accepted(here):
     result = CliRunner().invoke(app, ["inspect", "r.yaml"])
     assert result.exit_code == 0, result.output
 
@@ -368,7 +368,7 @@ def test_a_file_without_rows(here):
     assert "chat.jsonl: no rows" in error("inspect", "r.yaml")
 
 
-def test_keys_that_name_nothing(here):
+def test_keys_that_name_no_column(here):
     message = error("inspect", "r.yaml", "stages.reward.data.keys={chosen: beter}")
     assert "beter" in message and "pairs.jsonl:1" in message
 
@@ -378,7 +378,7 @@ def test_an_unknown_format(here):
     assert "sharegtp" in message and "sharegpt" in message
 
 
-def test_an_empty_recipe_and_one_that_is_no_text(here):
+def test_an_empty_recipe_and_one_that_is_not_text(here):
     (here / "r.yaml").write_text("")
     assert error("inspect", "r.yaml") == "r.yaml: expected keys such as name: and stages:, got nothing"
     (here / "r.yaml").write_bytes(b"name: \xff\xfe")

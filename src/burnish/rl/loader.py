@@ -307,7 +307,7 @@ class RolloutLoader(StepLoader):
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
         generator = self.sampler.bind(self.engine, self.run)
         trajectories = collect(*what, self.engine, self.run, generator, sampling_round)
-        each = sampler.sampling.samples
+        each = self.sampler.sampling.samples
         return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
