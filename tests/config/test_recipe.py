@@ -12,9 +12,10 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, _get_bitsandbyte
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from burnish.config import RewardSource, StageData, StageModel, json_schema, load, shipped
+from burnish.config import StageData, StageModel, json_schema, load, shipped
 from burnish.config.checks import RENAMED
 from burnish.config.loading import RECIPES
+from burnish.config.schema import RewardFromModel
 from burnish.config.yaml import read
 from burnish.errors import UserError
 from burnish.methods.settings import PPOConfig
@@ -302,7 +303,7 @@ def test_a_key_that_was_renamed_is_an_error_with_the_new_name(folder, old):
 
 def test_a_new_name_is_a_key():
     known = {*TrainerConfig.model_fields, *Truncation.model_fields, *AdapterConfig.model_fields}
-    known |= {*RewardSource.model_fields, *PPOConfig.model_fields}
+    known |= {*RewardFromModel.model_fields, *PPOConfig.model_fields}
     assert {new.partition(":")[0] for new in RENAMED.values()} <= known
 
 

@@ -228,9 +228,9 @@ def test_the_recipe_of_the_page_trains_by_values_of_steps(tmp_path: Path) -> Non
 
 
 def test_invalid_settings_are_reported(tmp_path: Path) -> None:
-    from burnish.config.schema import RewardSource
+    from burnish.config.schema import RewardFromFunction, RewardFromModel
 
-    with pytest.raises(ValueError, match="steps apply only to a reward with model:"):
-        RewardSource(function="a.py:b", steps="raw")
+    with pytest.raises(ValueError, match="steps: only for a reward with model:, but this one has function:"):
+        RewardFromFunction.model_validate({"function": "a.py:b", "steps": "raw"})
     with pytest.raises(ValueError, match="label and normalize apply only to a model with one score"):
-        RewardSource(model="somewhere", steps="raw", normalize=True)
+        RewardFromModel(model="somewhere", steps="raw", normalize=True)
