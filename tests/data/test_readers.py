@@ -153,7 +153,7 @@ PREFERENCES = (Preference, Ranking)
         ({"chosen": [USER, YES], "rejected": [USER, YES]}, PREFERENCES, "rejected", "equal to chosen"),
         ({"chosen": "a", "rejected": "b"}, PREFERENCES, "chosen", "not a transcript"),
         ({"chosen": [YES], "rejected": [NO]}, PREFERENCES, "chosen", "no common prompt"),
-        ({"chosen": [USER], "rejected": [USER, NO]}, PREFERENCES, "chosen", "no answer of its own"),
+        ({"chosen": [USER], "rejected": [USER, NO]}, PREFERENCES, "chosen", "no answer after the common prompt"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "b", "margin": -1}, PREFERENCES, "margin", "below 0"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "b", "p_chosen": 1.5}, PREFERENCES, "p_chosen", "outside [0, 1]"),
         ({"prompt": "Hi", "completions": ["a", "b"], "scores": [1, float("nan")]}, PREFERENCES, "scores[1]", "finite"),

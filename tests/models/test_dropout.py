@@ -16,7 +16,7 @@ from builders import SIZES
 from burnish import SFT
 from burnish.models.adapters import add_adapter, without_warning
 from burnish.models.batching import collate
-from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mixed, token_keys
+from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mix, token_keys
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, MicroBatch, Sequence
 
@@ -49,8 +49,8 @@ def test_the_hash_is_the_published_one():
 
     r = random.Random(0)
     numbers = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, *(r.randrange(2**32) for _ in range(200))]
-    found = mixed(torch.tensor(numbers).to(torch.int32))
-    assert [x % 2**32 for x in found.tolist()] == [lowbias32(x) for x in numbers]
+    hashed = mix(torch.tensor(numbers).to(torch.int32))
+    assert [x % 2**32 for x in hashed.tolist()] == [lowbias32(x) for x in numbers]
 
 
 @settings(deadline=None, max_examples=40)
@@ -58,8 +58,8 @@ def test_the_hash_is_the_published_one():
 def test_no_layout_changes_a_key(examples, packed, shared):
     alone = [keys_of(lay_out([[s]]))[0] for group in examples for s in group]
     for side in ("left", "right"):
-        found = keys_of(lay_out(examples, side=side, packed=packed, shared=shared, pad_to=20))
-        assert [key[-len(part) :] for key, part in zip(alone, found, strict=True)] == found
+        keys = keys_of(lay_out(examples, side=side, packed=packed, shared=shared, pad_to=20))
+        assert [key[-len(part) :] for key, part in zip(alone, keys, strict=True)] == keys
 
 
 def test_a_shared_prompt_has_the_keys_that_it_has_alone():
@@ -100,11 +100,11 @@ def masks(p: float, width: int, *, layers: int = 1, steps: int = 1, length: int 
     made = [TokenDropout(p, keys).train() for _ in range(layers)]
     batch = lay_out([[[i % 3 for i in range(length)]]])
     ones = torch.ones(1, length, width)
-    found = []
+    masks = []
     for step in range(steps):
         with keys.of(batch, 0, step):
-            found.append(torch.cat([layer(ones) for layer in made]))
-    return torch.stack(found) > 0
+            masks.append(torch.cat([layer(ones) for layer in made]))
+    return torch.stack(masks) > 0
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5, 0.9])
@@ -220,7 +220,7 @@ def test_a_model_without_dropout_is_left_alone(tiny_llama):
     model = tiny_llama()
     keys = key_dropout([model])
     with keys.of(lay_out([[[1, 2]]]), 0, 0):
-        assert keys.now is None and keys.layers == 0
+        assert keys.current is None and keys.layers == 0
 
 
 def test_dropout_of_the_head_is_switched_off_as_it_sees_learned_tokens_alone(tiny_llama, make_trainer):

@@ -256,7 +256,7 @@ def test_an_encoder_scores_as_transformers_does():
 
 @pytest.mark.parametrize("layout", [{"side": "left"}, {"packed": True}], ids=str)
 def test_an_encoder_refuses_what_it_cannot_read(layout):
-    with pytest.raises(ValueError, match="one sequence a row, padded on the right"):
+    with pytest.raises(ValueError, match="one sequence per row, padded on the right"):
         scores(classifier(hf.BertConfig), collate(EXAMPLES, 0, **layout))
 
 

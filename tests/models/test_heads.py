@@ -176,7 +176,7 @@ def test_a_policy_with_an_adapter_gets_a_critic_with_one_of_its_own(start, tiny_
 
 def test_an_architecture_without_a_token_classifier_is_told():
     model = hf.CohereForCausalLM(hf.CohereConfig(**SIZES))
-    with pytest.raises(UserError, match=r"CohereForCausalLM has no token-classification form.*critic: shared"):
+    with pytest.raises(UserError, match=r"CohereForCausalLM has no token-classification model.*critic: shared"):
         separate_critic(model)
 
 
