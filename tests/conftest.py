@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 import builders
 from builders import character_tokenizer, llama
@@ -31,6 +33,15 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One thread, and a cache of its own: no test reads what another run wrote."""
     torch.set_num_threads(1)
     os.environ["BURNISH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _transformers_verbosity() -> Iterator[None]:
+    """A run reduces the verbosity of transformers for the whole process."""
+    level = logging.get_verbosity()
+    yield
+    logging.set_verbosity(level)
+    logging.enable_progress_bar()
 
 
 @pytest.fixture
@@ -52,6 +63,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: MakeLlama)
     tiny_llama().save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_folder(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a test, with a model in ``base`` and its own cache. Runs write an empty report."""
+    from burnish.config import run
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run.report, "write", lambda folder: (folder / "report.html").touch())
+    shutil.copytree(tiny_folder, "base")
+    return tmp_path
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def blocks(language: str, page: str = PAGE) -> list[str]:
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the reader's file of a policy loss and an advantage estimator, and the README's reward."""
+    """A folder with the reader's own policy loss, advantage estimator and reduction, and the README's reward."""
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks("python") if block.startswith("# my_rl.py")]
     Path("my_rl.py").write_text(code, "utf-8")
@@ -67,7 +67,15 @@ def test_the_estimator_subtracts_the_median_of_a_prompts_completions(own_file: P
     assert advantages.tolist() == [[-2.0, -2.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]] and returns is None
 
 
-def test_a_recipe_uses_both_without_a_change_to_the_package(own_file: Path) -> None:
+def test_the_reduction_divides_by_the_root_of_the_length(own_file: Path) -> None:
+    losses, mask = torch.tensor([[1.0, 2.0, 0.0, 3.0, 4.0, 5.0]]), torch.tensor([[True, True, False, True, True, True]])
+    segments = torch.tensor([[1, 2, 2, 2, 2, 2]])
+    term = load_function("my_rl.py:root_length")(losses, mask, segments)
+    # a sequence with one learned token and one with four: 1 / 1 + (2 + 3 + 4 + 5) / 2
+    assert (term.total.item(), term.unit) == (8.0, "sequences")
+
+
+def test_a_recipe_uses_all_three_without_a_change_to_the_package(own_file: Path) -> None:
     recipe, _ = blocks("yaml")
     Path("own.yaml").write_text(recipe, "utf-8")
     folder = run(load("own.yaml"))
@@ -115,7 +123,7 @@ def test_the_kind_of_reward_and_the_generator_train_a_policy(changed: Path) -> N
     recipe = re.sub(
         r"^    reward:.*\n", "".join(f"    {line}\n" for line in part.splitlines()), recipe, flags=re.MULTILINE
     )
-    recipe = re.sub(r"^      (policy_loss|advantage):.*\n", "", recipe, flags=re.MULTILINE)
+    recipe = re.sub(r"^      (policy_loss|advantage|reduction):.*\n", "", recipe, flags=re.MULTILINE)
     (changed / "own.yaml").write_text(recipe, "utf-8")
     python("from burnish.cli import main; import sys; sys.argv = ['burnish', 'run', 'own.yaml']; main()", changed)
     lines = read_metrics(changed / "runs" / "own-functions" / "policy")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import transformers as hf
 from rich.console import Console
 
 from burnish.config import load
@@ -77,17 +76,11 @@ class Point(NamedTuple):
 
 
 @pytest.fixture
-def home(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(pipeline.report, "write", lambda folder: (folder / "report.html").touch())
-    shutil.copytree(tiny_folder, "base")
+def home(run_folder: Path) -> Path:
+    """The folder of the run. The working folder contains its recipe, code and model."""
     Path("crash.yaml").write_text(RECIPE)
     Path("make.py").write_text(CODE)
-    level = hf.logging.get_verbosity()
-    yield tmp_path / "runs" / "crash"
-    hf.logging.set_verbosity(level)
-    hf.logging.enable_progress_bar()
+    return run_folder / "runs" / "crash"
 
 
 def run(*overrides: str, fresh: bool = False) -> None:

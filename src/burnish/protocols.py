@@ -187,3 +187,6 @@ class Method(Protocol):
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Metrics on held-out examples."""
         ...
+
+    def close(self) -> None:
+        """Release resources such as the processes of a generator. A stage calls this when it ends, also on errors."""

@@ -54,15 +54,6 @@ stages:
 ADAPTER = "adapter={r: 4}"
 
 
-@pytest.fixture(autouse=True)
-def _verbosity():
-    """The pipeline silences transformers for the whole process."""
-    level = hf.logging.get_verbosity()
-    yield
-    hf.logging.set_verbosity(level)
-    hf.logging.enable_progress_bar()
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Iterator[Path]:
     """The folder of the recipe, with its cache."""

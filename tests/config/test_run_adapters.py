@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from rich.console import Console
 
 from burnish.config import load
@@ -47,15 +46,6 @@ stages:
     generation: {max_new_tokens: 4}
     trainer: {per_device_train_batch_size: 4, learning_rate: 1.0e-2, save_steps: 1}
 """
-
-
-@pytest.fixture(autouse=True)
-def _verbosity():
-    """The pipeline silences transformers for the whole process."""
-    level = hf.logging.get_verbosity()
-    yield
-    hf.logging.set_verbosity(level)
-    hf.logging.enable_progress_bar()
 
 
 def run(file: Path, text: str) -> str:

@@ -1,11 +1,11 @@
-"""A run's folder: what --fresh may remove, stages whose folder is gone, and inputs that change between two runs."""
+"""A run's folder: what --fresh removes, missing stages, changed inputs, damaged checkpoints, and open generators."""
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from burnish import files
 from burnish.config import Data, load
 from burnish.config import run as pipeline
 from burnish.config.inputs import Checksums, of_rows
-from burnish.errors import UserError
+from burnish.errors import UserCodeError, UserError
 from burnish.report.display import Display
 from burnish.training.trainer import Trainer
 
@@ -39,6 +39,7 @@ stages:
 """
 CODE = """
 import json
+import multiprocessing
 
 def rows(folder, seed):
     (folder / "data").mkdir()
@@ -47,21 +48,24 @@ def rows(folder, seed):
 
 def short(answers):
     return [-float(len(answer.tokens)) for answer in answers]
+
+def alone(answers):
+    assert len(multiprocessing.active_children()) == 1
+    return short(answers)
+
+def fails(answers):
+    raise ValueError(f"the generator has {len(multiprocessing.active_children())} process")
 """
 
 
 @pytest.fixture
-def home(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(run_folder: Path) -> Path:
     """The working folder, with a recipe, its code, its rows and its model."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(pipeline.report, "write", lambda folder: (folder / "report.html").touch())
-    shutil.copytree(tiny_folder, "base")
     Path("small.yaml").write_text(RECIPE.replace("MODEL", "base"))
     Path("make.py").write_text(CODE)
     Path("own.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(4)))
-    yield tmp_path
+    return run_folder
 
 
 def run(*overrides: str, fresh: bool = False) -> str:
@@ -95,6 +99,20 @@ def stop_in(stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Trainer, "_save_checkpoint", save)
         run()
+
+
+# --- the generator -------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_closes_its_generator(home: Path) -> None:
+    run("stages.ppo.generator={name: process}", "stages.ppo.reward=[{function: make.py:alone}]")
+    assert not multiprocessing.active_children()
+
+
+def test_a_stage_that_fails_closes_its_generator(home: Path) -> None:
+    with pytest.raises(UserCodeError, match="the generator has 1 process"):
+        run("stages.ppo.generator={name: process}", "stages.ppo.reward=[{function: make.py:fails}]")
+    assert not multiprocessing.active_children()
 
 
 # --- starting over -------------------------------------------------------------------------------------------------

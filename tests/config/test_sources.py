@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers as hf
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -46,10 +45,7 @@ def home(tmp_path, monkeypatch):
     write("b.jsonl", [{"question": f"{i}+1", "completion": str(i + 1)} for i in range(2)])
     tiny.write_model(Path("model"), 0)
     Path("mixed.yaml").write_text(RECIPE)
-    level = hf.logging.get_verbosity()
-    yield tmp_path
-    hf.logging.set_verbosity(level)
-    hf.logging.enable_progress_bar()
+    return tmp_path
 
 
 def write(name: str, rows: list[dict[str, Any]]) -> None:

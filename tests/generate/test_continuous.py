@@ -122,9 +122,9 @@ def test_a_completion_is_cut_behind_its_stop_string(model: Any) -> None:
 
 def test_what_it_cannot_do_is_refused(model: Any) -> None:
     generator = make(model)
-    with pytest.raises(UserError, match="gives no values"):
+    with pytest.raises(UserError, match="returns no values"):
         generator.submit([replace(request, return_values=True) for request in requests(1)], 0)
-    with pytest.raises(UserError, match="continuous batching drops it"):
+    with pytest.raises(UserError, match="continuous batching ignores it"):
         generator.submit(requests(1, min_new_tokens=2), 0)
     with pytest.raises(UserError, match="request 0: the prompt is empty"):
         generator.submit([Request((), 0)], 0)

@@ -140,13 +140,13 @@ def test_errors_of_the_child_arrive_with_their_message(generator: Mortal) -> Non
 
 def test_a_child_that_always_dies_is_an_error() -> None:
     class Doomed(Mortal):
-        def _bring_up_to_date(self) -> None:
-            super()._bring_up_to_date()
+        def _start_and_sync(self) -> None:
+            super()._start_and_sync()
             self.kill()
 
     # a child that is not even there takes no seconds to import torch
     generator = Doomed(llama(), PAD)
-    with pytest.raises(RuntimeError, match=r"died 3 times in a row, at last with exit code -9"):
+    with pytest.raises(RuntimeError, match=r"died 3 times in a row, last with exit code -9"):
         generator.submit(requests(1), 0)
         generator.poll(None)
     generator.close()

@@ -21,9 +21,7 @@ from burnish.math.choices import (
     Baseline,
     Estimate,
     PreferenceLoss,
-    Reduction,
 )
-from burnish.math.reductions import Weights
 
 # (B, T) wherever a parameter of this name is found
 TOKENS = {
@@ -36,7 +34,7 @@ TOKENS = {
     "old_values",
     "returns",
 }
-TOKENS |= {"targets", "kl", "steps", "x", "rewards"}
+TOKENS |= {"targets", "kl", "steps", "x", "rewards", "losses"}
 
 
 @dataclass(frozen=True)
@@ -50,16 +48,6 @@ class Case:
 
 def pairs(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "pairs")
-
-
-def weighted(kind: Reduction, length: int | None = None) -> Callable[..., Any]:
-    """A loss whose weights follow from the mask; what they hold outside it is drawn as well."""
-
-    def total(logprobs: Tensor, mask: Tensor, kl: Tensor) -> Any:
-        weights = reductions.reduction_weights(mask, kind, length)
-        return losses.nll(logprobs, mask, Weights(torch.where(mask, weights.tokens, kl), weights.count))
-
-    return total
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: Estimate) -> Any:
@@ -88,8 +76,10 @@ MASKED = (
         "step_value": Case(value.step_value),
         "value_clipfrac": Case(value.value_clipfrac, {"clip": 0.2}),
         "reduce": Case(reductions.reduce),
-        "reduce to sequence_mean": Case(weighted("sequence_mean")),
-        "reduce to fixed_length": Case(weighted("fixed_length", 9)),
+        "token_mean": Case(reductions.token_mean),
+        "sequence_mean": Case(reductions.sequence_mean),
+        "sequence_sum": Case(reductions.sequence_sum),
+        "fixed_length": Case(reductions.fixed_length, {"length": 9}),
         "token_rewards": Case(advantages.token_rewards, {"kl_coef": 0.3}, {"scores": "rows"}),
         "gae": Case(advantages.gae, {"gamma": 0.99, "lam": 0.95}),
         "whiten": Case(advantages.whiten),
@@ -185,6 +175,8 @@ def parts(found: Any) -> list[Any]:
     """The tensors and numbers of a result."""
     if isinstance(found, Tensor | float | int):
         return [found]
+    if isinstance(found, str):  # the unit of a term
+        return []
     if isinstance(found, dict):
         found = found.values()
     return [x for part in (vars(found).values() if isinstance(found, Moments) else found) for x in parts(part)]
@@ -205,7 +197,7 @@ def test_every_function_with_a_mask_is_among_the_cases() -> None:
     functions = {x for m in modules for x in vars(m).values() if inspect.isfunction(x) and "mask" in _parameters(x)}
     public = {x for x in functions if not x.__name__.startswith("_") and x.__module__.startswith("burnish.math")}
     covered = {case.function for case in MASKED.values()}
-    assert public - covered == {reductions.reduction_weights, tensors.learned}  # the first takes no floats
+    assert public - covered == {segments.sequence_count, tensors.learned}  # the first takes no floats
 
 
 def _parameters(function: Callable[..., Any]) -> set[str]:
@@ -273,9 +265,7 @@ def test_empty_logits_and_masks(rows: int, width: int) -> None:
     assert torch.autograd.grad(flat[0].sum() + flat[1].sum(), flat[0], allow_unused=True)[0].shape == (0,)
     for temperature, top_k, top_p in ((0.0, None, None), (0.5, 2, 0.5), (1.0, None, 0.5)):
         assert tensors.warp(logits, temperature, top_k, top_p).shape == logits.shape
-    for kind in get_args(Reduction):
-        weights = reductions.reduction_weights(tokens.bool(), kind, 9 if kind == "fixed_length" else None)
-        assert weights.tokens.shape == (rows, width) and weights.count.item() == 0
+    assert segments.sequence_count(tokens.bool(), tokens).item() == 0
 
 
 def test_nothing_seen_leaves_no_moments_and_no_intervals() -> None:

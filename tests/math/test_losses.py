@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from burnish.math import advantages, losses, value
 from burnish.math import policy as policies
-from burnish.math.reductions import reduce, reduction_weights
+from burnish.math.reductions import reduce, sequence_mean, sequence_sum, token_mean
+from burnish.types import Metric
 
 F64 = torch.float64
 
@@ -18,8 +19,13 @@ def clip(new, old, a, mask, clip_low=0.2, clip_high=0.3, dual_clip=None):
     return policies.clip(new, old, a, mask, segments, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
-def policy(new, old, a, mask, *clips, weights=None, **settings):
-    return reduce(clip(new, old, a, mask, *clips, **settings)[0], mask, weights)
+def reduced(reduction, values, mask):
+    term = reduction(values, mask, torch.ones_like(mask, dtype=torch.long))
+    return Metric(term.total, term.count)
+
+
+def policy(new, old, a, mask, *clips, reduction=token_mean, **settings):
+    return reduced(reduction, clip(new, old, a, mask, *clips, **settings)[0], mask)
 
 
 def clipfrac(new, old, a, mask):
@@ -220,9 +226,8 @@ def test_clipped_value_by_hand():
 
 def test_gradcheck_of_policy_and_value():
     a, returns, old, new, mask = batch(4)
-    weights = reduction_weights(mask, "sequence_mean", dtype=F64)
     assert torch.autograd.gradcheck(
-        lambda x: policy(x, old, a, mask, dual_clip=2.0, weights=weights).total,
+        lambda x: policy(x, old, a, mask, dual_clip=2.0, reduction=sequence_mean).total,
         new.requires_grad_(),
     )
     values = torch.randn(3, 7, dtype=F64, requires_grad=True)
@@ -255,11 +260,11 @@ def test_extreme_ratios_stay_finite():
 
 def every_loss(tensors, mask):
     a, returns, old, new = tensors
-    weights = reduction_weights(mask, "sequence_mean", dtype=a.dtype)
     return {
-        "nll": losses.nll(new, mask, weights),
+        "nll": losses.nll(new, mask),
+        "sequence_mean": reduced(sequence_mean, -new, mask),
         "policy": policy(new, old, a, mask, dual_clip=2.0),
-        "value": value.clipped_value(new, old, returns, mask, 0.2, weights),
+        "value": value.clipped_value(new, old, returns, mask, 0.2),
         "ratio": ratio(new, old, mask),
         "approxkl": approxkl(new, old, mask),
         "clipfrac": clipfrac(new, old, a, mask),
@@ -294,13 +299,12 @@ def test_a_mask_equals_a_deletion(seed):
         torch.testing.assert_close(term, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "sequence_sum"])
-def test_micro_batches_add_up_to_the_batch(kind):
+@pytest.mark.parametrize("reduction", [token_mean, sequence_mean, sequence_sum])
+def test_micro_batches_add_up_to_the_batch(reduction):
     *tensors, mask = batch(7, rows=6)
 
     def part(rows):
-        weights = reduction_weights(mask[rows], kind, dtype=F64)
-        return policy(tensors[3][rows], tensors[2][rows], tensors[0][rows], mask[rows], weights=weights)
+        return policy(tensors[3][rows], tensors[2][rows], tensors[0][rows], mask[rows], reduction=reduction)
 
     whole, parts = part(slice(0, 6)), [part(slice(0, 1)), part(slice(1, 3)), part(slice(3, 6))]
     assert sum(p.total.item() for p in parts) == pytest.approx(whole.total.item(), abs=1e-12)
@@ -336,10 +340,10 @@ def test_tokens_after_the_first_stop_have_no_effect():
 def test_sums_are_at_least_float32(dtype):
     *tensors, mask = batch(10)
     expected = torch.promote_types(dtype, torch.float32)
-    weights = reduction_weights(mask, "sequence_mean", dtype=expected)
     a, returns, old, new = (x.to(dtype) for x in tensors)
     for term in (
-        losses.nll(new, mask, weights),
+        losses.nll(new, mask),
+        reduced(sequence_mean, -new, mask),
         policy(new, old, a, mask),
         value.clipped_value(new, old, returns, mask, 0.2),
         losses.bradley_terry(new[0], old[0]),

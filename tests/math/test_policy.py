@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.math import policy
-from burnish.math.reductions import reduce, reduction_weights
+from burnish.math.reductions import sequence_mean
 
 F64 = torch.float64
 CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
@@ -38,9 +38,11 @@ def batch(seed: int, rows: int = 3, width: int = 8) -> tuple[Tensor, Tensor, Ten
     return old + 0.3 * noise, old, advantages, mask, segments
 
 
-def gradient(losses: Tensor, mask: Tensor, segments: Tensor, logprobs: Tensor, kind: Any = "sequence_mean") -> Tensor:
-    weights = reduction_weights(mask, kind, None, segments, F64)
-    return torch.autograd.grad(reduce(losses, mask, weights).mean, logprobs)[0]
+def gradient(
+    losses: Tensor, mask: Tensor, segments: Tensor, logprobs: Tensor, reduction: Any = sequence_mean
+) -> Tensor:
+    term = reduction(losses, mask, segments)
+    return torch.autograd.grad(term.total / term.count, logprobs)[0]
 
 
 def of_sequences(x: Tensor, segments: Tensor) -> Tensor:

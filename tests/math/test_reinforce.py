@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from burnish.errors import UserError
 from burnish.math import advantages, policy
 from burnish.math.choices import Baseline
-from burnish.math.reductions import Weights, reduce, reduction_weights
-from burnish.types import Metric
+from burnish.math.reductions import sequence_mean, sequence_sum
+from burnish.types import Metric, Term
 
 F64 = torch.float64
 
@@ -31,17 +32,22 @@ def reinforce(
     logprobs: torch.Tensor,
     mask: torch.Tensor,
     rewards: torch.Tensor,
-    weights: Weights | None = None,
+    reduction: Callable[..., Term] = sequence_sum,
+    segments: torch.Tensor | None = None,
     floor: float | None = None,
     unlikelihood: bool = False,
 ) -> Metric:
-    """The loss with a reward for each row or each token, over sequences unless the weights say otherwise."""
+    """The loss with a reward for each row or each token, reduced to one number."""
     if rewards.dim() == 1:
         rewards = rewards.unsqueeze(1).expand_as(mask)
-    given = logprobs, logprobs, rewards, mask, torch.ones_like(mask, dtype=torch.long)
-    losses, metrics = policy.reinforce(*given, floor=floor, unlikelihood=unlikelihood)
+    segments = torch.ones_like(mask, dtype=torch.long) if segments is None else segments
+    losses, metrics = policy.reinforce(
+        logprobs, logprobs, rewards, mask, segments, floor=floor, unlikelihood=unlikelihood
+    )
     assert not metrics
-    return reduce(losses, mask, weights or reduction_weights(mask, "sequence_sum", dtype=logprobs.dtype))
+    term = reduction(losses, mask, segments)
+    assert term.count is not None
+    return Metric(term.total, term.count)
 
 
 def gradient(logprobs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
@@ -103,16 +109,15 @@ def test_as_many_rows_as_tokens_do_not_mix_up() -> None:
 def test_packed_rows_take_a_reward_for_each_token() -> None:
     logprobs, rewards, mask = batch(2)
     segments = torch.arange(1, 5).repeat_interleave(6).unsqueeze(0)
-    weights = reduction_weights(mask.reshape(1, -1), "sequence_sum", None, segments, F64)
-    packed = reinforce(logprobs.reshape(1, -1), mask.reshape(1, -1), rewards.repeat_interleave(6).unsqueeze(0), weights)
+    flat = logprobs.reshape(1, -1), mask.reshape(1, -1), rewards.repeat_interleave(6).unsqueeze(0)
+    packed = reinforce(*flat, segments=segments)
     assert packed.mean.item() == pytest.approx(reinforce(logprobs, mask, rewards).mean.item())
 
 
 def test_length_normalized_is_a_mean_in_each_row() -> None:
     logprobs, rewards, mask = batch(3)
-    weights = reduction_weights(mask, "sequence_mean", dtype=F64)
     expected = -sum(rewards[b].item() * logprobs[b][mask[b]].mean().item() for b in range(4)) / 4
-    assert reinforce(logprobs, mask, rewards, weights).mean.item() == pytest.approx(expected)
+    assert reinforce(logprobs, mask, rewards, sequence_mean).mean.item() == pytest.approx(expected)
 
 
 # --- negative rewards ---------------------------------------------------------------------------------------------

@@ -98,6 +98,9 @@ def test_a_block_without_a_name_keeps_that_of_the_preset() -> None:
         (GRPO, {"kl_estimate": "k1"}, "k1 has no gradient as a loss"),
         (GRPO, {"policy_loss": "clipp"}, "name: reinforce, clip, gspo, gspo_token, cispo, sapo or file.py:name"),
         (GRPO, {"policy_loss": {"name": "sapo", "clip_low": 0.1}}, "clip_low"),
+        (GRPO, {"reduction": "mean"}, "name: token_mean, sequence_mean, sequence_sum, fixed_length or file.py:name"),
+        (GRPO, {"reduction": {"name": "token_mean", "length": 5}}, "length"),
+        (GRPO, {"reduction": {"name": "fixed_length", "length": 0}}, "greater than or equal to 1"),
         (PPO, {"critic": {"name": "shared", "start": "policy"}}, "critic.start applies only to a separate critic"),
         (PPO, {"critic": {"name": "none", "coef": 1.0}}, "coef"),
         (PPO, {"correction": {"mode": "mask", "cap": 3.0}}, "mode mask does not use cap"),
@@ -128,6 +131,7 @@ def test_settings_that_do_not_fit_the_samples_are_refused(sampling: dict, settin
 
 OWN = '''
 import torch
+from burnish.types import Term
 
 def squared(logprobs, old_logprobs, advantages, mask, segments, *, pull=1.0):
     """-A l, and a pull towards the old log-probabilities."""
@@ -139,6 +143,12 @@ def ranks(rewards, mask, groups, values, *, scale):
     """The rank of a rollout among all of them."""
     order = rewards.sum(1).argsort().argsort().double()
     return scale * torch.where(mask, order.unsqueeze(1), 0.0), None
+
+def halves(losses, mask, segments, *, length):
+    return Term(losses.sum() / length, "sequences")
+
+def rows(losses, mask, segments):
+    return Term(losses.sum(), "rows")
 
 def short(rewards, mask, groups, values):
     return rewards.sum(1), None
@@ -177,10 +187,31 @@ def test_a_loss_and_an_estimator_from_a_file_of_the_users_own(own: Path, make_tr
     assert first["moved"] == pytest.approx(0, abs=1e-5) and second["moved"] > 1e-3
 
 
+def test_a_reduction_from_a_file_of_the_users_own(own: Path, make_trainer: Any, tiny_llama: Any) -> None:
+    """The user's function, fixed_length with a length, and fixed_length with max_new_tokens give the same loss."""
+    losses = {}
+    for name, reduction in {
+        "own": {"name": f"{own}:halves", "length": 6},
+        "fixed": {"name": "fixed_length", "length": 6},
+        "longest": "fixed_length",
+        "shorter": {"name": "fixed_length", "length": 3},
+    }.items():
+        # with a KL in the loss, which is reduced in the same way
+        method = GRPO(by_tokens, SAMPLING, reduction=reduction, kl_coef=0.1, epochs=2)
+        trainer = make_trainer(method, tiny_llama(), prompts(2), batch=2, lr=1e-2)
+        trainer.train()
+        losses[name] = [(line["policy"], line["kl_loss"]) for line in trainer.state.log_history[:2]]
+    assert losses["own"] == losses["fixed"] == losses["longest"]
+    assert losses["longest"][1][1] > 0
+    policy, kl = losses["shorter"][0]
+    assert (policy / 2, kl / 2) == pytest.approx(losses["longest"][0], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"policy_loss": {"name": "my_loss.py:squared", "pul": 1.0}}, r"policy_loss.pul: .* did you mean 'pull'"),
+        ({"reduction": {"name": "my_loss.py:halves", "len": 3}}, r"reduction.len: .* did you mean 'length'"),
         ({"advantage": "my_loss.py:ranks"}, r"advantage.scale: .*my_loss.py:ranks needs this setting"),
         ({"policy_loss": "my_loss.py:squard"}, "has no squard"),
     ],
@@ -197,8 +228,9 @@ def test_settings_that_the_users_function_does_not_take_are_refused(
     ("settings", "message"),
     [
         ({"advantage": "my_loss.py:short"}, r"advantage my_loss.py:short: expected \(advantages, returns or None\)"),
+        ({"reduction": "my_loss.py:rows"}, r"reduction my_loss.py:rows: expected Term\(total, unit\) .*unit='rows'"),
         ({"policy_loss": "my_loss.py:broken"}, "policy_loss my_loss.py:broken raised ZeroDivisionError: oh"),
-        ({"critic": "shared", "advantage": {"name": "my_loss.py:ranks", "scale": 1.0}}, "gave no returns"),
+        ({"critic": "shared", "advantage": {"name": "my_loss.py:ranks", "scale": 1.0}}, "computes no returns"),
     ],
 )
 def test_what_the_users_function_does_wrong_is_named(

@@ -167,9 +167,9 @@ def test_a_last_batch_may_be_smaller(run: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": 3}, "3 prompts are less than one batch of 4"),
-        ({"rows": 4, "mini_batches": 3}, "4 prompts x 1 samples does not divide into 3 mini-batches"),
-        ({"rows": 9, "mini_batches": 2}, "1 prompts x 1 samples does not divide into 2 mini-batches"),
+        ({"rows": 3}, "3 prompts do not fill one batch of 4"),
+        ({"rows": 4, "mini_batches": 3}, "4 prompts x 1 samples cannot be divided into 3 equal mini-batches"),
+        ({"rows": 9, "mini_batches": 2}, "1 prompts x 1 samples cannot be divided into 2 equal mini-batches"),
         ({"kl_target": 1.0, "kl_horizon": 0.5}, "horizon of 0.5 is too short for 4 sequences"),
         ({"arguments": {"own": {"truncation": None}}, "sampling": Sampling(temperature=0.0)}, "temperature"),
     ],
@@ -199,7 +199,7 @@ def test_a_sampler_that_lies_stops_the_run(run: Any) -> None:
         def poll(self, timeout: float | None) -> list[tuple[int, Completion]]:
             return [(handle, replace(c, logprobs=c.logprobs - 0.06)) for handle, c in super().poll(timeout)]
 
-    with pytest.raises(RuntimeError, match=r"differ by 0\.06 a token on average \(limit 0\.05\)"):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.06 nats per token on average \(limit 0\.05\)"):
         run(generator=Liar)
     found = run(generator=Liar, max_sampler_mismatch=0.07, rows=4)
     assert found.experience("sampler_mismatch") == [pytest.approx(0.06, abs=1e-5)]
@@ -243,7 +243,7 @@ def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step
 
     how = {"epochs": epochs, "mini_batches": 1, "rows": 4}  # one batch: the last iteration is looked at too
     taken: list[Any] = []
-    with pytest.raises(RuntimeError, match=r"differ by 0\.\d+ a token in the first step .* \(limit 0\.05\)"):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.\d+ nats per token in the first step .* \(limit 0\.05\)"):
         run(generator=Liar, arguments={"own": {"callbacks": [Taken(taken)]}}, **how)
     assert not taken
     found = run(generator=Liar, max_sampler_mismatch=0.5, **how)
@@ -251,10 +251,10 @@ def test_a_lie_about_a_rollout_that_is_not_looked_at_before_stops_the_first_step
     # rounding of half precision between two passes of the trainer is no gap to the sampler
     loader = found.trainer.loader
     loader.run.last = lambda: {"approxkl": 1.0}
-    loader.compared = False
-    with pytest.raises(RuntimeError, match=r"differ by 1\.4 a token in the first step"):
+    loader.mismatch_checked = False
+    with pytest.raises(RuntimeError, match=r"differ by 1\.4 nats per token in the first step"):
         loader.check()
-    loader.sampled = False
+    loader.use_sampler_logprobs = False
     loader.check()
 
 
@@ -279,9 +279,9 @@ def test_what_was_sampled_needs_no_second_pass_of_the_policy(
     whole = SamplingTransform(1.0)
 
     def rollouts(model: Any, sampled: bool) -> int:
-        return sum(n for m, how, n in seen if m is model and (how == found.trainer.method.sampler.warp) == sampled)
+        return sum(n for m, how, n in seen if m is model and (how == found.trainer.method.sampler.transform) == sampled)
 
-    assert rollouts(reference, whole == found.trainer.method.sampler.warp) == 16
+    assert rollouts(reference, whole == found.trainer.method.sampler.transform) == 16
     # of the second iteration alone for the KL: in the first the policy still is the reference
     assert [rollouts(policy, True), rollouts(policy, False)] == [2 * expected[0], expected[1]]
     assert max(found.experience("sampler_mismatch")) < 1e-5

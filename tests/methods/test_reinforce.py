@@ -149,6 +149,13 @@ def test_rows_are_compared_with_those_of_their_step(
     assert found == pytest.approx(-total / count, abs=2e-4)
 
 
+def test_a_fixed_length_divides_each_row_by_a_constant(make_trainer: Any, tiny_llama: Any) -> None:
+    rows: list[Row] = [scored("ab", 1.0, "row 1"), scored("cde", -0.5, "row 2")]
+    whole, _ = first_loss(make_trainer, tiny_llama(), rows)
+    part, _ = first_loss(make_trainer, tiny_llama(), rows, reduction={"name": "fixed_length", "length": 4})
+    assert abs(whole) > 0.1 and part == pytest.approx(whole / 4, abs=2e-5)
+
+
 def test_the_likelihood_of_good_and_bad_rows_is_logged(make_trainer: Any, tiny_llama: Any, tiny_tokenizer: Any) -> None:
     rows: list[Row] = [scored("ab", 1.0, "row 1"), scored("cde", -1.0, "row 2"), scored("f", 0.0, "row 3")]
     _, trainer = first_loss(make_trainer, tiny_llama(), rows)

@@ -81,7 +81,7 @@ def test_a_mistake_ends_all_hope_and_nothing_else_does(rows: list[dict[str, Any]
 
 def test_values_are_estimates_of_how_often_the_solver_is_right() -> None:
     rng = random.Random(0)
-    rows = [chains.solved(rng, (3, 1, 2, -1), 0.2, 8)["output"] for _ in range(3000)]
+    rows = [chains.solution_row(rng, (3, 1, 2, -1), 0.2, 8)["output"] for _ in range(3000)]
     for k, left in ((0, 2), (1, 1), (2, 0)):
         values = [row[k]["Q"] for row in rows if all(right(item["step"]) for item in row[: k + 1])]
         # no more than 3000 values of standard deviation 1 / sqrt(8)

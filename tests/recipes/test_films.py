@@ -136,14 +136,14 @@ def test_a_missing_archive_says_how_to_get_it(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, content: Callable[[Pack], bytes], pack: Pack) -> None:
     (tmp_path / "a.tar.gz").write_bytes(content(pack))
     with pytest.raises(UserError, match=r"a\.tar\.gz: .*sources of vaderSentiment 3\.3\.2"):
-        films.read(tmp_path / "a.tar.gz")
+        films.read_snippets(tmp_path / "a.tar.gz")
 
 
 def test_other_resources_are_refused(tmp_path: Path, pack: Pack) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(pack({"v/additional_resources/hutto_ICWSM_2014.tar.gz": pack({"tweets.txt": b""})}))
     with pytest.raises(UserError, match="movieReviewSnippets_GroundTruth"):
-        films.read(path)
+        films.read_snippets(path)
 
 
 def test_shares_and_gaps_that_leave_nothing_are_refused(archive: Path, tmp_path: Path) -> None:

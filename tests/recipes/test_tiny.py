@@ -89,7 +89,7 @@ def test_prompts_carry_their_sum(made: Path) -> None:
 
 @given(st.integers(20, 198), st.randoms(use_true_random=False))
 def test_a_wrong_sum_is_plausible(total: int, rng: Any) -> None:
-    number = tiny.wrong(rng, total)
+    number = tiny.wrong_answer(rng, total)
     assert number != total and 20 <= number <= 198
     assert number // 10 == total // 10 or (number % 10 == total % 10 and abs(number - total) <= 50)
 

@@ -35,12 +35,10 @@ def test_files_share_no_noun_and_the_seed_decides(dictionary, tmp_path):
     assert pair["chosen"] != pair["rejected"] and pair["prompt"].split('"')[1] in pair["chosen"]
 
 
-def test_too_few_nouns_and_no_dictionary_are_told(dictionary, tmp_path):
-    with pytest.raises(
-        UserError, match="20 nouns are asked for, and others to compare them with: the dictionary has 10"
-    ):
+def test_too_few_nouns_or_no_dictionary_is_an_error(dictionary, tmp_path):
+    with pytest.raises(UserError, match="add up to 20 nouns, but the dictionary has only 10 with a definition"):
         prepare(tmp_path, 0, dictionary=str(dictionary), rows=20, pairs=0, prompts=0, held_out=0)
-    with pytest.raises(UserError, match=r"no WordNet in .*nowhere: `make wordnet`"):
+    with pytest.raises(UserError, match=r"no WordNet in .*nowhere: run `make wordnet`"):
         prepare(tmp_path, 0, dictionary=str(tmp_path / "nowhere"))
 
 
@@ -50,4 +48,4 @@ def test_overlap_by_hand():
 
     # device, for and cutting are expected; "a" is too short to count
     assert overlap([answer("a device for cutting"), answer("cutting wood"), answer("2 + 2")]) == [1.0, 2 / 5, 0.0]
-    assert wordnet.ask(Noun("gadget", "")) == 'Define "gadget".'
+    assert wordnet.question(Noun("gadget", "")) == 'Define "gadget".'

@@ -15,11 +15,12 @@ import torch
 
 from burnish import PPO, UserError
 from burnish.generate.sampling import Sampling
+from burnish.generate.stopping import eos_ids
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, read_lines
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import collect, eos_ids
+from burnish.rl.collect import collect
 from burnish.types import Prompt, Trajectory
 
 SHORT = Sampling(max_new_tokens=5)
@@ -121,7 +122,7 @@ def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: 
 
 def test_a_length_without_room_for_a_completion_is_told(trainer_of: Any) -> None:
     trainer = trainer_of(prompts(4), own={"truncation": Truncation(max_length=5)})
-    with pytest.raises(UserError, match=r"max_length: 5 leaves no room for a prompt beside a completion of 5 tokens"):
+    with pytest.raises(UserError, match=r"max_length: 5 leaves no room for a prompt before a completion of 5 tokens"):
         trainer.train()
     with pytest.raises(UserError, match=r"prompts:0: .* tokens, max_length 7"):
         trainer_of(prompts(4), own={"truncation": Truncation(max_length=12)}).train()
@@ -129,9 +130,9 @@ def test_a_length_without_room_for_a_completion_is_told(trainer_of: Any) -> None
 
 def test_prompts_that_are_all_dropped_are_told(trainer_of: Any) -> None:
     truncation = Truncation(max_length=12, too_long="drop")
-    with pytest.raises(UserError, match="0 prompts are less than one batch of 4"):
+    with pytest.raises(UserError, match="0 prompts do not fill one batch of 4"):
         trainer_of(prompts(4), own={"truncation": truncation}).train()
-    with pytest.raises(UserError, match="nothing to evaluate on"):
+    with pytest.raises(UserError, match="no prompts to evaluate on"):
         trainer_of(prompts(4), own={"truncation": truncation, "eval_dataset": prompts(4)}).evaluate()
 
 

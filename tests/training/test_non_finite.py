@@ -149,9 +149,7 @@ def test_a_run_without_any_finite_step_stops_even_with_skip(tiny_llama: Any, mak
         trainer.train()
 
 
-def test_earlier_good_steps_do_not_reset_the_count_of_skipped_steps_in_a_row(
-    tiny_llama: Any, make_trainer: Any
-) -> None:
+def test_a_good_step_before_skipped_ones_does_not_reset_their_count(tiny_llama: Any, make_trainer: Any) -> None:
     """One good step since the last line of the log reset the count at every bad one."""
     trainer = make_trainer(
         Bad({row.source for row in CHATS[1:]}, "loss"),

@@ -12,7 +12,7 @@ import torch
 
 from burnish.config.schema import method_class
 from burnish.generate.sampling import Sampling
-from burnish.methods.policy_gradient import ADVANTAGES, POLICY_LOSSES
+from burnish.methods.policy_gradient import ADVANTAGES, POLICY_LOSSES, REDUCTIONS
 from burnish.methods.settings import PRESETS
 from burnish.models.batching import collate
 from burnish.models.layout import Layout
@@ -58,8 +58,11 @@ def test_layout_does_not_change_the_gradient(layout, dtype, straight, tmp_path):
         assert distance(gradient, straight[dtype][name]) < TOLERANCE[dtype], name
 
 
-def test_any_preset_with_any_loss_and_any_estimator() -> None:
-    """Advantages from padded rewards, then the gradient of their loss, whatever the layout of either."""
+def test_any_preset_with_any_loss_any_estimator_and_any_reduction() -> None:
+    """Advantages from padded rewards, then the gradient of their loss, whatever the layout of either.
+
+    Every preset meets every loss with every estimator. Each of these also meets every reduction.
+    """
     completions = job.completions("old_logprobs", "values", "rewards", "ref_logprobs")
     width = max(len(example.sequences[0]) for example in completions)
     groups = torch.arange(len(completions)) % 3  # three completions of each prompt
@@ -73,11 +76,13 @@ def test_any_preset_with_any_loss_and_any_estimator() -> None:
         )
     ]
     wide, narrow = (collate(completions, 0, pad_to=n) for n in (width + 7, 0))
-    tried = 0
+    tried = set()
     for name, loss, estimator in itertools.product(PRESETS, POLICY_LOSSES, ADVANTAGES):
+        number = list(PRESETS).index(name) + list(POLICY_LOSSES).index(loss) + list(ADVANTAGES).index(estimator)
+        reduction = list(REDUCTIONS)[number % len(REDUCTIONS)]
         critic = estimator == "gae"
-        settings = {"policy_loss": loss, "advantage": estimator, "critic": "shared" if critic else "none", "epochs": 1}
-        method = method_class(name)(len, Sampling(samples=3), **settings)
+        settings = {"policy_loss": loss, "advantage": estimator, "reduction": reduction, "epochs": 1}
+        method = method_class(name)(len, Sampling(samples=3), critic="shared" if critic else "none", **settings)
         arrays = {}
         for side, batch in (("wide", wide), ("narrow", narrow)):
             values = batch.arrays["values"].double() if critic else None
@@ -97,11 +102,12 @@ def test_any_preset_with_any_loss_and_any_estimator() -> None:
         ]
         network = networks[critic]
         first, *others = (job.plain_gradient(method, network, layout, examples, budget) for layout, budget in layouts)
-        assert first.norm() > 1e-3, (name, loss, estimator)
+        assert first.norm() > 1e-3, (name, loss, estimator, reduction)
         for other in others:
-            assert distance(other, first) < 1e-9, (name, loss, estimator)
-        tried += 1
-    assert tried == 4 * 6 * 8
+            assert distance(other, first) < 1e-9, (name, loss, estimator, reduction)
+        tried.add((name, loss, estimator, reduction))
+    assert len(tried) == 4 * 6 * 8
+    assert [len({(each[i], each[3]) for each in tried}) for i in range(3)] == [4 * 4, 6 * 4, 8 * 4]
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from burnish.errors import UserError, did_you_mean
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, request_seed
 from burnish.generate.sampling import Sampling
+from burnish.generate.stopping import eos_ids
 from burnish.models.forward import unwrap
 from burnish.render.renderer import Renderer
-from burnish.rl.collect import eos_ids
 from burnish.types import Message
 
 HELP = {

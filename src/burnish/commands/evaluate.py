@@ -27,6 +27,7 @@ from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, request_seed
+from burnish.generate.stopping import eos_ids
 from burnish.math.statistics import best_of_k, bootstrap, pass_at_k
 from burnish.methods.pretrain import Pretrain
 from burnish.methods.reward import RewardModel
@@ -40,7 +41,7 @@ from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
-from burnish.rl.collect import eos_ids, sample_and_score
+from burnish.rl.collect import sample_and_score
 from burnish.rl.metrics import sample_rows
 from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
 

@@ -22,12 +22,12 @@ from burnish.generate.beams import Beams, search
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete, request_seed
 from burnish.generate.sampling import Sampling
+from burnish.generate.stopping import eos_ids
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
 from burnish.render.templates import set_template
-from burnish.rl.collect import eos_ids
 from burnish.types import Config, Example, Prompt, Sequence
 
 AT_ONCE = 64

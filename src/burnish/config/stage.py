@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +95,22 @@ class TrainingStage:
                 f"stages.{self.stage.name}.generator: on a GPU, {{name: continuous}} samples faster than local, which "
                 "launches one kernel per operation and token"
             )
-        trainer = self._trainer(model, tokenizer, splits, recorder, screen)
+        with contextlib.closing(self.method(self._rewards())) as method:
+            trainer = self._trainer(method, model, tokenizer, splits, recorder, screen)
+            counts = self._train(trainer, start, splits, screen)
+        recorder.offsets()  # flush to disk what was logged after the last checkpoint
+        evaluations = self._evaluations()
+        return {
+            "model": summary | {"source": self.source},
+            "rows": counts,
+            "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
+            "files": {f"model/{name}": digest for name, digest in files.listed(self.folder / "model").items()},
+        }
+
+    def _train(
+        self, trainer: Trainer, start: Path | None, splits: dict[str, rows.Rows | RowStream], screen: Display
+    ) -> dict[str, Any]:
+        """Train, evaluate before and after, and save the model. Returns the counts of rows for the manifest."""
         counts = {
             s: _counts(read, trainer.train_examples if s == "train" else trainer.eval_examples)
             for s, read in splits.items()
@@ -105,21 +121,15 @@ class TrainingStage:
         if start is None and "eval" in splits:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(start) if start else None)
-        done = self._evaluations()
-        if "eval" in splits and (len(done) < 2 or trainer.state.global_step != done[-1]["step"]):
+        evaluations = self._evaluations()
+        if "eval" in splits and (len(evaluations) < 2 or trainer.state.global_step != evaluations[-1]["step"]):
             trainer.evaluate()
         if isinstance(trainer.loader, StreamLoader):
             counts = {"train": trainer.loader.counts()} | counts
             screen.message(f"train: {_summary(counts['train'])}")
         evaluations = self._evaluations()
         self._save(trainer, evaluations[-1] if evaluations else {})
-        recorder.offsets()  # what was logged since the last checkpoint is on disk before the stage counts as done
-        return {
-            "model": summary | {"source": self.source},
-            "rows": counts,
-            "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
-            "files": {f"model/{name}": digest for name, digest in files.listed(self.folder / "model").items()},
-        }
+        return counts
 
     def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
         """Compute the checksums of rows, models and code for the manifest.
@@ -215,8 +225,12 @@ class TrainingStage:
             return sources.stream(self.data, folder, kinds)
         return sources.read(self.data, split, folder, kinds, self.recipe.seed)
 
+    def _rewards(self) -> list[NamedReward]:
+        return [named_reward(source, self.recipe, self.recipe.folder, self.device) for source in self.stage.reward]
+
     def _trainer(
         self,
+        method: Any,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         splits: dict[str, rows.Rows | RowStream],
@@ -226,9 +240,7 @@ class TrainingStage:
         trainer = Trainer(
             model=model,
             args=self.arguments(),
-            method=self.method(
-                [named_reward(s, self.recipe, self.recipe.folder, self.device) for s in self.stage.reward]
-            ),
+            method=method,
             train_dataset=splits["train"],
             eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
             processing_class=tokenizer,

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicCache
 
 from burnish.errors import UserError
 from burnish.generate.protocol import Completion
-from burnish.generate.stop_strings import completes_stop
+from burnish.generate.stopping import completes_stop
 from burnish.math.tensors import upcast, warp
 from burnish.models.forward import backbone, evaluating, head, unwrap
 from burnish.types import Config
@@ -111,9 +111,8 @@ def search(
     """
     if settings.stop and tokenizer is None:
         raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
-    limit, cut = _limit(model, prompt, settings)
     with evaluating(model):
-        ended = _Search(model, prompt, settings, seed, limit, cut, eos_ids, pad_id, tokenizer).run()
+        ended = _Search(model, prompt, settings, seed, eos_ids, pad_id, tokenizer).run()
     return [
         Completion(np.array(beam.tokens), np.array(beam.logprobs), None, None, beam.finish_reason, version=0)
         for beam in ended[: settings.returned]
@@ -143,15 +142,14 @@ class _Search:
         prompt: tuple[int, ...],
         settings: Beams,
         seed: int,
-        limit: int,
-        cut: str,
         eos_ids: Collection[int],
         pad_id: int | None,
         tokenizer: Any,
     ) -> None:
         config = unwrap(model).config.get_text_config(decoder=True)
         self.body, self.head, self.device = backbone(model), head(model), unwrap(model).device
-        self.prompt, self.settings, self.limit, self.cut, self.tokenizer = prompt, settings, limit, cut, tokenizer
+        self.prompt, self.settings, self.tokenizer = prompt, settings, tokenizer
+        self.limit, self.reason_at_limit = _limit(model, prompt, settings)
         self.eos = sorted(set(eos_ids))
         self.never = [] if pad_id is None or pad_id in eos_ids else [pad_id]
         self.cache = DynamicCache(config=config)
@@ -219,7 +217,7 @@ class _Search:
             (stopped,) = completes_stop(self.tokenizer, [list(beam.tokens)], self.settings.stop)
             if stopped:
                 return "stop"
-        return self.cut if count >= self.limit else ""
+        return self.reason_at_limit if count >= self.limit else ""
 
     def _settled(self) -> bool:
         """Whether no open beam outranks the worst kept completion."""

@@ -1,16 +1,17 @@
-"""A generator on transformers' continuous batching: a paged cache, shared prefixes, and CUDA graphs on a GPU.
+"""A generator based on transformers' continuous batching: paged cache, shared prefixes, and CUDA graphs on a GPU.
 
-What transformers 5.23 asks for, and what is done about it here:
+It works around these limitations of transformers 5.23:
 
-- All requests of a batch draw from the global random state. A plan runs from a seed that is made of its requests'
-  seeds, inside one ``poll``, and the state is put back afterwards.
-- The background thread takes requests from its queue by the clock. A plan is queued whole while the thread is paused.
-- The size of the cache comes from free memory unless it is set. It is computed from the plan.
-- A pause keeps cached prefixes, which belong to old weights. A session lasts for one plan.
-- Temperature, top-k and top-p belong to a session. Requests that differ in them run one group after the other.
-- Evaluation mode and the attention implementation are not put back. Both are restored.
-- Stop strings are unknown: a completion is cut behind the first one, and what came after it was computed for nothing.
-- ``min_new_tokens`` is dropped, and there are no values. Both are refused.
+- All requests of a batch draw from the global random state. A plan therefore runs within one ``poll``, from a seed
+  derived from the seeds of its requests, and the global state is restored afterwards.
+- When the background thread takes a request from its queue depends on timing. The whole plan is queued while the thread
+  is paused.
+- The size of the cache depends on free memory unless it is set. It is computed from the plan.
+- A pause keeps cached prefixes, which belong to old weights. Every plan gets its own session.
+- Temperature, top-k and top-p belong to a session. Requests with different ones run in groups, one after the other.
+- It changes evaluation mode and the attention implementation and does not restore them. Both are restored here.
+- It has no stop strings. Completions are truncated after the first one, so the tokens after it are wasted work.
+- It ignores ``min_new_tokens`` and returns no values. Requests with either are refused.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from burnish.errors import UserError
 from burnish.generate.local import check_requests, load_named
 from burnish.generate.protocol import Completion, Handle, Request
-from burnish.generate.stop_strings import completes_stop
+from burnish.generate.stopping import completes_stop
 from burnish.kernels import attention
 from burnish.models.forward import SamplingTransform, evaluating, unwrap
 
 
 class ContinuousGenerator:
-    """Generates with the live weights of a model of this process, by transformers' continuous batching.
+    """Generates with the live weights of a model in this process, using transformers' continuous batching.
 
-    Equal plans with equal weights give equal bytes, but a completion is not a function of its own seed alone: the
-    requests of a plan share one random stream. Log-probabilities are those of the processed distribution, out of which
-    the pad id is taken.
+    Equal plans with equal weights give identical bytes. However, a completion does not depend on its own seed alone,
+    because the requests of a plan share one random stream. Log-probabilities are those of the processed distribution,
+    in which the pad id has probability 0.
 
     Args:
         model: a causal language model that transformers can run with a paged cache.
-        tokenizer: its pad id is never sampled, and it decodes where stop strings are looked for.
-        slots: requests that are decoded together, at most.
-        max_batch_tokens: tokens of one forward pass, at most.
-        page_size: tokens whose keys and values are one block of the cache.
+        tokenizer: decodes tokens to detect stop strings. Its pad id is never sampled.
+        slots: maximum number of requests decoded together.
+        max_batch_tokens: maximum number of tokens in a forward pass.
+        page_size: number of tokens in a block of the cache.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ContinuousGenerator:
         self._plans: deque[tuple[Handle, list[Request]]] = deque()
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
-        """Load weights where they differ from the model's own."""
+        """Load weights, except those that are the model's own tensors."""
         self.drop_cache()
         load_named(self.model, weights)
         self.version = version
@@ -72,15 +73,15 @@ class ContinuousGenerator:
         """Queue a plan of requests.
 
         Raises:
-            UserError: a request that continuous batching cannot serve, with the reason.
+            UserError: if continuous batching cannot serve a request.
         """
         if version != self.version:
             raise ValueError(f"requests for weights of version {version}: the generator holds version {self.version}")
         if any(request.return_values for request in requests):
-            raise UserError("the continuous generator gives no values: leave return_values out, and score completions")
+            raise UserError("the continuous generator returns no values: remove return_values")
         if any(request.sampling.min_new_tokens and request.stop_ids for request in requests):
             raise UserError(
-                "generation.min_new_tokens: transformers' continuous batching drops it; take it out, or set generator: "
+                "generation.min_new_tokens: transformers' continuous batching ignores it: remove it, or set generator: "
                 "{name: local}"
             )
         check_requests(requests, self.model, self.tokenizer, critic=None)
@@ -91,7 +92,7 @@ class ContinuousGenerator:
         return list(range(first, self._submitted))
 
     def poll(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
-        """Complete the oldest plan. It runs to its end, whatever the timeout: see the random state above."""
+        """Complete the oldest plan. It always runs to its end, whatever the timeout, because it uses global state."""
         if not self._plans:
             return []
         first, requests = self._plans.popleft()
@@ -106,7 +107,7 @@ class ContinuousGenerator:
         return done
 
     def drop_cache(self) -> None:
-        """Nothing is kept between plans; no request may be in flight."""
+        """Check that no request is in flight. No cache is kept between plans."""
         if self._plans:
             raise RuntimeError("requests are in flight: poll them all first")
 
@@ -117,7 +118,7 @@ class ContinuousGenerator:
     # --- one session ----------------------------------------------------------------------------------------------
 
     def _run(self, requests: list[Request], transform: SamplingTransform) -> list[Completion]:
-        """Completions of requests that draw from the same kind of distribution."""
+        """Complete requests that have the same sampling transform."""
         base = unwrap(self.model)
         context = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
         limits = [_limit(request) for request in requests]
@@ -150,21 +151,21 @@ class ContinuousGenerator:
         return [self._completion(*parts, transform) for parts in zip(requests, limits, made, strict=True)]
 
     def _generation(self, transform: SamplingTransform) -> GenerationConfig:
-        """All settings that would else come from the model's own generation config."""
-        drawn = transform.temperature > 0
+        """All settings that would otherwise come from the model's own generation config."""
+        sampled = transform.temperature > 0
         pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
         return GenerationConfig(
-            do_sample=drawn,
-            temperature=transform.temperature if drawn else None,
-            top_k=transform.top_k or 0 if drawn else None,
-            top_p=transform.top_p or 1.0 if drawn else None,
+            do_sample=sampled,
+            temperature=transform.temperature if sampled else None,
+            top_k=transform.top_k or 0 if sampled else None,
+            top_p=transform.top_p or 1.0 if sampled else None,
             suppress_tokens=None if pad is None else [pad],
             eos_token_id=-1,
             max_new_tokens=1,
         )
 
     def _batching(self, requests: list[Request], rooms: list[int]) -> ContinuousBatchingConfig:
-        """Sizes that depend on the plan alone: enough blocks for as many of the longest requests as there are slots."""
+        """Sizes that depend only on the plan: enough blocks to fill every slot with the longest request."""
         longest = max(len(request.tokens) + room for request, room in zip(requests, rooms, strict=True))
         together = min(self.slots, len(requests))
         seeds = hashlib.blake2b(repr([request.seed for request in requests]).encode(), digest_size=4).digest()
@@ -180,15 +181,17 @@ class ContinuousGenerator:
     def _completion(self, request: Request, limit: int, output: Any, transform: SamplingTransform) -> Completion:
         tokens, logprobs = output.generated_tokens, output.logprobs
         if len(tokens) != len(logprobs):
-            raise RuntimeError(f"continuous batching gave {len(tokens)} tokens with {len(logprobs)} log-probabilities")
+            raise RuntimeError(
+                f"continuous batching returned {len(tokens)} tokens with {len(logprobs)} log-probabilities"
+            )
         finish_reason = "length" if len(tokens) >= limit else "context"
         if tokens[-1] in request.stop_ids:
             finish_reason = "stop"
         if stop := request.sampling.stop:
-            begun = range(max(1, request.sampling.min_new_tokens), len(tokens) + 1)
-            stopped = completes_stop(self.tokenizer, [tokens[:count] for count in begun], stop)
+            counts = range(max(1, request.sampling.min_new_tokens), len(tokens) + 1)
+            stopped = completes_stop(self.tokenizer, [tokens[:count] for count in counts], stop)
             if True in stopped:
-                count = begun[stopped.index(True)]
+                count = counts[stopped.index(True)]
                 tokens, logprobs, finish_reason = tokens[:count], logprobs[:count], "stop"
         greedy = transform.temperature == 0
         return Completion(
@@ -202,7 +205,7 @@ class ContinuousGenerator:
 
 
 def _limit(request: Request) -> int:
-    """The most tokens that a request may get, which its seed draws from ``length_range``."""
+    """The maximum number of tokens of a request. With ``length_range``, it is drawn from the range by the seed."""
     if request.sampling.length_range is None:
         return request.sampling.max_new_tokens
     generator = torch.Generator().manual_seed(request.seed)
@@ -212,7 +215,7 @@ def _limit(request: Request) -> int:
 
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Put back what continuous batching changes: random states, evaluation mode, and the attention implementation."""
+    """Restore what continuous batching changes: random states, evaluation mode, and the attention implementation."""
     base = unwrap(model)
     before = base.config._attn_implementation
     devices = [base.device] if base.device.type == "cuda" else []

@@ -1,6 +1,6 @@
-"""The local generator in a process of its own, which receives weights and requests through a pipe.
+"""The local generator in a child process, which receives weights and requests through a pipe.
 
-It is the smallest remote generator: what it has to do when a worker dies is what every remote generator has to do.
+This is the simplest remote generator. It recovers from the death of its worker as every remote generator must.
 """
 
 from __future__ import annotations
@@ -29,28 +29,32 @@ from burnish.generate.local import LocalGenerator, check_requests
 from burnish.generate.protocol import Completion, Handle, Request
 
 ATTEMPTS = 3
-"""Children that may die in a row, with nothing done in between, before the generator gives up."""
+"""The generator gives up after this many children have died in a row without progress."""
 
-SECONDS = 5.0
-"""A child that was told to end and has not after so long is killed."""
+GRACE_SECONDS = 5.0
+"""A child that has not ended this long after SIGTERM is killed."""
 
 
 class _Plan(NamedTuple):
+    """The requests of one ``submit``, the handle of the first, and the handles that are not completed yet."""
+
     first: Handle
     requests: list[Request]
     missing: set[Handle]
 
 
 class ProcessGenerator:
-    """Generates in a child process with a copy of the model, and gives the bytes that ``LocalGenerator`` gives.
+    """Generates in a child process with a copy of the model. Completions are identical to those of ``LocalGenerator``.
 
-    If the child dies, another one is started. It receives the weights again and does the unfinished plans again from
-    their beginning, so that nothing depends on when the child died. The child ends when this process does.
+    If the child dies, a new one is started. It receives the weights again and repeats the unfinished plans from their
+    start, so results do not depend on when the child died. The child ends when this process ends.
 
     Args:
-        model: a causal language model. It is written to a temporary folder once, from where a child reads it, and
-            every ``update_weights`` keeps a copy of the tensors that it is given.
-        tokenizer: as for ``LocalGenerator``, and so are ``critic`` and ``slots``.
+        model: a causal language model. It is written to a temporary folder, from which the child loads it. Every
+            ``update_weights`` keeps a copy of its tensors in this process.
+        tokenizer: as in ``LocalGenerator``.
+        critic: as in ``LocalGenerator``.
+        slots: as in ``LocalGenerator``.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, critic: Any = None, slots: int = 64) -> None:
@@ -65,16 +69,16 @@ class ProcessGenerator:
         self._updated, self._sent = True, 0
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
-        """Send named tensors one by one, or the path of an adapter's folder, and wait until the child has them."""
+        """Send named tensors one by one, or the path of an adapter's folder, and wait until they are loaded."""
         self._check_idle()
         if not isinstance(weights, Path):
             known = dict(self._weights) if isinstance(self._weights, list) else {}
             weights = list((known | {name: tensor.detach().cpu().clone() for name, tensor in weights}).items())
         self._weights, self._updated, self.version = weights, False, version
-        self._attempt(lambda: None)
+        self._with_child(lambda: None)
 
     def submit(self, requests: SequenceOf[Request], version: int) -> list[Handle]:
-        """Send a plan of requests; raises what ``LocalGenerator.submit`` raises."""
+        """Send a plan of requests. Raises the same errors as ``LocalGenerator.submit``."""
         if version != self.version:
             raise ValueError(f"requests for weights of version {version}: the generator holds version {self.version}")
         check_requests(requests, self.model, self.tokenizer, self.critic)
@@ -82,24 +86,24 @@ class ProcessGenerator:
         self._submitted += len(requests)
         if requests:
             self._plans.append(_Plan(handles[0], list(requests), set(handles)))
-            self._attempt(lambda: None)
+            self._with_child(lambda: None)
         return handles
 
     def poll(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
-        """Completions that the child has sent; waits for the first for at most ``timeout`` seconds."""
+        """Return completions that the child has sent. Waits at most ``timeout`` seconds for the first."""
         end = None if timeout is None else time.monotonic() + timeout
         while self._plans:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if done := self._attempt(lambda left=left: self._received(left)):
+            if done := self._with_child(lambda left=left: self._receive(left)):
                 return done
             if left == 0:
                 break
         return []
 
     def drop_cache(self) -> None:
-        """Let the child forget keys and values of earlier requests."""
+        """Make the child drop the keys and values of earlier requests."""
         self._check_idle()
-        self._attempt(lambda: self._answered("drop_cache") if self._child else None)
+        self._with_child(lambda: self._request("drop_cache") if self._child else None)
 
     def close(self) -> None:
         """End the child and delete the copy of the model."""
@@ -113,25 +117,25 @@ class ProcessGenerator:
 
     # --- the child ------------------------------------------------------------------------------------------------
 
-    def _attempt(self, action: Callable[[], Any]) -> Any:
-        """Do something with a child that has all weights and plans; start another one where it dies over it."""
+    def _with_child(self, action: Callable[[], Any]) -> Any:
+        """Run an action with a child that has the weights and all plans. If the child dies, retry with a new one."""
         code: int | None = None
         for _ in range(ATTEMPTS):
             try:
-                self._bring_up_to_date()
+                self._start_and_sync()
                 return action()
             except (EOFError, ConnectionError):
                 code = self._end_child()
             except BaseException:
-                # What is in the pipe is of no use to anybody now.
+                # The pipe may contain a partial message, so this child cannot be used again.
                 self._plans.clear()
                 self._end_child()
                 raise
         self._plans.clear()
-        raise RuntimeError(f"the generator's process died {ATTEMPTS} times in a row, at last with exit code {code}")
+        raise RuntimeError(f"the generator's process died {ATTEMPTS} times in a row, last with exit code {code}")
 
-    def _bring_up_to_date(self) -> None:
-        """Start a child if there is none; send it the weights and the plans that it does not have."""
+    def _start_and_sync(self) -> None:
+        """Start a child if there is none, and send it the weights and plans that it does not have."""
         if self._child is None:
             self._child = _Child(Path(self._folder.name) / "model.pt", self.slots)
             weakref.finalize(self, self._child.end)
@@ -150,16 +154,16 @@ class ProcessGenerator:
         self._child.send("update", self.version, self._weights if isinstance(self._weights, Path) else None)
         for name, tensor in streamed:
             self._child.send("tensor", name, tensor)
-        self._answered("end")
+        self._request("end")
 
-    def _answered(self, *message: Any) -> None:
-        """Send a message and wait until it was acted on."""
+    def _request(self, *message: Any) -> None:
+        """Send a message and wait until the child has handled it."""
         assert self._child is not None
         self._child.send(*message)
-        while (answer := self._child.receive()) is not None:
-            raise AssertionError(f"an answer that nobody asked for: {answer}")
+        answer = self._child.receive()
+        assert answer is None, f"unexpected answer: {answer}"
 
-    def _received(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
+    def _receive(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
         assert self._child is not None
         if not self._child.connection.poll(timeout):
             return []
@@ -175,34 +179,34 @@ class ProcessGenerator:
         return done
 
     def _end_child(self) -> int | None:
-        """End the child; its exit code."""
+        """End the child and return its exit code."""
         child, self._child = self._child, None
         return None if child is None else child.end()
 
 
 class _Child:
-    """The process and this side of its pipe."""
+    """The child process and the parent's end of the pipe."""
 
     def __init__(self, model: Path, slots: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        arguments = (theirs, model, slots, torch.get_num_threads())
+        self.connection, child_end = context.Pipe()
+        arguments = (child_end, model, slots, torch.get_num_threads())
         self.process = context.Process(target=_serve, args=arguments, name="burnish-generator", daemon=True)
         self.process.start()
-        # With this end open, a dead child would not be noticed.
-        theirs.close()
+        # If the parent kept this end open, it would not notice that the child died.
+        child_end.close()
 
     def send(self, *message: Any) -> None:
-        """Send a message; plain pickle copies tensors, where multiprocessing's own would share their memory."""
+        """Send a message. Plain pickle copies tensors, whereas multiprocessing's pickler would share their memory."""
         self.connection.send_bytes(pickle.dumps(message))
 
     def receive(self) -> Any:
-        """What the child answers.
+        """Wait for the child's next answer.
 
         Raises:
-            UserError: of the child.
-            RuntimeError: with the traceback of any other error of the child.
-            EOFError, ConnectionError: the child is dead.
+            UserError: if the child raised one.
+            RuntimeError: if the child raised any other error. The message has its traceback.
+            EOFError, ConnectionError: if the child is dead.
         """
         kind, content = pickle.loads(self.connection.recv_bytes())
         if kind == "user_error":
@@ -212,10 +216,10 @@ class _Child:
         return content
 
     def end(self) -> int | None:
-        """End the process, which has nothing to save, and wait for it; its exit code."""
+        """End the process, which has nothing to save, and return its exit code."""
         self.connection.close()
         self.process.terminate()
-        self.process.join(SECONDS)
+        self.process.join(GRACE_SECONDS)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -226,44 +230,45 @@ class _Child:
 
 
 def _serve(connection: Connection, path: Path, slots: int, threads: int) -> None:
-    """Answer messages until the other side of the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
+    """Answer messages until the parent closes its end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
         model, tokenizer, critic = torch.load(path, weights_only=False)
         generator = LocalGenerator(model, tokenizer, critic, slots)
-        names: dict[Handle, Handle] = {}
+        parent_handles: dict[Handle, Handle] = {}
         while True:
             try:
-                if names and not connection.poll(0):
+                if parent_handles and not connection.poll(0):
                     done = generator.poll(None)
-                    _answer(connection, "done", [(names.pop(handle), completion) for handle, completion in done])
+                    completions = [(parent_handles.pop(handle), completion) for handle, completion in done]
+                    _answer(connection, "done", completions)
                 else:
-                    _act(connection, generator, names)
+                    _handle_message(connection, generator, parent_handles)
             except (EOFError, ConnectionError):
                 return
             except UserError as error:
-                names.clear()
+                parent_handles.clear()
                 _answer(connection, "user_error", str(error))
             except Exception:
-                names.clear()
+                parent_handles.clear()
                 _answer(connection, "error", traceback.format_exc())
     except (EOFError, ConnectionError):
         return
 
 
-def _act(connection: Connection, generator: LocalGenerator, names: dict[Handle, Handle]) -> None:
-    """Do what the next message says."""
+def _handle_message(connection: Connection, generator: LocalGenerator, parent_handles: dict[Handle, Handle]) -> None:
+    """Receive and handle one message. ``parent_handles`` maps this process's handles to the parent's."""
     match pickle.loads(connection.recv_bytes()):
         case ("submit", first, requests, version):
             handles = generator.submit(requests, version)
-            names.update(zip(handles, range(first, first + len(handles)), strict=True))
+            parent_handles.update(zip(handles, range(first, first + len(handles)), strict=True))
         case ("update", version, folder):
             stream = _tensors(connection)
             try:
                 generator.update_weights(version, stream if folder is None else folder)
-            finally:  # the parent hears of an error behind the last tensor
+            finally:  # read all tensors even after an error, because the parent reads answers only after the last one
                 for _ in stream:
                     pass
             _answer(connection, "done", None)
@@ -275,7 +280,7 @@ def _act(connection: Connection, generator: LocalGenerator, names: dict[Handle, 
 
 
 def _tensors(connection: Connection) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors that follow in the pipe, up to its ``end``."""
+    """Receive named tensors until the message ``end``."""
     while (message := pickle.loads(connection.recv_bytes()))[0] == "tensor":
         yield message[1], message[2]
 
@@ -285,7 +290,7 @@ def _answer(connection: Connection, kind: str, content: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the parent has ended, even in the middle of a batch."""
+    """End this process as soon as the parent has ended, even in the middle of a batch."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

@@ -21,7 +21,7 @@ from burnish import kernels
 from burnish.generate.draw import draw
 from burnish.generate.kv_cache import SlotCache, layer_windows
 from burnish.generate.protocol import Completion, Request
-from burnish.generate.stop_strings import completes_stop
+from burnish.generate.stopping import completes_stop
 from burnish.kernels import decoding
 from burnish.models.forward import SamplingTransform, backbone, head, unwrap
 from burnish.models.heads import head_values

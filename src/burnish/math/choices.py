@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
-"""Reductions of token losses to one number (``math.reductions``)."""
-
 Estimate = Literal["k1", "k2", "k3"]
 """Estimators of the KL divergence per token (``math.kl``)."""
 

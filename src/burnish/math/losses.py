@@ -9,26 +9,25 @@ from torch import Tensor
 from burnish.math.preference import kto as kto
 from burnish.math.preference import kto_baseline as kto_baseline
 from burnish.math.preference import preference as preference
-from burnish.math.reductions import Weights, reduce
+from burnish.math.reductions import reduce
 from burnish.math.tensors import same_shape, upcast
 from burnish.types import Metric
 
 
-def nll(logprobs: Tensor, mask: Tensor, weights: Weights | None = None) -> Metric:
+def nll(logprobs: Tensor, mask: Tensor) -> Metric:
     """Negative log-likelihood: -sum_t log p(token_t).
 
     Args:
         logprobs: (B, T), in nats.
         mask: (B, T), the loss mask.
-        weights: from ``reduction_weights``; None gives the mean over tokens.
 
     Returns:
-        The weighted sum and its count.
+        The sum and the number of learned tokens.
 
     Raises:
         ValueError: if the shapes differ.
     """
-    return reduce(-logprobs, mask, weights)
+    return reduce(-logprobs, mask)
 
 
 def bradley_terry(

@@ -1,87 +1,31 @@
-"""Reductions of token losses to one number: the weight of each token, and the divisor of their sum."""
+"""Reductions: how the losses of tokens become one number.
+
+Each reduction is a function ``(losses, mask, segments, **settings) -> Term``:
+
+- ``losses`` (B, T): the losses of tokens. Values where the mask is False are ignored.
+- ``mask`` (B, T): the loss mask, True for tokens that enter the loss ("learned tokens").
+- ``segments`` (B, T): the index of the sequence within its row, starting at 1; 0 for padding.
+
+The term is a sum over the learned tokens. The trainer divides it by a count over the whole optimizer step: that of the
+learned tokens, or of the sequences with a learned token. So the result depends neither on padding nor on micro-batches.
+Sums are in float32, or in float64 for losses in float64. A shape mismatch raises a ValueError.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from burnish.errors import UserError
-from burnish.math.choices import Reduction
-from burnish.math.segments import sequence_ids
-from burnish.math.tensors import learned, same_shape
-from burnish.types import Metric
+from burnish.math.segments import sequence_count, sequence_sums
+from burnish.math.tensors import learned
+from burnish.types import Metric, Term
 
 
-class Weights(NamedTuple):
-    """The weight of each token, (B, T), and the count that divides the weighted sum, a scalar.
-
-    ``Weights(torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor(1.0))`` is the mean over the two tokens of one sequence.
-    """
-
-    tokens: Tensor
-    count: Tensor
-
-
-def reduction_weights(
-    mask: Tensor,
-    kind: Reduction = "token_mean",
-    length: int | None = None,
-    segments: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Weights:
-    """Weights that reduce token losses to one number. n is the number of learned tokens in a token's sequence.
-
-    token_mean gives every learned token weight 1 and counts tokens. The other three count the sequences that have a
-    learned token, and weight each learned token by 1 / n (sequence_mean), 1 (sequence_sum) or 1 / length
-    (fixed_length). The weights do not depend on padding.
-
-    Args:
-        mask: (B, T), the loss mask.
-        kind: one of the four reductions.
-        length: the constant of fixed_length, for example the maximum number of sampled tokens; not allowed for others.
-        segments: (B, T), the index of the sequence within its row; None means one sequence per row.
-        dtype: dtype of the losses. Half precision becomes float32, because it would round counts above 256.
-
-    Returns:
-        Weights, 0 where the mask is False.
-
-    Raises:
-        ValueError: if the shapes differ.
-        UserError: if the kind is unknown, or the length is missing or would be ignored.
-    """
-    if kind not in ("token_mean", "sequence_mean", "sequence_sum", "fixed_length"):
-        raise UserError(f"unknown reduction {kind!r}: expected token_mean, sequence_mean, sequence_sum or fixed_length")
-    if (length is None) == (kind == "fixed_length") or (length is not None and length < 1):
-        raise UserError(
-            f"reduction fixed_length needs a length of at least 1, others take none: got {length} for {kind}"
-        )
-    dtype = torch.promote_types(dtype, torch.float32)
-    tokens = mask.to(dtype)
-    if kind == "token_mean":
-        return Weights(tokens, mask.sum().to(dtype))
-    if segments is None:
-        segments = torch.ones_like(mask, dtype=torch.long)
-    same_shape(mask=mask, segments=segments)
-    rows, width = mask.shape
-    sequence = sequence_ids(segments)
-    sizes = sequence.new_zeros(rows * (width + 1)).index_add(0, sequence.flatten(), mask.long().flatten())
-    count = (sizes > 0).sum().to(dtype)
-    if kind == "sequence_mean":
-        tokens = tokens / sizes[sequence].clamp(min=1)
-    elif length is not None:
-        tokens = tokens / length
-    return Weights(tokens, count)
-
-
-def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Metric:
-    """The weighted sum of values over the learned tokens, sum_t w_t * x_t, and its count.
+def reduce(values: Tensor, mask: Tensor) -> Metric:
+    """The sum of values over the learned tokens, and their number.
 
     Args:
         values: (B, T), for example losses or entropies.
         mask: (B, T), the loss mask.
-        weights: from ``reduction_weights``; None weights every learned token by 1 and counts them.
 
     Returns:
         Metric; total and count are 0 if no token is learned.
@@ -90,7 +34,32 @@ def reduce(values: Tensor, mask: Tensor, weights: Weights | None = None) -> Metr
         ValueError: if the shapes differ.
     """
     (values,) = learned(mask, values=values)
-    if weights is None:
-        return Metric(values.sum(), mask.sum().to(values.dtype))
-    (tokens,) = learned(mask, weights=weights.tokens)
-    return Metric((values * tokens).sum(), weights.count)
+    return Metric(values.sum(), mask.sum().to(values.dtype))
+
+
+def token_mean(losses: Tensor, mask: Tensor, segments: Tensor) -> Term:
+    """The mean over all learned tokens. Long sequences weigh more than short ones. It does not use ``segments``."""
+    return reduce(losses, mask).over("tokens")
+
+
+def sequence_sum(losses: Tensor, mask: Tensor, segments: Tensor) -> Term:
+    """The sum over the learned tokens of each sequence, averaged over sequences."""
+    (losses,) = learned(mask, losses=losses)
+    return Term(losses.sum(), "sequences", sequence_count(mask, segments).to(losses.dtype))
+
+
+def sequence_mean(losses: Tensor, mask: Tensor, segments: Tensor) -> Term:
+    """The mean over the learned tokens of each sequence, averaged over sequences (GRPO: Shao et al. 2024)."""
+    (losses,) = learned(mask, losses=losses)
+    sizes = sequence_sums(mask.to(losses.dtype), segments)
+    return sequence_sum(losses / sizes.clamp(min=1), mask, segments)
+
+
+def fixed_length(losses: Tensor, mask: Tensor, segments: Tensor, *, length: int) -> Term:
+    """The sum over each sequence, divided by a constant and averaged over sequences (Dr. GRPO: Liu et al. 2025).
+
+    Args:
+        length: At least 1, for example the largest number of sampled tokens.
+    """
+    term = sequence_sum(losses, mask, segments)
+    return term._replace(total=term.total / length)

@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burnish.math.reductions import Weights, reduce
+from burnish.math.reductions import reduce
 from burnish.math.tensors import learned, same_shape
 from burnish.types import Metric
 
 
-def clipped_value(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    clip: float | None,
-    weights: Weights | None = None,
-) -> Metric:
+def clipped_value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Metric:
     """PPO's value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2).
 
     Source: the implementation of Schulman et al., "Proximal policy optimization algorithms", 2017 (OpenAI baselines).
@@ -28,16 +21,15 @@ def clipped_value(
         returns: (B, T), R; no gradient flows into it.
         mask: (B, T), the loss mask.
         clip: c, above 0; None disables clipping.
-        weights: from ``reduction_weights``; None gives the mean over tokens.
 
     Returns:
-        The weighted sum and its count.
+        The sum and the number of learned tokens.
 
     Raises:
         ValueError: if the shapes differ.
     """
     plain, clipped = _value_errors(values, old_values, returns, mask, clip)
-    return reduce(torch.maximum(plain, clipped) / 2, mask, weights)
+    return reduce(torch.maximum(plain, clipped) / 2, mask)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Policy gradient: PPO, REINFORCE, RLOO and GRPO as presets of one method.
 
 An advantage estimator, a policy loss, a critic and a reduction are chosen independently (``methods/settings.py``, where
-the presets are too). The estimators and losses that recipes call by name are in ``ADVANTAGES`` and ``POLICY_LOSSES``.
+the presets are too). Those that recipes call by name are in ``POLICY_LOSSES``, ``ADVANTAGES`` and ``REDUCTIONS``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from burnish import user_functions
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.protocol import GeneratorFactory
 from burnish.generate.sampling import Sampling
-from burnish.math import advantages, policy
+from burnish.math import advantages, policy, reductions
 from burnish.math.choices import Baseline
 from burnish.math.kl import estimate
-from burnish.math.reductions import reduce, reduction_weights
+from burnish.math.reductions import reduce
+from burnish.math.tensors import learned
 from burnish.math.value import clipped_value, value_clipfrac
 from burnish.methods import METHODS
 from burnish.methods.reinforce import ScoredReinforce, are_prompts
-from burnish.methods.settings import Critic, OwnFunction, PolicyGradientConfig, ReinforceConfig
+from burnish.methods.settings import Critic, FixedLength, OwnFunction, PolicyGradientConfig, ReinforceConfig
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network, SharedCritic, disable_dropout, separate_critic
@@ -34,7 +35,7 @@ from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rl.loader import RolloutLoader, Sampler
-from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Terms, Unit
+from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Term, Terms
 from burnish.user_code import user_code
 
 F = TypeVar("F")
@@ -57,6 +58,14 @@ AdvantageEstimator = Callable[..., tuple[Tensor, Tensor | None]]
 ``mask`` (N, T) is True where the policy wrote the token; ``groups`` (N,) are equal for completions of one prompt;
 ``values`` (N, T) are the critic's, None without one. ``returns`` (N, T) are what the critic learns, None if no critic
 is read. The settings are the other keys of ``advantage`` in a recipe.
+"""
+
+Reduction = Callable[..., Term]
+"""``(losses, mask, segments, *, settings) -> Term(total, unit)``.
+
+``losses`` (B, T) are those of tokens, 0 where ``mask`` is False; ``math/reductions.py`` describes the tensors. The
+trainer divides the total by the number of units in the whole optimizer step: ``tokens`` counts learned tokens, and
+``sequences`` counts sequences with a learned token. The settings are the other keys of ``reduction`` in a recipe.
 """
 
 
@@ -88,6 +97,12 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "gae": gae,
     **{kind: partial(compared, kind=kind) for kind in get_args(Baseline)},
 }
+REDUCTIONS: dict[str, Reduction] = {
+    "token_mean": reductions.token_mean,
+    "sequence_mean": reductions.sequence_mean,
+    "sequence_sum": reductions.sequence_sum,
+    "fixed_length": reductions.fixed_length,
+}
 
 
 def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callable[..., Any]:
@@ -113,6 +128,11 @@ def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callab
         with user_code(f"{key} {name}"):
             result = function(*tensors, **settings)
         assert tensors[0] is not None
+        if key == "reduction":
+            if not (isinstance(result, Term) and result.total.shape == () and result.unit in ("tokens", "sequences")):
+                expected = "Term(total, unit) with a scalar total and unit tokens or sequences"
+                raise UserError(f"{key} {name}: expected {expected}, got {result!r:.200}")
+            return result
         shape = tuple(tensors[0].shape)
         if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == shape):
             what = "(losses, metrics)" if key == "policy_loss" else "(advantages, returns or None)"
@@ -143,6 +163,10 @@ class PolicyGradient(Method):
         self.policy_loss = with_settings(POLICY_LOSSES, self.settings.policy_loss, "policy_loss")
         self.estimator = with_settings(ADVANTAGES, self.settings.advantage, "advantage")
         self.sampler = Sampler(reward or [], sampling, generator)
+        reduction = self.settings.reduction
+        if isinstance(reduction, FixedLength) and reduction.length is None:
+            reduction = reduction.model_copy(update={"length": self.sampler.sampling.longest})
+        self.reduction = with_settings(REDUCTIONS, reduction, "reduction")
         self.reference: Reference | None = None
         self.warming_up = False
         if self.spec.kinds == (Prompt,):
@@ -231,17 +255,17 @@ class PolicyGradient(Method):
             examples,
             engine,
             run,
-            measure=lambda sampled: self.measure(engine.network, sampled),
+            measure=lambda use_sampler_logprobs: self.measure(engine.network, use_sampler_logprobs),
             estimator=self.estimator,
             begin=begin,
         )
 
-    def measure(self, network: Network, sampled: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
+    def measure(self, network: Network, use_sampler_logprobs: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
         """What the update needs of rollouts: log-probabilities as in ``Sampler.logprobs_of``, and values."""
-        logprobs = self.sampler.logprobs_of(network.policy, self.reference, sampled)
+        logprobs = self.sampler.logprobs_of(network.policy, self.reference, use_sampler_logprobs)
         if network.critic is None:
             return logprobs
-        reads_hidden = not sampled or isinstance(network.critic, SharedCritic)
+        reads_hidden = not use_sampler_logprobs or isinstance(network.critic, SharedCritic)
 
         def of(batch: MicroBatch) -> dict[str, Tensor]:
             hidden = hidden_states(network.policy, batch) if reads_hidden else None
@@ -251,21 +275,19 @@ class PolicyGradient(Method):
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """Terms of the policy, the critic and the KL; as metrics the entropy, the ratio and those of the loss."""
-        s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.warp
+        s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.transform
         old_logprobs, advantages = arrays["old_logprobs"], arrays["advantages"]
         hidden = hidden_states(network.policy, batch)
         entropies = "learned" if s.entropy_coef else "measured"
         logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, transform, entropies)
         losses, metrics = self.policy_loss(logprobs, old_logprobs, advantages, mask, batch.segments)
+        (losses,) = learned(mask, losses=losses)  # a loss of the user may have other values there
         if "correction" in arrays:
             losses = losses * arrays["correction"]
-        fixed = self.sampler.sampling.longest if s.reduction == "fixed_length" else None
-        weights = reduction_weights(mask, s.reduction, fixed, batch.segments, logprobs.dtype)
         now = logprobs.detach()
         moved = policy.log_ratios(now, old_logprobs, mask)
-        unit: Unit = "tokens" if s.reduction == "token_mean" else "sequences"
         terms: Terms = {
-            "policy": reduce(losses, mask, weights).over(unit),
+            "policy": self.reduction(losses, mask, batch.segments),
             "entropy": reduce(entropy, mask).over("tokens"),
             "approxkl": reduce(moved.square() / 2, mask),
             "ratio": reduce(moved.exp(), mask),
@@ -279,7 +301,7 @@ class PolicyGradient(Method):
             if transform != whole:
                 ours, _ = token_logprobs(network.policy, hidden, batch, mask, whole, "off")
             kl = estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask)
-            terms["kl_loss"] = reduce(kl, mask, weights).over(unit)
+            terms["kl_loss"] = self.reduction(kl, mask, batch.segments)
         if self.critic is not None:
             values = network.values(batch, hidden.detach() if self.warming_up else hidden)
             targets = arrays["values"], arrays["returns"], mask, self.critic.clip
@@ -291,6 +313,10 @@ class PolicyGradient(Method):
         """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
         self.sampler.check_rewards()
         return self.sampler.evaluate(examples, engine, run, self.reference, self.settings.evaluation)
+
+    def close(self) -> None:
+        """Close the generator."""
+        self.sampler.close()
 
 
 class PPO(PolicyGradient):
@@ -319,7 +345,7 @@ class Reinforce(PolicyGradient):
     def __init__(self, *sampled: Any, **settings: Any) -> None:
         super().__init__(*sampled, **settings)
         assert isinstance(self.settings, ReinforceConfig)
-        self.scored = ScoredReinforce(self.settings, self.policy_loss, self.sampler.start_scores)
+        self.scored = ScoredReinforce(self.settings, self.policy_loss, self.reduction, self.sampler.start_scores)
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
         """The model without dropout, and the reference kept aside where there is one."""

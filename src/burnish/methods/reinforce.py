@@ -15,8 +15,9 @@ from burnish.data.loader import RowLoader
 from burnish.errors import UserError
 from burnish.math import advantages as adv
 from burnish.math.kl import estimate
-from burnish.math.reductions import reduce, reduction_weights
-from burnish.methods.settings import Compared, OwnFunction, ReinforceConfig, ReinforceLoss
+from burnish.math.reductions import reduce
+from burnish.math.tensors import learned
+from burnish.methods.settings import Compared, FixedLength, OwnFunction, ReinforceConfig, ReinforceLoss
 from burnish.models.adapters import Reference
 from burnish.models.forward import hidden_states, token_logprobs, unwrap
 from burnish.models.heads import Network
@@ -26,7 +27,7 @@ from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
-from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Terms, Unit
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Term, Terms
 
 # Settings that are read on scored rows; nothing is sampled there, so that the others would be ignored.
 READ = {
@@ -47,14 +48,20 @@ class ScoredReinforce:
 
     Args:
         settings: of ``reinforce``.
-        policy_loss: the loss of tokens; the ratio of every token is 1.
+        policy_loss: the losses of tokens; the ratio of every token is 1.
+        reduction: how they become one number.
         start_scores: kept with the state of the loader.
     """
 
     def __init__(
-        self, settings: ReinforceConfig, policy_loss: Callable[..., Any], start_scores: dict[str, float]
+        self,
+        settings: ReinforceConfig,
+        policy_loss: Callable[..., Any],
+        reduction: Callable[..., Term],
+        start_scores: dict[str, float],
     ) -> None:
-        self.settings, self.policy_loss, self.start_scores = settings, policy_loss, start_scores
+        self.settings, self.policy_loss, self.reduction = settings, policy_loss, reduction
+        self.start_scores = start_scores
         self.reference: Reference | None = None
         self.warned = False
 
@@ -109,8 +116,11 @@ class ScoredReinforce:
             )
         if s.kl_coef and s.kl_in == "reward":
             raise UserError("method.kl_in: of scored rows the KL can only be in the loss: set kl_in: loss")
-        if s.reduction == "fixed_length":
-            raise UserError("method.reduction: fixed_length divides by max_new_tokens, which scored rows do not have")
+        if isinstance(s.reduction, FixedLength) and s.reduction.length is None:
+            raise UserError(
+                "method.reduction: fixed_length divides by max_new_tokens, which scored rows do not have: set "
+                "reduction: {name: fixed_length, length: ...}"
+            )
 
     def with_reference(self, examples: list[Example], engine: Engine) -> list[Example]:
         """Examples with the reference's log-probabilities, which never change."""
@@ -146,19 +156,18 @@ class ScoredReinforce:
         s, mask, arrays = self.settings, batch.loss_mask, batch.arrays
         hidden = hidden_states(network.policy, batch)
         logprobs, _ = token_logprobs(network.policy, hidden, batch, mask, entropies="off")
-        weights = reduction_weights(mask, s.reduction, None, batch.segments, logprobs.dtype)
         advantages, now = arrays["advantages"], logprobs.detach()
         losses, metrics = self.policy_loss(logprobs, now, advantages, mask, batch.segments)
-        unit: Unit = "tokens" if s.reduction == "token_mean" else "sequences"
+        (losses,) = learned(mask, losses=losses)  # a loss of the user may have other values there
         terms: Terms = {
-            "policy": reduce(losses, mask, weights).over(unit),
+            "policy": self.reduction(losses, mask, batch.segments),
             "logprob_positive_advantage": reduce(now, mask & (advantages > 0)),
             "logprob_negative_advantage": reduce(now, mask & (advantages < 0)),
         }
         terms |= {name: reduce(x.detach(), mask) for name, x in metrics.items()}
         if "ref_logprobs" in arrays:
             kl = estimate(logprobs, arrays["ref_logprobs"], s.kl_estimate, mask)
-            terms["kl_loss"] = reduce(kl, mask, weights).over(unit)
+            terms["kl_loss"] = self.reduction(kl, mask, batch.segments)
         return terms
 
 

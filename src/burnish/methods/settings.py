@@ -13,7 +13,6 @@ from burnish.math.choices import (
     Baseline,
     Estimate,
     PreferenceLoss,
-    Reduction,
 )
 from burnish.types import Config
 
@@ -105,7 +104,8 @@ class StepValueConfig(Config):
 
 
 # --- policy gradient ----------------------------------------------------------------------------------------------
-# Three blocks choose the loss, the advantage estimator and the critic. A block without a name keeps the preset's.
+# Four blocks choose the policy loss, the advantage estimator, the reduction and the critic. A block without a name
+# keeps that of the preset.
 
 OWN = "<file.py:name>"
 
@@ -185,6 +185,19 @@ class Compared(Config):
     name: Baseline
 
 
+class Reduction(Config):
+    """A mean over all tokens, or over sequences of the mean or the sum of their tokens (see ``math.reductions``)."""
+
+    name: Literal["token_mean", "sequence_mean", "sequence_sum"]
+
+
+class FixedLength(Config):
+    """The sum over each sequence, divided by a constant, averaged over sequences."""
+
+    name: Literal["fixed_length"]
+    length: int | None = Field(None, ge=1, description="the constant; default: the longest allowed completion")
+
+
 class NoCritic(Config):
     """No critic."""
 
@@ -237,10 +250,12 @@ def _choice(*classes: type[Config], own: bool = True) -> Any:
 if TYPE_CHECKING:
     PolicyLoss = ReinforceLoss | ClipLoss | GSPOLoss | CISPOLoss | SAPOLoss | OwnFunction
     Advantage = GAE | Compared | OwnFunction
+    ReductionChoice = Reduction | FixedLength | OwnFunction
     CriticChoice = NoCritic | Critic
 else:
     PolicyLoss = _choice(ReinforceLoss, ClipLoss, GSPOLoss, CISPOLoss, SAPOLoss)
     Advantage = _choice(GAE, Compared)
+    ReductionChoice = _choice(Reduction, FixedLength)
     CriticChoice = _choice(NoCritic, Critic, own=False)
 
 
@@ -272,7 +287,6 @@ class Overlong(Config):
     )
 
 
-Reduced = Annotated[Reduction, Field(description="how token losses are combined into one number")]
 Epochs = Annotated[int, Field(ge=1, description="passes over each batch of rollouts")]
 KLCoef = Annotated[
     float, Field(ge=0, description="weight of the KL to the reference model; 0 needs no reference model")
@@ -299,6 +313,10 @@ AdvantageBlock = Annotated[
     Advantage,
     Field(description="advantage estimator: its name and settings", json_schema_extra=_abbreviated),
 ]
+ReductionBlock = Annotated[
+    ReductionChoice,
+    Field(description="how token losses become one number: name and settings", json_schema_extra=_abbreviated),
+]
 CriticBlock = Annotated[
     CriticChoice,
     Field(description="critic, which predicts returns: its name and settings", json_schema_extra=_abbreviated),
@@ -314,7 +332,7 @@ class PolicyGradientConfig(Config):
     policy_loss: LossBlock = ReinforceLoss.model_validate({"name": "reinforce"})
     advantage: AdvantageBlock = Compared.model_validate({"name": "none"})
     critic: CriticBlock = NoCritic.model_validate({"name": "none"})
-    reduction: Reduced = "sequence_sum"
+    reduction: ReductionBlock = Reduction.model_validate({"name": "sequence_sum"})
     epochs: Epochs = 1
     mini_batches: int = Field(
         1, ge=1, description="optimizer steps per pass; must divide the number of rollouts in a batch"
@@ -413,7 +431,7 @@ class PolicyGradientConfig(Config):
             yield f"missing_eos: {self.missing_eos} needs a value: set missing_eos_penalty"
 
 
-BLOCKS = {"policy_loss", "advantage", "critic"}
+BLOCKS = {"policy_loss", "advantage", "reduction", "critic"}
 
 
 # The presets. Settings that a preset does not list keep the defaults of PolicyGradientConfig.
@@ -425,7 +443,7 @@ class PPOConfig(PolicyGradientConfig):
     policy_loss: LossBlock = ClipLoss.model_validate({"name": "clip"})
     advantage: AdvantageBlock = GAE.model_validate({"name": "gae"})
     critic: CriticBlock = Critic.model_validate({"name": "separate"})
-    reduction: Reduced = "token_mean"
+    reduction: ReductionBlock = Reduction.model_validate({"name": "token_mean"})
     epochs: Epochs = 4
     kl_coef: KLCoef = 0.05
     reference: KeepReference = True
@@ -449,7 +467,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     policy_loss: LossBlock = ClipLoss.model_validate({"name": "clip"})
     advantage: AdvantageBlock = Compared.model_validate({"name": "group_std"})
-    reduction: Reduced = "sequence_mean"
+    reduction: ReductionBlock = Reduction.model_validate({"name": "sequence_mean"})
     kl_coef: KLCoef = 0.04
     kl_in: KLIn = "loss"
     kl_estimate: KLEstimate = "k3"

@@ -1,4 +1,4 @@
-"""Shipped recipes: YAML files, and beside them the functions that make their data and judge their answers."""
+"""Shipped recipes: YAML files, and the functions that make their data and score their answers."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
-"""Film reviews of one sentence, each rated by some fifteen people from -4 (very negative) to 4 (very positive).
+"""One-sentence film reviews, each rated by about fifteen people from -4 (very negative) to 4 (very positive).
 
-The 10,605 snippets and their ratings were published with VADER (Hutto and Gilbert 2014) and come with the sources of
-the package vaderSentiment. No film is named beside them, so the requests that they answer are made up here.
+The 10,605 snippets and their ratings were published with VADER (Hutto and Gilbert 2014) and are part of the source
+distribution of the package vaderSentiment. They do not name their films, so the requests they answer are made up here.
 """
 
 from __future__ import annotations
@@ -86,33 +86,33 @@ def prepare(
 ) -> None:
     """Write ``data/*.jsonl`` into a folder; the same seed writes the same bytes.
 
-    A snippet is on one side only: in the training files or in those whose name ends in ``-eval``. So is a request of
-    ``prompts-eval.jsonl``, by its wording and by its kind of film. ``pairs-shuffled.jsonl`` holds the training pairs
-    with the labels flipped by a coin, from which nothing can be learned, and ``pairs-eval-shuffled.jsonl`` those of
-    evaluation: a control.
+    No snippet is in both a training file and an evaluation file (``*-eval.jsonl``). The requests in
+    ``prompts-eval.jsonl`` use wordings and kinds of film that no training file has. ``pairs-shuffled.jsonl`` and
+    ``pairs-eval-shuffled.jsonl`` are controls: the same pairs with labels swapped at random, so that there is nothing
+    to learn.
 
     Args:
         folder: where to write.
-        seed: of the split and of all draws.
+        seed: seed of the split and of all random choices.
         archive: the source distribution of vaderSentiment.
-        held_out: share of the snippets that training does not see, in (0, 1).
-        rows: snippets to fine-tune on, at most; None is all of them.
-        rows_held_out: snippets to measure perplexity on, at most; None is all of them.
-        pairs: pairs of snippets to train the reward model on.
-        pairs_held_out: pairs to evaluate it on.
-        prompts: requests to be answered in PPO.
-        gap: the mean ratings of a pair differ by more than this.
-        soft: give each pair the share of raters that would choose as the means do, as ``p_chosen``.
+        held_out: fraction of the snippets held out from training, in (0, 1).
+        rows: maximum number of snippets for fine-tuning; None uses all.
+        rows_held_out: maximum number of held-out snippets for measuring perplexity; None uses all.
+        pairs: number of pairs of snippets for training the reward model.
+        pairs_held_out: number of pairs for evaluating it.
+        prompts: number of requests for PPO.
+        gap: the mean ratings of the two snippets in a pair differ by more than this.
+        soft: add ``p_chosen`` to each pair: the fraction of pairs of raters who would prefer the chosen snippet.
         system: a system message before every request.
 
     Raises:
-        UserError: the archive is missing or another one, or a share or a gap leaves nothing.
+        UserError: if the archive is missing or is a different one, or ``held_out`` or ``gap`` leaves no rows.
     """
     rng = random.Random(seed)
     if not 0 < held_out < 1:
         raise UserError(f"held_out: expected a share between 0 and 1, got {held_out}")
-    # a text that comes twice counts once, so that it cannot be on both sides
-    snippets = list({snippet.text: snippet for snippet in reversed(read(Path(archive)))}.values())
+    # Duplicate texts are removed, so that none can be on both sides.
+    snippets = list({snippet.text: snippet for snippet in reversed(read_snippets(Path(archive)))}.values())
     rng.shuffle(snippets)
     count = max(1, round(held_out * len(snippets)))
     unseen, seen = snippets[:count], snippets[count:]
@@ -121,24 +121,24 @@ def prepare(
     def write(name: str, rows: list[dict[str, Any]]) -> None:
         write_rows(folder / "data" / name, [{"system": system} | row for row in rows] if system else rows)
 
-    write("sft.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in seen[:rows]])
-    write("sft-eval.jsonl", [reviewed(rng.choice(requests), snippet) for snippet in unseen[:rows_held_out]])
-    preferred = compared(rng, requests, seen, pairs, gap, soft)
+    write("sft.jsonl", [sft_row(rng.choice(requests), snippet) for snippet in seen[:rows]])
+    write("sft-eval.jsonl", [sft_row(rng.choice(requests), snippet) for snippet in unseen[:rows_held_out]])
+    preferred = preference_rows(rng, requests, seen, pairs, gap, soft)
     write("pairs.jsonl", preferred)
-    write("pairs-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in preferred])
-    held = compared(rng, requests, unseen, pairs_held_out, gap, soft)
+    write("pairs-shuffled.jsonl", [swap_labels(row) if rng.random() < 0.5 else row for row in preferred])
+    held = preference_rows(rng, requests, unseen, pairs_held_out, gap, soft)
     write("pairs-eval.jsonl", held)
     write("prompts.jsonl", [{"prompt": rng.choice(requests)} for _ in range(prompts)])
     others = itertools.product(UNSEEN_WORDINGS, UNSEEN_FILMS)
     write("prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
-    write("pairs-eval-shuffled.jsonl", [flipped(row) if rng.random() < 0.5 else row for row in held])
+    write("pairs-eval-shuffled.jsonl", [swap_labels(row) if rng.random() < 0.5 else row for row in held])
 
 
 def vader(trajectories: list[Trajectory]) -> list[float]:
     """Sentiment of each answer by VADER's lexicon and rules, from -1 (negative) to 1 (positive).
 
     Raises:
-        UserError: the package vaderSentiment is not installed.
+        UserError: if the package vaderSentiment is not installed.
     """
     return [analyzer().polarity_scores(t.text)["compound"] for t in trajectories]
 
@@ -158,11 +158,11 @@ def analyzer() -> Any:
 # --- the archive ---------------------------------------------------------------------------------------------------
 
 
-def read(archive: Path) -> list[Snippet]:
-    """The snippets in an archive of vaderSentiment's sources, which is not unpacked.
+def read_snippets(archive: Path) -> list[Snippet]:
+    """Read the snippets from the source distribution of vaderSentiment, without unpacking it.
 
     Raises:
-        UserError: there is no such file, or it is another archive.
+        UserError: if the file does not exist or is a different archive.
     """
     if not archive.is_file():
         raise UserError(
@@ -190,7 +190,7 @@ def _lines(archive: tarfile.TarFile, name: str) -> list[list[str]]:
 
 
 def clean(text: str) -> str:
-    """A snippet as its critic wrote it: real quotes and dashes, no gaps.
+    """A snippet as its critic wrote it, with normal quotes, dashes and spaces.
 
     ``clean("unrelentingly grim    and ''engrossing'' .")`` is ``'unrelentingly grim - and "engrossing".'``
     """
@@ -203,15 +203,15 @@ def clean(text: str) -> str:
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def reviewed(request: str, snippet: Snippet) -> dict[str, Any]:
-    """A request and a snippet that answers it."""
+def sft_row(request: str, snippet: Snippet) -> dict[str, Any]:
+    """A request with a snippet as its answer."""
     return {"prompt": request, "completion": snippet.text, "snippet": snippet.number}
 
 
-def compared(
+def preference_rows(
     rng: random.Random, requests: Sequence[str], snippets: Sequence[Snippet], count: int, gap: float, soft: bool
 ) -> list[dict[str, Any]]:
-    """Requests with two snippets that answer each, the one that people rated higher preferred."""
+    """Requests with two snippets each, where the chosen one has the higher mean rating."""
     means = [snippet.mean for snippet in snippets]
     if max(means) - min(means) <= gap:
         raise UserError(f"gap: no two of {len(snippets)} snippets differ by more than {gap} in their mean rating")
@@ -226,11 +226,11 @@ def compared(
 
 
 def agreement(better: Sequence[int], worse: Sequence[int]) -> float:
-    """Share of the pairs of one rating each in which the first is higher, ties counted half."""
+    """Fraction of all pairs of a rating of each snippet in which the better one's is higher. Ties count half."""
     sides = [(b > w) + 0.5 * (b == w) for b, w in itertools.product(better, worse)]
     return sum(sides) / len(sides)
 
 
-def flipped(row: dict[str, Any]) -> dict[str, Any]:
-    """A pair with the labels exchanged."""
+def swap_labels(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair with its labels swapped."""
     return {**row, "chosen": row["rejected"], "rejected": row["chosen"], "snippets": row["snippets"][::-1]}

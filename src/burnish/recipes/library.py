@@ -1,7 +1,7 @@
-"""English prose that every Python carries: its language reference, and the docstrings of its standard library.
+"""English prose that comes with Python: its language reference and the docstrings of its standard library.
 
-A tokenizer of byte pairs and a Llama of 1.3 million random weights are made to go with it. What is written depends on
-the version of Python.
+The recipe also trains a BPE tokenizer and creates a Llama with 1.3 million random weights. The texts depend on the
+version of Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from burnish.recipes.models import random_llama
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SHORTEST = 200  # characters: a docstring below is a line that says little
+SHORTEST = 200
+"""Minimum length of a docstring in characters. Shorter ones are single lines with little content."""
 
 
 def prepare(folder: Path, seed: int, *, held_out: int = 10, docstrings: int = 1000, vocabulary: int = 2048) -> None:
@@ -29,44 +30,44 @@ def prepare(folder: Path, seed: int, *, held_out: int = 10, docstrings: int = 10
 
     Args:
         folder: where to write.
-        seed: of what is held out, and of the weights.
-        held_out: sections of the language reference that no training file has.
-        docstrings: the most docstrings to write.
-        vocabulary: tokens of the tokenizer, which is made from the training files.
+        seed: seed of the split and the weights.
+        held_out: number of sections of the language reference that are in no training file.
+        docstrings: maximum number of docstrings.
+        vocabulary: vocabulary size of the tokenizer, which is trained on the training files.
 
     Raises:
-        UserError: nothing would be left to train on.
+        UserError: if nothing would be left to train on.
     """
     rng = random.Random(seed)
-    sections = reference()
+    sections = reference_sections()
     if not 0 < held_out < len(sections):
         raise UserError(f"held_out: expected 1 to {len(sections) - 1} of the {len(sections)} sections, got {held_out}")
     rng.shuffle(sections)
-    found = list(dict.fromkeys(documented()))
-    rng.shuffle(found)
-    training = sections[held_out:], found[:docstrings]
+    documentation = list(dict.fromkeys(standard_library_docstrings()))
+    rng.shuffle(documentation)
+    training = sections[held_out:], documentation[:docstrings]
     for name, texts in zip(
         ("reference", "docstrings", "reference-eval"), (*training, sections[:held_out]), strict=True
     ):
         write_rows(folder / "data" / f"{name}.jsonl", ({"text": text} for text in texts))
-    tokenizer = make_tokenizer([*training[0], *training[1]], vocabulary)
+    tokenizer = train_tokenizer([*training[0], *training[1]], vocabulary)
     tokenizer.save_pretrained(folder / "model")
     model = random_llama(tokenizer, seed, hidden_size=128, intermediate_size=384, num_hidden_layers=4)
     model.save_pretrained(folder / "model")
 
 
-def reference() -> list[str]:
-    """The sections of the language reference that ``help()`` shows, in the order of their names."""
+def reference_sections() -> list[str]:
+    """The sections of the language reference that ``help()`` shows, sorted by name."""
     from pydoc_data.topics import topics
 
     return list(dict.fromkeys(topics[name].strip() for name in sorted(topics)))
 
 
-def documented() -> Iterator[str]:
-    """The docstrings of the modules of the standard library, and of their classes and functions."""
+def standard_library_docstrings() -> Iterator[str]:
+    """The docstrings of the standard library's modules, classes and functions."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the library's own code
+            warnings.simplefilter("ignore")  # warnings about the library's own code
             tree = ast.parse(path.read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -75,8 +76,8 @@ def documented() -> Iterator[str]:
                     yield text
 
 
-def make_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte pairs of these texts, with a pad and an eos token of their own."""
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with a pad and an EOS token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

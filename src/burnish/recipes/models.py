@@ -1,4 +1,4 @@
-"""Tokenizers and random models of the recipes that make their data on the spot."""
+"""Tokenizers and random models for the recipes that generate their own data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def character_tokenizer(characters: str, template: str) -> PreTrainedTokenizerFast:
-    """One token for each character, with pad, bos, eos and unknown tokens of their own; 64 tokens at most."""
+    """A tokenizer with one token per character, and pad, BOS, EOS and unknown tokens. Its maximum length is 64."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +30,7 @@ def character_tokenizer(characters: str, template: str) -> PreTrainedTokenizerFa
 
 
 def random_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **sizes: Any) -> LlamaForCausalLM:
-    """A Llama of four heads for a tokenizer, its weights drawn by the seed; ``sizes`` as in ``LlamaConfig``."""
+    """A Llama with four attention heads and random weights. ``sizes`` are options of ``LlamaConfig``."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,8 +1,7 @@
-"""Two-digit addition, with all of its data and a model of 0.18 million random weights made on the spot.
+"""Two-digit addition with generated data and a model of 0.18 million random weights.
 
-Four answers of ten that the model is fine-tuned on are wrong, drawn anew for every row, so there is nothing else to
-learn: a model that fits the data perfectly samples a right answer six times of ten. A reward model that has seen
-right and wrong answers, and PPO against it, can lift it above that.
+40 % of the fine-tuning answers are wrong, chosen at random, so a model that fits the data perfectly samples a correct
+answer 60 % of the time. PPO with a reward model trained on correct and wrong answers can raise this.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ def prepare(
 
     Args:
         folder: where to write.
-        seed: of the data and of the weights.
-        rows: questions with an answer to fine-tune on.
-        pairs: questions with a right and a wrong answer.
-        prompts: questions to be answered in PPO.
-        held_out: questions that no training file has; of the 8,100 there are.
-        corrupted: share of wrong answers among the answers to fine-tune on, in [0, 1].
-        scored: conversations with a reward, 1 for a right answer and -1 for a wrong one; 0 writes no such file.
+        seed: seed of the data and the weights.
+        rows: number of questions with an answer for fine-tuning.
+        pairs: number of questions with a correct and a wrong answer.
+        prompts: number of questions for PPO.
+        held_out: number of the 8,100 questions that are in no training file.
+        corrupted: fraction of wrong answers in the fine-tuning data, in [0, 1].
+        scored: number of conversations with a reward, 1 for a correct answer and -1 for a wrong one; 0 writes no file.
 
     Raises:
-        UserError: nothing would be left to train on.
+        UserError: if nothing would be left to train on.
     """
     rng = random.Random(seed)
     questions = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -70,67 +69,71 @@ def prepare(
         )
     rng.shuffle(questions)
     unseen, seen = questions[:held_out], questions[held_out:]
-    write_rows(folder / "data" / "sft.jsonl", (answered(rng, rng.choice(seen), corrupted) for _ in range(rows)))
-    write_rows(folder / "data" / "sft-eval.jsonl", (answered(rng, question, corrupted) for question in unseen))
-    write_rows(folder / "data" / "pairs.jsonl", (pair(rng, rng.choice(seen)) for _ in range(pairs)))
-    write_rows(folder / "data" / "pairs-eval.jsonl", (pair(rng, question) for question in unseen))
-    write_rows(folder / "data" / "prompts.jsonl", (asked(rng.choice(seen)) for _ in range(prompts)))
-    write_rows(folder / "data" / "prompts-eval.jsonl", map(asked, unseen))
+    write_rows(folder / "data" / "sft.jsonl", (sft_row(rng, rng.choice(seen), corrupted) for _ in range(rows)))
+    write_rows(folder / "data" / "sft-eval.jsonl", (sft_row(rng, question, corrupted) for question in unseen))
+    write_rows(folder / "data" / "pairs.jsonl", (preference_row(rng, rng.choice(seen)) for _ in range(pairs)))
+    write_rows(folder / "data" / "pairs-eval.jsonl", (preference_row(rng, question) for question in unseen))
+    write_rows(folder / "data" / "prompts.jsonl", (prompt_row(rng.choice(seen)) for _ in range(prompts)))
+    write_rows(folder / "data" / "prompts-eval.jsonl", map(prompt_row, unseen))
     if scored:
-        conversations = (rated(rng, rng.choice(seen), corrupted) for _ in range(scored))
+        conversations = (scored_row(rng, rng.choice(seen), corrupted) for _ in range(scored))
         write_rows(folder / "data" / "scored.jsonl", conversations)
     write_model(folder / "model", seed)
 
 
 def exact(trajectories: list[Trajectory]) -> list[float]:
-    """1 where an answer is the sum and nothing else, and 0 elsewhere."""
+    """1 if an answer is exactly the sum, else 0."""
     return [float(t.text == t.columns["answer"]) for t in trajectories]
 
 
 def constant(trajectories: list[Trajectory]) -> list[float]:
-    """1 for every answer: a control, from which nothing can be learned."""
+    """1 for every answer. This is a control: there is nothing to learn from it."""
     return [1.0] * len(trajectories)
 
 
-def answered(rng: random.Random, question: Question, corrupted: float) -> dict[str, str]:
-    """A row to fine-tune on, its answer wrong with probability ``corrupted``."""
-    total = wrong(rng, sum(question)) if rng.random() < corrupted else sum(question)
-    return {"prompt": spell(question), "completion": str(total)}
+def sft_row(rng: random.Random, question: Question, corrupted: float) -> dict[str, str]:
+    """A row for fine-tuning, whose answer is wrong with probability ``corrupted``."""
+    total = wrong_answer(rng, sum(question)) if rng.random() < corrupted else sum(question)
+    return {"prompt": question_text(question), "completion": str(total)}
 
 
-def pair(rng: random.Random, question: Question) -> dict[str, str]:
-    """A preference for the right answer."""
-    return {"prompt": spell(question), "chosen": str(sum(question)), "rejected": str(wrong(rng, sum(question)))}
+def preference_row(rng: random.Random, question: Question) -> dict[str, str]:
+    """A preference for the correct answer over a wrong one."""
+    return {
+        "prompt": question_text(question),
+        "chosen": str(sum(question)),
+        "rejected": str(wrong_answer(rng, sum(question))),
+    }
 
 
-def rated(rng: random.Random, question: Question, corrupted: float) -> dict[str, Any]:
-    """A conversation with its reward, its answer wrong with probability ``corrupted``."""
-    row = answered(rng, question, corrupted)
+def scored_row(rng: random.Random, question: Question, corrupted: float) -> dict[str, Any]:
+    """A conversation with its reward. The answer is wrong with probability ``corrupted``."""
+    row = sft_row(rng, question, corrupted)
     turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
     return {"text": turns, "reward": 1 if row["completion"] == str(sum(question)) else -1}
 
 
-def asked(question: Question) -> dict[str, str]:
-    """A prompt with the right answer in a column of its own."""
-    return {"prompt": spell(question), "answer": str(sum(question))}
+def prompt_row(question: Question) -> dict[str, str]:
+    """A prompt with the correct answer in the column ``answer``."""
+    return {"prompt": question_text(question), "answer": str(sum(question))}
 
 
-def spell(question: Question) -> str:
-    """``12+30``."""
+def question_text(question: Question) -> str:
+    """The text of a question: ``12+30``."""
     return f"{question[0]}+{question[1]}"
 
 
-def wrong(rng: random.Random, total: int) -> int:
-    """Another sum of two two-digit numbers that differs in its last digit, or in one case of five in its tens."""
+def wrong_answer(rng: random.Random, total: int) -> int:
+    """A wrong answer that is a possible sum. Only its last digit is wrong, or, in 20 % of cases, only its tens."""
     step = 10 if rng.random() < WRONG_TENS else 1
     near = range(total % 10, 200, 10) if step == 10 else range(total - total % 10, total - total % 10 + 10)
     return rng.choice([number for number in near if number in SUMS and number != total and abs(number - total) <= 50])
 
 
 def write_model(folder: Path, seed: int) -> None:
-    """A tokenizer of one token for each character, and a Llama of two layers with random weights."""
+    """Write a character-level tokenizer and a Llama of two layers with random weights."""
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
-    # With the usual initializer_range of 0.02 it takes twice as many steps to learn the first carry.
+    # With the usual initializer_range of 0.02, the model needs twice as many steps to learn to carry.
     model = random_llama(
         tokenizer, seed, hidden_size=64, intermediate_size=384, num_hidden_layers=2, initializer_range=0.08
     )

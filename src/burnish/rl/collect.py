@@ -1,4 +1,4 @@
-"""Prompts to scored trajectories: completions are scored while others are still being sampled."""
+"""Samples and scores trajectories. Completions are scored while others are still being sampled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from burnish.generate.protocol import Completion, Generator, Request, request_seed
 from burnish.generate.sampling import Sampling
+from burnish.generate.stopping import eos_ids
 from burnish.protocols import Engine, Run
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
@@ -13,10 +14,13 @@ from burnish.rl.trajectory import begin, with_scores, with_turn
 from burnish.types import Prompt, Trajectory
 
 SCORED_TOGETHER = 64
-"""Trajectories of one call of a reward, rounded up to whole prompts: few enough to start early, enough for a batch."""
+"""Number of trajectories per call of a reward, rounded up to whole prompts.
 
-POLL = 0.05
-"""Seconds of sampling between two looks at coroutines that wait for a reward."""
+Small enough for scoring to start early, and large enough for a reward model's batch.
+"""
+
+POLL_SECONDS = 0.05
+"""While coroutines of rewards are running, they continue after this much sampling time."""
 
 
 def collect(
@@ -30,11 +34,11 @@ def collect(
     run: Run,
     generator: Generator,
 ) -> list[Trajectory]:
-    """Sample ``sampling.samples`` completions of each chosen prompt and score them.
+    """Sample ``sampling.samples`` completions of each prompt in ``indices``, and score them.
 
-    Each completion has a seed of its own from (run seed, prompt, sample, iteration), and each call of a reward one from
-    (run seed, iteration, process, group, name). Processes share the prompts and all get the whole list, in the order of
-    ``indices`` and then of samples.
+    Processes share the work, and each returns all trajectories, in the order of ``indices`` and then of samples. Each
+    completion has its own seed, derived from (run seed, prompt, sample, iteration), and each call of a reward from (run
+    seed, iteration, process, group, name).
     """
     samples = range(sampling.samples)
     mine = [i for i in indices[engine.rank :: engine.world_size] for _ in samples]
@@ -72,20 +76,20 @@ def sample_and_score(
     version: int = 0,
     seed: tuple[int, ...] = (),
 ) -> list[Trajectory]:
-    """One scored trajectory for each request, in their order.
+    """Sample and score one trajectory per request. Returns them in the order of the requests.
 
-    A group of prompts is scored as soon as all of its completions are there; coroutines of rewards continue between two
-    polls of the generator. Which trajectories form a group depends on the requests only, so that equal requests give
-    equal bytes whatever is done first.
+    A group of trajectories is scored as soon as all of its completions are finished. Coroutines of rewards continue
+    between two polls of the generator. Groups depend only on the requests, so equal requests give identical results, in
+    whatever order completions finish.
 
     Args:
-        rows: the row of each request; the samples of a prompt stand side by side.
-        requests: all with the same ``sampling``.
-        rewards: each is called once for each group.
-        generator: with nothing else in flight.
+        rows: the row of each request. The samples of a prompt are adjacent.
+        requests: requests that all have the same ``sampling``.
+        rewards: rewards, each of which is called once per group.
+        generator: a generator with nothing else in flight.
         tokenizer: decodes the completions.
-        version: of the generator's weights.
-        seed: of the random numbers that rewards draw, with the group and the reward's name.
+        version: version of the generator's weights.
+        seed: seeds the random numbers of rewards, together with the group and the reward's name.
     """
     size = _group_size(requests[0].sampling.samples) if requests else 1
     missing = {start // size: len(requests[start : start + size]) for start in range(0, len(requests), size)}
@@ -93,7 +97,7 @@ def sample_and_score(
     places = {handle: k for k, handle in enumerate(generator.submit(requests, version))}
     with Scorer(rewards, seed) as scorer:
         while places:
-            for handle, completion in generator.poll(POLL if scorer.tasks else None):
+            for handle, completion in generator.poll(POLL_SECONDS if scorer.tasks else None):
                 k = places.pop(handle)
                 text = _text(tokenizer, completion)
                 trajectories[k] = with_turn(begin(rows[k], requests[k].tokens), completion, text)
@@ -115,7 +119,7 @@ def _text(tokenizer: Any, completion: Completion) -> str:
 
 
 def _scored(trajectories: list[Trajectory], scores: Scores) -> list[Trajectory]:
-    """Trajectories with their scores."""
+    """The trajectories with their scores."""
     return [
         with_scores(
             trajectory,
@@ -125,10 +129,3 @@ def _scored(trajectories: list[Trajectory], scores: Scores) -> list[Trajectory]:
         )
         for k, trajectory in enumerate(trajectories)
     ]
-
-
-def eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """The ids that end a completion: the tokenizer's end token and those of the model's generation config."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}
-    return {i for i in ids if i is not None}

@@ -1,7 +1,8 @@
-"""Prompts to optimizer steps: a batch is sampled, scored and given advantages, then passed over in mini-batches.
+"""Turns prompts into optimizer steps: samples and scores a batch, computes advantages, and splits it into mini-batches.
 
-A method that learns from its own completions has a ``Sampler``, and gives ``RolloutLoader`` two functions: what it
-measures of rollouts before the update, and the advantage estimator. ``RolloutLoader._collect`` shows the order.
+A method that learns from its own completions has a ``Sampler``. It passes two functions to ``RolloutLoader``: one that
+computes log-probabilities and values of rollouts before the update, and the advantage estimator. The order of the steps
+is in ``RolloutLoader._collect``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """How a method's prompts are completed and scored: ``Sampler(brevity, Sampling(max_new_tokens=64))``."""
+    """Completes a method's prompts and scores the completions: ``Sampler(brevity, Sampling(max_new_tokens=64))``."""
 
     def __init__(
         self,
@@ -58,30 +59,39 @@ class Sampler:
         self.start_scores: dict[str, float] = {}
 
     def bind(self, engine: Engine, run: Run) -> Generator:
-        """The generator of the policy's completions, which is made once."""
+        """Return the generator of the policy's completions, which is created on the first call."""
         if self.generator is None:
             self.generator = self.factory(engine.network.policy, run.tokenizer)
         return self.generator
 
+    def close(self) -> None:
+        """Close the generator, if it was created. This ends its processes."""
+        if self.generator is not None:
+            self.generator.close()
+            self.generator = None
+
     def check_rewards(self) -> None:
-        """Raise a UserError where nothing scores completions."""
+        """Raise a UserError if there is no reward."""
         if not self.rewards:
             raise UserError(
                 "prompts need a reward that scores their completions: set reward:, or give rows with text and reward"
             )
 
     def check_explores(self) -> None:
-        """Raise a UserError where every completion of a prompt would be the same."""
+        """Raise a UserError if all completions of a prompt would be the same."""
         if self.sampling.temperature == 0:
-            raise UserError("generation.temperature: what is learned from is sampled: expected more than 0, got 0")
+            raise UserError(
+                "generation.temperature: expected more than 0, got 0: greedy decoding gives the same completion every "
+                "time, so there is nothing to compare"
+            )
 
     @property
-    def warp(self) -> SamplingTransform:
-        """The distribution that is sampled from."""
+    def transform(self) -> SamplingTransform:
+        """The temperature, top-k and top-p that define the sampling distribution."""
         return SamplingTransform(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
-        """Prompts, of which nothing is learned, with room for the completion."""
+        """Encode prompts, leaving room for the completion. No token of a prompt is learned."""
         renderer = Renderer(tokenizer)
 
         def to_examples(rows: list[Prompt]) -> list[Example]:
@@ -92,43 +102,48 @@ class Sampler:
             room = truncation.max_length - self.sampling.longest
             if room < 1:
                 raise UserError(
-                    f"data.max_length: {truncation.max_length} leaves no room for a prompt beside a completion "
+                    f"data.max_length: {truncation.max_length} leaves no room for a prompt before a completion "
                     f"of {self.sampling.longest} tokens"
                 )
             truncation = truncation.model_copy(update={"max_length": room})
         return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"))
 
     def logprobs(
-        self, policy: nn.Module, batch: MicroBatch, how: SamplingTransform, hidden: Tensor | None = None
+        self, policy: nn.Module, batch: MicroBatch, transform: SamplingTransform, hidden: Tensor | None = None
     ) -> Tensor:
-        """Log-probabilities (B, T) of the learned tokens; ``hidden`` (B, T, H) are the hidden states, where known."""
+        """Log-probabilities (B, T) of the learned tokens. ``hidden`` (B, T, H) avoids a second forward pass."""
         hidden = hidden_states(policy, batch) if hidden is None else hidden
-        return token_logprobs(policy, hidden, batch, batch.loss_mask, how, "off")[0]
+        return token_logprobs(policy, hidden, batch, batch.loss_mask, transform, "off")[0]
 
     def logprobs_of(
-        self, policy: nn.Module, reference: Reference | None, sampled: bool
+        self, policy: nn.Module, reference: Reference | None, use_sampler_logprobs: bool
     ) -> Callable[..., dict[str, Tensor]]:
-        """A function of rollouts and, where known, the policy's hidden states: log-probabilities (B, T) of each token.
+        """Return a function that computes log-probabilities (B, T) of a micro-batch of rollouts.
 
-        Those of the policy where the sampler's do not serve for them: ``old_logprobs`` as tokens are sampled, unless
-        ``sampled``. With a reference its own, ``ref_logprobs``, and ``kl_logprobs``, the policy's at the same
-        temperature, unless they are those of sampling. A policy that is the reference still has the reference's, so
-        that its KL is 0.
+        The function takes the micro-batch and, optionally, the policy's hidden states. It returns
+
+        - ``old_logprobs``: the policy's, under the sampling distribution. Omitted with ``use_sampler_logprobs``.
+        - ``ref_logprobs``: the reference's, at the sampling temperature but without top-k and top-p. Omitted without a
+          reference.
+        - ``kl_logprobs``: the policy's, under the same distribution as ``ref_logprobs``. Omitted if that is the
+          sampling distribution. If policy and reference are equal, these are the reference's, so the KL is exactly 0.
         """
-        # without top-k and top-p, which may leave out of the reference what the policy sampled
-        whole = SamplingTransform(self.sampling.temperature or 1.0)
-        alike = reference is not None and reference.equals(policy)
+        # Under top-k or top-p, the reference could give probability 0 to a token that the policy sampled.
+        full = SamplingTransform(self.sampling.temperature or 1.0)
+        equal = reference is not None and reference.equals(policy)
 
         def of(batch: MicroBatch, hidden: Tensor | None = None) -> dict[str, Tensor]:
-            arrays = {} if sampled else {"old_logprobs": self.logprobs(policy, batch, self.warp, hidden)}
+            arrays: dict[str, Tensor] = {}
+            if not use_sampler_logprobs:
+                arrays["old_logprobs"] = self.logprobs(policy, batch, self.transform, hidden)
             if reference is None:
                 return arrays
             with reference.use(policy) as model:
-                arrays["ref_logprobs"] = self.logprobs(model, batch, whole)
-            if alike:
+                arrays["ref_logprobs"] = self.logprobs(model, batch, full)
+            if equal:
                 arrays["kl_logprobs"] = arrays["ref_logprobs"]
-            elif whole != self.warp:
-                arrays["kl_logprobs"] = self.logprobs(policy, batch, whole, hidden)
+            elif full != self.transform:
+                arrays["kl_logprobs"] = self.logprobs(policy, batch, full, hidden)
             return arrays
 
         return of
@@ -139,23 +154,23 @@ class Sampler:
         engine: Engine,
         run: Run,
         reference: Reference | None,
-        how: Literal["sampled", "greedy"] = "sampled",
+        decoding: Literal["sampled", "greedy"] = "sampled",
     ) -> dict[str, float]:
-        """Completions of held-out prompts: score, every reward, KL to the reference, lengths, win rate over the start.
+        """Complete held-out prompts and measure score, rewards, KL, lengths, and win rate against the initial policy.
 
-        The seeds are the same at every evaluation, so that only the policy differs.
+        Every evaluation uses the same seeds, so that only the policy differs.
         """
         if not examples:
-            raise UserError("there is nothing to evaluate on: no prompt is short enough")
+            raise UserError("there are no prompts to evaluate on: all of them are longer than data.max_length allows")
         rows, prompts = rows_and_tokens(examples)
-        greedy = {"temperature": 0.0} if how == "greedy" else {}
+        greedy = {"temperature": 0.0} if decoding == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
         generator = self.bind(engine, run)
         trajectories = collect(rows, prompts, indices, -1, sampling, self.rewards, engine, run, generator)
         rollouts = [Example(t.sequences) for t in trajectories]
         if reference is not None:
-            measure = self.logprobs_of(engine.network.policy, reference, sampled=how == "sampled")
+            measure = self.logprobs_of(engine.network.policy, reference, use_sampler_logprobs=decoding == "sampled")
             rollouts = engine.run(measure, rollouts)
         metrics = evaluation(trajectories, rollouts, self.start_scores)
         for t in trajectories:
@@ -165,7 +180,7 @@ class Sampler:
 
 
 def rows_and_tokens(examples: list[Example]) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-    """The rows and the tokens of encoded prompts."""
+    """The row and the token ids of each encoded prompt."""
     rows = [example.row for example in examples if example.row is not None]
     assert len(rows) == len(examples), "an encoded prompt keeps its row"
     return rows, [tuple(example.sequences[0].tokens.tolist()) for example in examples]
@@ -176,15 +191,16 @@ class RolloutLoader(StepLoader):
 
     Args:
         sampler: completes and scores prompts.
-        settings: of the method.
+        settings: settings of the method.
         examples: encoded prompts.
-        engine: where the policy lives.
-        run: what the loader is part of.
-        measure: told whether the sampler's log-probabilities serve, gives a function of rollouts before the update:
-            (B, T) arrays, ``old_logprobs`` where the sampler's do not serve, and ``values`` where there is a critic.
-        estimator: advantages (N, L) and returns (N, L), or None, from rewards (N, L), mask (N, L), groups (N,) and
-            values (N, L), or None. A row is a trajectory, as ``learned_arrays`` lays it out.
-        begin: told the number of the iteration before each of its steps.
+        engine: holds the policy.
+        run: the run that the steps belong to.
+        measure: takes whether the sampler's log-probabilities are used as ``old_logprobs``. Returns a function that
+            computes (B, T) arrays of a micro-batch of rollouts before the update: ``old_logprobs``, unless the
+            sampler's are used, and ``values``, if there is a critic.
+        estimator: computes advantages (N, L), and returns (N, L) or None, from rewards (N, L), mask (N, L), groups (N,)
+            and values (N, L) or None. Each row is a trajectory, as in ``learned_arrays``.
+        begin: called with the number of the iteration before each of its steps.
     """
 
     def __init__(
@@ -207,20 +223,20 @@ class RolloutLoader(StepLoader):
         samples_each = sampler.sampling.samples
         if len(self.prompts) < self.batch:
             raise UserError(
-                f"{len(self.prompts)} prompts are less than one batch of {self.batch}: "
+                f"{len(self.prompts)} prompts do not fill one batch of {self.batch}: "
                 "lower trainer.per_device_train_batch_size or add prompts"
             )
         for n in {self.batch, len(self.prompts) % self.batch or self.batch}:
             if n * samples_each % s.mini_batches:
                 raise UserError(
-                    f"method.mini_batches: a batch of {n} prompts x {samples_each} samples does not divide "
-                    f"into {s.mini_batches} mini-batches"
+                    f"method.mini_batches: a batch of {n} prompts x {samples_each} samples cannot be divided "
+                    f"into {s.mini_batches} equal mini-batches"
                 )
         self.kl = AdaptiveKL(s.kl_coef, s.kl_target or 1.0, s.kl_horizon)
         if s.kl_target is not None:
-            self.kl.update(0.0, self.batch * samples_each)  # a horizon that is too short is told before sampling
+            self.kl.update(0.0, self.batch * samples_each)  # raises now, before sampling, if the horizon is too short
         self.epoch = self.position = self.iteration = self.update = 0
-        self.stopped = self.sampled = self.compared = False
+        self.stopped = self.use_sampler_logprobs = self.mismatch_checked = False
         self.moments = Moments()
         self.pending: list[Example] = []
 
@@ -239,17 +255,17 @@ class RolloutLoader(StepLoader):
             yield examples
 
     def _collect(self, indices: list[int]) -> None:
-        """Make a batch ready for its update: from prompts to advantages, in this order."""
-        # prompts, completions and their scores
+        """Prepare a batch for its update, from prompts to advantages."""
+        # 1. Completions of the prompts, and their scores.
         trajectories, metrics = self._sample(indices)
-        # log-probabilities of the policy and the reference, and values
+        # 2. Log-probabilities of the policy and the reference, and values.
         examples, mismatch = self._measured([Example(t.sequences) for t in trajectories])
         metrics |= summary(trajectories) | {"sampler_mismatch": mismatch}
         mask, arrays = learned_arrays(examples)
         arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
-        # rewards of tokens: the score at the last one, less the KL
+        # 3. Token rewards: the score at the last token, minus the KL penalty.
         rewards = self._rewards(trajectories, mask, arrays, metrics)
-        # advantages and returns, over the whole batch
+        # 4. Advantages and returns, over the whole batch.
         learned = self._advantages(rewards, mask, arrays, metrics)
         self.pending = with_learned_arrays(examples, **learned)
         self.run.log(metrics)
@@ -257,11 +273,11 @@ class RolloutLoader(StepLoader):
             self.run.samples(sample_rows(trajectories[:4], "train"))
 
     def _sample(self, indices: list[int]) -> tuple[list[Trajectory], dict[str, float]]:
-        """Completions of prompts, scored, in the order of ``indices``, and metrics of their generation.
+        """Complete and score prompts. Returns trajectories in the order of ``indices``, and metrics of sampling.
 
         With dynamic sampling, a prompt whose completions all have the same score is replaced by one from outside the
-        batch. The order of replacements depends on the seed and the iteration alone, and an iteration that is
-        interrupted is sampled anew, so that a run resumes exactly.
+        batch. The order of replacements depends only on the seed and the iteration, and an interrupted iteration is
+        sampled again, so a run resumes exactly.
         """
         began = time.perf_counter()
         groups = drawn = self._completed(indices)
@@ -276,7 +292,7 @@ class RolloutLoader(StepLoader):
                     break
                 fresh = self._completed(chosen)
                 replaced, drawn = replaced + chosen, drawn + fresh
-                by_place = dict(zip(equal, fresh, strict=False))  # the data may have fewer prompts left
+                by_place = dict(zip(equal, fresh, strict=False))  # there may be fewer prompts left than are needed
                 groups = [by_place.get(k, group) for k, group in enumerate(groups)]
         seconds = time.perf_counter() - began
         tokens = sum(len(t.tokens) for group in drawn for t in group)
@@ -287,33 +303,36 @@ class RolloutLoader(StepLoader):
         return [t for group in groups for t in group], metrics
 
     def _completed(self, indices: list[int]) -> list[list[Trajectory]]:
-        """The scored completions of each prompt."""
-        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        generator = self.sampler.bind(self.engine, self.run)
-        trajectories = collect(*what, self.engine, self.run, generator)
-        each = self.sampler.sampling.samples
+        """Complete and score prompts. Returns the trajectories of each prompt."""
+        prompts = (self.rows, self.prompts, indices)
+        sampler, generator = self.sampler, self.sampler.bind(self.engine, self.run)
+        trajectories = collect(
+            *prompts, self.iteration, sampler.sampling, sampler.rewards, self.engine, self.run, generator
+        )
+        each = sampler.sampling.samples
         return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
-        """Rollouts with what the update needs of them, and the mismatch between sampler and trainer.
+        """Add log-probabilities and values to rollouts. Also returns the mismatch between sampler and trainer.
 
-        The policy runs over one rollout in eight, others each time, to see whether the sampler's log-probabilities
-        serve; over all of them where the mismatch is more than rounding, or losses are weighed by it.
+        First, the policy recomputes the log-probabilities of one rollout in eight, different ones in each iteration. If
+        they differ from the sampler's only by rounding, the sampler's are used for the whole batch. Otherwise, or if
+        ``correction`` needs both, the policy recomputes all of them.
         """
         limit = self.settings.max_sampler_mismatch
-        mismatch, self.sampled, self.compared = 0.0, False, False
+        mismatch, self.use_sampler_logprobs, self.mismatch_checked = 0.0, False, False
         if self.settings.correction is None:
-            own = self.sampler.logprobs_of(self.engine.network.policy, None, sampled=False)
-            first = self.iteration % min(CHECKED, len(examples))
-            mismatch = mean_sampler_mismatch(self.engine.run(own, examples[first::CHECKED]), limit)
-            self.sampled = mismatch <= ROUNDING
-        examples = self.engine.run(self.measure(self.sampled), examples)
-        return examples, mismatch if self.sampled else mean_sampler_mismatch(examples, limit)
+            own = self.sampler.logprobs_of(self.engine.network.policy, None, use_sampler_logprobs=False)
+            first = self.iteration % min(CHECK_EVERY, len(examples))
+            mismatch = mean_sampler_mismatch(self.engine.run(own, examples[first::CHECK_EVERY]), limit)
+            self.use_sampler_logprobs = mismatch <= ROUNDING
+        examples = self.engine.run(self.measure(self.use_sampler_logprobs), examples)
+        return examples, mismatch if self.use_sampler_logprobs else mean_sampler_mismatch(examples, limit)
 
     def _rewards(
         self, trajectories: list[Trajectory], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
     ) -> Tensor:
-        """Rewards (N, L) of tokens; the KL coefficient moves on."""
+        """Compute token rewards (N, L), and adapt the KL coefficient."""
         s = self.settings
         if s.score_normalize:
             self.moments = self.moments.update(torch.tensor([t.score for t in trajectories]))
@@ -328,8 +347,8 @@ class RolloutLoader(StepLoader):
         steps = arrays["step_rewards"] * s.score_scale if "step_rewards" in arrays else None
         if steps is not None and (s.score_normalize or s.score_clip is not None):
             raise UserError(
-                "score_normalize and score_clip change the score of a completion and not the rewards of its tokens, "
-                "which then no longer add up to it: take them away"
+                "score_normalize and score_clip change the score of a completion but not the rewards of its tokens, "
+                "so these would no longer add up to the score: remove both keys"
             )
         ours, theirs = (arrays.get(name, arrays["old_logprobs"]) for name in ("kl_logprobs", "ref_logprobs"))
         kl_coef = self.kl.coef if s.kl_in == "reward" else 0.0
@@ -345,7 +364,7 @@ class RolloutLoader(StepLoader):
     def _advantages(
         self, rewards: Tensor, mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
     ) -> dict[str, Tensor]:
-        """The arrays (N, L) that the loss reads."""
+        """Compute the arrays (N, L) that the loss reads."""
         s, values = self.settings, arrays.get("values")
         groups = torch.arange(len(rewards)) // self.sampler.sampling.samples
         advantages, returns = self.estimator(rewards, mask, groups, values)
@@ -354,14 +373,14 @@ class RolloutLoader(StepLoader):
         if values is not None:
             if returns is None:
                 raise UserError(
-                    f"method.critic: advantage {s.advantage.name} gave no returns that a critic could learn"
+                    f"method.critic: advantage {s.advantage.name} computes no returns, which a critic learns from"
                 )
             learned |= {"values": values, "returns": returns}
             metrics |= value_metrics(returns, values, mask)
         if s.kl_coef and s.kl_in == "loss":
             learned["ref_logprobs"] = arrays["ref_logprobs"]
         if s.correction is not None:
-            each = torch.ones_like(mask, dtype=torch.long)  # one trajectory a row
+            each = torch.ones_like(mask, dtype=torch.long)  # one trajectory per row
             bounds = s.correction.model_dump()
             weights, touched = correction_weights(
                 arrays["old_logprobs"], arrays["sampler_logprobs"], mask, each, **bounds
@@ -374,14 +393,14 @@ class RolloutLoader(StepLoader):
         return learned
 
     def _mini_batch(self, update: int) -> list[Example]:
-        """The examples of one optimizer step; every pass has a fresh permutation of the batch."""
+        """The examples of one optimizer step. Every pass over the batch has its own permutation."""
         passed, part = divmod(update, self.settings.mini_batches)
         order = permutation(len(self.pending), self.run.seed, self.iteration, passed, 1)
         size = len(self.pending) // self.settings.mini_batches
         return [self.pending[i] for i in order[part * size : (part + 1) * size]]
 
     def _advance(self) -> None:
-        """Move on before the step is handed out, for a checkpoint that is taken right after it."""
+        """Advance to the next step. Called before a step is yielded, so that a checkpoint right after it is correct."""
         self.update += 1
         if self.update == self.settings.epochs * self.settings.mini_batches:
             self.pending, self.update, self.stopped = [], 0, False
@@ -391,29 +410,29 @@ class RolloutLoader(StepLoader):
                 self.epoch, self.position = self.epoch + 1, 0
 
     def check(self) -> None:
-        """Stop the run, before the first step of an update is taken, if its policy is not the one that sampled.
+        """Before the first step of an update, check on all of its tokens that sampler and trainer agree.
 
-        The step has compared all tokens of its rollouts for nothing: approxkl is half the mean square of their gaps.
-        Where the trainer's own log-probabilities are the old ones, all rollouts were compared before.
+        This needs no extra pass: before the first step, ``approxkl`` is half the mean square of the differences. If the
+        trainer recomputed the log-probabilities, all rollouts have already been checked.
 
         Raises:
-            RuntimeError: the root of the mean square, which no mean exceeds, is above the limit.
+            RuntimeError: if the root mean square, which is at least the mean, exceeds ``max_sampler_mismatch``.
         """
-        if self.sampled and not self.compared:
-            self.compared = True
-            gap = math.sqrt(2 * self.run.last().get("approxkl", 0.0))
-            within(gap, self.settings.max_sampler_mismatch, "in the first step (root of the mean square)")
+        if self.use_sampler_logprobs and not self.mismatch_checked:
+            self.mismatch_checked = True
+            root_mean_square = math.sqrt(2 * self.run.last().get("approxkl", 0.0))
+            within(root_mean_square, self.settings.max_sampler_mismatch, "in the first step (root mean square)")
 
     def _moved_too_far(self) -> bool:
-        """Whether the rest of the update is left out, because the last step took the policy too far."""
+        """Whether to skip the rest of the update because the last step moved the policy beyond ``target_kl``."""
         limit = self.settings.target_kl
         if limit is not None and self.update > 0 and not self.stopped:
             self.stopped = self.run.last().get("approxkl", 0.0) > 1.5 * limit
         return self.stopped
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the prompts and in the update, rollouts not yet used, the KL coefficient, the start's scores."""
-        return {name: getattr(self, name) for name in PLACE} | {
+        """The position in the prompts and the update, the pending rollouts, the KL coefficient and running moments."""
+        return {name: getattr(self, name) for name in PLAIN_STATE} | {
             "kl_coef": self.kl.coef,
             "moments": asdict(self.moments),
             "start_scores": dict(self.sampler.start_scores),
@@ -421,8 +440,8 @@ class RolloutLoader(StepLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        for name in PLACE:
+        """Continue from a saved state."""
+        for name in PLAIN_STATE:
             setattr(self, name, state[name])
         self.kl = replace(self.kl, coef=state["kl_coef"])
         self.moments = Moments(**state["moments"])
@@ -431,6 +450,17 @@ class RolloutLoader(StepLoader):
         self.pending = [Example.from_plain(plain) for plain in state["pending"]]
 
 
-CHECKED = 8  # one rollout in so many shows whether the sampler's log-probabilities are the trainer's
-ROUNDING = 1e-5  # nats a token: with a larger gap the ratios of an update would not begin at 1
-PLACE = ("epoch", "position", "iteration", "update", "batch", "stopped", "sampled", "compared")
+CHECK_EVERY = 8
+"""One rollout in this many is checked for a mismatch between sampler and trainer."""
+ROUNDING = 1e-5
+"""Largest mean mismatch, in nats per token, that counts as rounding. Above it, ratios would not start at 1."""
+PLAIN_STATE = (
+    "epoch",
+    "position",
+    "iteration",
+    "update",
+    "batch",
+    "stopped",
+    "use_sampler_logprobs",
+    "mismatch_checked",
+)

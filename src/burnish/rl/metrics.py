@@ -1,4 +1,4 @@
-"""What trajectories amount to: metrics of training and of evaluations, and rows of samples.jsonl."""
+"""Metrics of trajectories, for training and evaluation, and rows of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burnish.types import Example, Trajectory
 
 
 def summary(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Means over trajectories: score and each reward by name, lengths, the share that stopped."""
+    """Means over trajectories: score, each reward, length, and the fraction that stopped."""
     n = len(trajectories)
     scores = torch.tensor([t.score for t in trajectories], dtype=torch.float64)
     lengths = torch.tensor([len(t.tokens) for t in trajectories], dtype=torch.float64)
@@ -28,7 +28,7 @@ def summary(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def value_metrics(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
-    """Means of returns and values, and the share of the returns' variance that is explained, over learned tokens."""
+    """Means of returns and values over learned tokens, and the explained variance of the returns."""
     returns, values = returns[mask], values[mask]
     variance = returns.var(correction=0)
     explained = 1 - (returns - values).var(correction=0) / variance if variance > 0 else torch.zeros(())
@@ -40,7 +40,7 @@ def value_metrics(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, fl
 
 
 def interval(name: str, values: list[float]) -> dict[str, float]:
-    """The mean of independent values and its 95 % interval (normal approximation), as name, name_low, name_high."""
+    """The mean of independent values with its 95 % interval (normal approximation): name, name_low and name_high."""
     x = torch.tensor(values, dtype=torch.float64)
     mean = x.mean().item()
     if len(x) < 2:
@@ -50,13 +50,13 @@ def interval(name: str, values: list[float]) -> dict[str, float]:
 
 
 def evaluation(trajectories: list[Trajectory], examples: list[Example], start: Mapping[str, float]) -> dict[str, float]:
-    """Means with intervals: score, each reward, KL (k1) of whole trajectories, win rate over the start.
+    """Means with intervals: score, each reward, KL per trajectory (k1), and win rate against the initial policy.
 
     Args:
-        trajectories: scored.
-        examples: theirs. With a reference they have ``ref_logprobs`` and, unless the sampler's log-probabilities serve,
-            ``kl_logprobs`` or ``old_logprobs``.
-        start: the scores of prompts before training, by source, where they were measured.
+        trajectories: scored trajectories.
+        examples: the examples of the trajectories. With a reference, they have ``ref_logprobs``, and ``kl_logprobs`` or
+            ``old_logprobs`` unless the sampler's log-probabilities are used.
+        start: scores before training by source, for the prompts where they were measured.
     """
     metrics = summary(trajectories) | interval("score", [t.score for t in trajectories])
     for name in trajectories[0].rewards:
@@ -71,7 +71,7 @@ def evaluation(trajectories: list[Trajectory], examples: list[Example], start: M
 
 
 def _log_ratio(example: Example) -> float:
-    """Log p - log p_reference of all that was sampled."""
+    """Sum of log p - log p_reference over all sampled tokens."""
 
     def total(*names: str) -> float:
         arrays = [s.arrays for s in example.sequences]
@@ -82,7 +82,7 @@ def _log_ratio(example: Example) -> float:
 
 
 def sample_rows(trajectories: list[Trajectory], kind: str) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl; ``kind`` is train or eval."""
+    """Rows of samples.jsonl. ``kind`` is ``train`` or ``eval``."""
     return [
         {
             "kind": kind,

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of sampler and trainer: what is learned has to be what was sampled."""
+"""Compares the log-probabilities of sampler and trainer, which should agree."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from burnish.types import Example
 
 
 def mean_sampler_mismatch(examples: list[Example], limit: float) -> float:
-    """Mean difference of ``old_logprobs`` and ``sampler_logprobs`` over learned tokens, in nats.
+    """Mean absolute difference between ``old_logprobs`` and ``sampler_logprobs`` over learned tokens, in nats.
 
     Raises:
-        RuntimeError: it is above the limit (``within``).
+        RuntimeError: if it exceeds the limit.
     """
     sequences = [s for example in examples for s in example.sequences]
     differences = [np.abs(s.arrays["old_logprobs"] - s.arrays["sampler_logprobs"])[s.loss_mask] for s in sequences]
@@ -22,17 +22,17 @@ def mean_sampler_mismatch(examples: list[Example], limit: float) -> float:
 
 
 def within(mismatch: float, limit: float, statistic: str = "on average") -> float:
-    """The difference between sampler and trainer, in nats a token, if it is within the limit.
+    """Return the mismatch between sampler and trainer, in nats per token, after checking it against a limit.
 
-    ``statistic`` says, for the message, how the differences of all tokens became one number.
+    ``statistic`` tells the reader of the message how the mismatch was computed from the differences of all tokens.
 
     Raises:
-        RuntimeError: it is above the limit, or not a number.
+        RuntimeError: if the mismatch exceeds the limit or is NaN.
     """
     if not mismatch <= limit:
         raise RuntimeError(
-            f"the sampler's and the trainer's log-probabilities differ by {mismatch:.2g} a token {statistic} (limit "
-            f"{limit:g}): what is learned would not be what was sampled; if this is expected, raise "
-            "method.max_sampler_mismatch"
+            f"the log-probabilities of sampler and trainer differ by {mismatch:.2g} nats per token {statistic} (limit "
+            f"{limit:g}), so training would not learn from the distribution that was sampled; if this is expected, "
+            "raise method.max_sampler_mismatch"
         )
     return mismatch

@@ -1,4 +1,4 @@
-"""From the scores that rewards give to those that an update uses."""
+"""Turns the scores of rewards into the scores that an update uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def final_scores(
     penalty: float = 1.0,
     moments: Moments | None = None,
 ) -> Tensor:
-    """Scores (N,), normalized, scaled, and clipped to +- clip, with a rule for trajectories that did not stop."""
+    """Scores (N,): normalized by running moments, scaled, and clipped to [-clip, clip].
+
+    ``missing_eos`` applies to trajectories that did not stop: ``subtract`` lowers their score by ``penalty``, and
+    ``replace`` sets it to ``penalty``.
+    """
     scores = torch.tensor([t.score for t in trajectories], dtype=torch.float64)
     scores = (scores if moments is None else moments.normalize(scores)) * scale
     if clip is not None:

@@ -1,7 +1,7 @@
-"""Grows trajectories turn by turn, and lays their sampled tokens out as tensors and back.
+"""Builds trajectories turn by turn, and converts between their sampled tokens and padded tensors.
 
-What was sampled is never decoded and tokenized again: a trajectory only grows, by tokens that the policy sampled and by
-tokens that it did not sample.
+Sampled tokens are never decoded and tokenized again. A trajectory only grows, by tokens that the policy sampled or by
+tokens of its context.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Ids = npt.ArrayLike
 
 
 def begin(row: Prompt, tokens: Ids) -> Trajectory:
-    """A trajectory that holds the tokens of its prompt and no turn yet."""
+    """A trajectory with the tokens of its prompt and no turns yet."""
     return Trajectory(row.messages, (), (_context(tokens, row.source),), "", row.columns, row.source)
 
 
 def with_turn(trajectory: Trajectory, completion: Completion, text: str) -> Trajectory:
-    """The trajectory with one more turn of the policy, whose tokens read as ``text``."""
+    """The trajectory with one more turn of the policy. ``text`` is the decoded completion."""
     sequence = _grown(trajectory.sequences[-1], completion.tokens, True, completion.logprobs)
     return replace(
         trajectory,
@@ -38,13 +38,16 @@ def with_turn(trajectory: Trajectory, completion: Completion, text: str) -> Traj
 
 
 def with_context(trajectory: Trajectory, tokens: Ids) -> Trajectory:
-    """The trajectory with tokens that were not sampled: an environment's, or the template's between two turns."""
+    """The trajectory with more context: tokens of an environment, or of the template between two turns."""
     sequence = _grown(trajectory.sequences[-1], tokens, False, np.zeros(np.shape(tokens)))
     return replace(trajectory, sequences=(*trajectory.sequences[:-1], sequence))
 
 
 def with_rewritten_history(trajectory: Trajectory, tokens: Ids) -> Trajectory:
-    """The trajectory with a new sequence, for a template that rewrites earlier turns; ``tokens`` are all up to here."""
+    """The trajectory with a new sequence that starts with ``tokens``, the whole context so far.
+
+    Needed for templates that rewrite earlier turns, for example by removing their reasoning.
+    """
     return replace(trajectory, sequences=(*trajectory.sequences, _context(tokens, trajectory.source)))
 
 
@@ -65,7 +68,7 @@ def _grown(sequence: Sequence, tokens: Ids, sampled: bool, logprobs: npt.ArrayLi
 def with_scores(
     trajectory: Trajectory, score: float, rewards: Mapping[str, float], of_tokens: npt.ArrayLike | None
 ) -> Trajectory:
-    """The trajectory with its scores; ``of_tokens`` is the part of the score on each sampled token, if there is one."""
+    """The trajectory with its scores. ``of_tokens`` is the part of the score on each sampled token, or None."""
     sequences = trajectory.sequences
     if of_tokens is not None:
         sequences = tuple(
@@ -79,11 +82,11 @@ def with_scores(
 
 
 def learned_arrays(examples: list[Example]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The learned tokens of each example in one row: a mask (N, L) and the per-token arrays, (N, L) in float64.
+    """Collect the learned tokens of each example in one row: a mask (N, L), and per-token arrays (N, L) in float64.
 
-    L is the largest number of learned tokens in an example, over all its sequences, in order. What lies between them,
-    such as prompts and observations, is left out, so that a trajectory of several sequences is one row like any other.
-    The mask is False, and the arrays are 0, behind the last learned token of a row.
+    A row holds the learned tokens of all sequences of an example, in order. Other tokens, such as prompts and
+    observations, are left out. L is the largest number of learned tokens in an example. After the last learned token of
+    a row, the mask is False and the arrays are 0.
     """
     counts = [sum(int(s.loss_mask.sum()) for s in example.sequences) for example in examples]
     mask = np.arange(max(counts, default=0)) < np.array(counts)[:, None]
@@ -95,7 +98,7 @@ def learned_arrays(examples: list[Example]) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def with_learned_arrays(examples: list[Example], **arrays: Tensor) -> list[Example]:
-    """The examples with these arrays (N, L), laid out as by ``learned_arrays``, instead of those that they have.
+    """Replace the arrays of the examples by these arrays (N, L), which are laid out as in ``learned_arrays``.
 
     Tokens that are not learned get 0.
     """
@@ -116,13 +119,13 @@ def with_learned_arrays(examples: list[Example], **arrays: Tensor) -> list[Examp
 
 
 def _split(sequences: tuple[Sequence, ...], numbers: npt.NDArray) -> list[npt.NDArray]:
-    """Numbers of the learned tokens of all sequences, cut into those of each."""
+    """Split numbers of the learned tokens of all sequences into those of each sequence."""
     ends = list(accumulate(int(sequence.loss_mask.sum()) for sequence in sequences))
     return np.split(numbers[: ends[-1]], ends[:-1])
 
 
 def _scattered(sequence: Sequence, numbers: npt.NDArray) -> npt.NDArray:
-    """Numbers of the learned tokens, at their places among all tokens."""
+    """An array over all tokens, with the numbers at the learned tokens and 0 elsewhere."""
     array = np.zeros(len(sequence))
     array[sequence.loss_mask] = numbers
     return array

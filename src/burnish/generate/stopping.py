@@ -1,9 +1,16 @@
-"""Detection of stop strings."""
+"""When a completion ends: the stop ids of a model, and the detection of stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The ids that end a completion: the tokenizer's EOS token and those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return {i for i in ids if i is not None}
 
 
 def completes_stop(tokenizer: Any, rows: Sequence[Sequence[int]], stop: Sequence[str]) -> list[bool]:
