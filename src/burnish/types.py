@@ -363,7 +363,7 @@ class MicroBatch:
     p_better: Tensor
     packed: bool
     """Whether a row may hold several sequences."""
-    runs: Segments | None
+    row_segments: Segments | None
     """The segments of the only row, if all sequences are packed into one."""
     sources: tuple[str, ...]
     """The file and line of each sequence."""

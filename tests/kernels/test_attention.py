@@ -72,7 +72,9 @@ def test_windows_biases_and_convolutions_keep_what_they_had(config):
 def test_soft_caps_are_refused():
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="softcap"):
-        attention.varlen(torch.nn.Module(), states, states, states, None, runs=Segments((3,), (None,)), softcap=30.0)
+        attention.varlen(
+            torch.nn.Module(), states, states, states, None, segments=Segments((3,), (None,)), softcap=30.0
+        )
 
 
 def test_a_model_that_has_it_still_takes_masks_and_generates():
@@ -106,7 +108,7 @@ def test_recomputed_activations_see_the_same_runs():
 
 
 def test_half_precision_on_a_cpu_is_computed_in_float32():
-    runs = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
+    segments = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, 20, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
     results = []
@@ -114,7 +116,7 @@ def test_half_precision_on_a_cpu_is_computed_in_float32():
         leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=not wide):
             q, k, v = (x.float() for x in leaves) if wide else leaves
-            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, runs=runs)
+            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, segments=segments)
         states.bfloat16().float().square().sum().backward()
         results.append([states.bfloat16(), *(x.grad for x in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -171,9 +173,9 @@ def test_on_a_gpu_rows_are_packed_where_passes_are_in_half_precision(monkeypatch
 
 def test_the_flash_kernel_gets_the_keys_of_a_parent_before_those_of_each_child(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", flash)
-    runs = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
+    segments = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 20, 8, generator=draw)
     key, value = (torch.randn(1, 2, 20, 8, generator=draw) for _ in range(2))
-    expected, _ = attention.varlen(torch.nn.Module(), query, key, value, None, scaling=0.3, runs=runs)
-    torch.testing.assert_close(attention.on_gpu(query, key, value, 0.3, runs), expected)
+    expected, _ = attention.varlen(torch.nn.Module(), query, key, value, None, scaling=0.3, segments=segments)
+    torch.testing.assert_close(attention.on_gpu(query, key, value, 0.3, segments), expected)

@@ -96,7 +96,7 @@ EXAMPLES = sequences(9, 3, 14)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", CAUSAL)
-def test_logits_are_those_of_each_sequence_alone(name, layout):
+def test_logits_are_the_same_as_for_each_sequence_alone(name, layout):
     model = causal(name)
     batch = collate(EXAMPLES, **layout)
     logits = head(model)(hidden_states(model, batch)).flatten(0, 1)
@@ -105,7 +105,7 @@ def test_logits_are_those_of_each_sequence_alone(name, layout):
 
 
 @torch.no_grad()
-def test_logits_are_float32_at_least(tiny_llama):
+def test_logits_are_at_least_float32(tiny_llama):
     for dtype, expected in [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]:
         model = tiny_llama(dtype=dtype)
         assert head(model)(hidden_states(model, collate(EXAMPLES, 0))).dtype == expected
@@ -113,7 +113,7 @@ def test_logits_are_float32_at_least(tiny_llama):
 
 @torch.no_grad()
 @pytest.mark.parametrize("changed", range(3))
-def test_changing_one_sequence_of_a_pack_leaves_the_others(changed):
+def test_changing_one_packed_sequence_leaves_the_others_unchanged(changed):
     model = causal("llama")
     other = [*EXAMPLES[:changed], sequences(14 if changed == 2 else len(ids(EXAMPLES[changed])[0]), 1)[0]]
     other += EXAMPLES[changed + 1 :]
@@ -123,7 +123,7 @@ def test_changing_one_sequence_of_a_pack_leaves_the_others(changed):
 
 
 @torch.no_grad()
-def test_a_pack_longer_than_the_attention_window_is_refused():
+def test_a_packed_sequence_longer_than_the_attention_window_is_refused():
     model = spread(hf.MistralForCausalLM(hf.MistralConfig(**TINY, sliding_window=10)))
     short = sequences(9, 10)
     batch = collate(short, 0, packed=True)
@@ -162,7 +162,7 @@ def test_only_masked_tokens_have_a_logprob():
     torch.testing.assert_close(some, every.where(mask, 0))
 
 
-def test_nothing_masked_gives_zeros_and_no_gradient():
+def test_an_empty_mask_gives_zeros_and_no_gradient():
     model, batch = causal("llama"), collate(EXAMPLES, 0)
     logprobs, entropies = token_logprobs(model, hidden_states(model, batch), batch, torch.zeros_like(batch.loss_mask))
     assert not logprobs.any() and not entropies.any()
@@ -173,7 +173,7 @@ def test_nothing_masked_gives_zeros_and_no_gradient():
 @pytest.mark.parametrize(
     "how", [SamplingTransform(), SamplingTransform(0.7, top_k=10), SamplingTransform(top_p=0.9)], ids=str
 )
-def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
+def test_a_head_in_chunks_gives_the_same_values_and_gradients(how, monkeypatch):
     def run():
         model = causal("gemma2").double()
         batch = collate(EXAMPLES, 0)
@@ -199,7 +199,7 @@ def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", [hf.LlamaConfig, hf.GPTNeoXConfig, hf.Qwen2Config, hf.GPT2Config])
-def test_a_causal_classifier_is_read_at_the_last_attended_token(config, layout):
+def test_a_causal_classifier_is_read_at_the_last_token_of_each_sequence(config, layout):
     model = classifier(config)
     found = scores(model, collate(EXAMPLES, **layout))
     base = backbone(model)
@@ -238,7 +238,7 @@ def test_a_last_token_that_is_the_pad_token_is_still_the_last(side):
 
 
 @torch.no_grad()
-def test_pairs_score_alike_together_alone_and_packed():
+def test_a_pair_has_the_same_scores_together_alone_and_packed():
     model = classifier(hf.LlamaConfig)
     together = Example(tuple(e.sequences[0] for e in EXAMPLES))
     alone = torch.cat([scores(model, collate([e], 0)) for e in EXAMPLES])
@@ -255,13 +255,13 @@ def test_an_encoder_scores_as_transformers_does():
 
 
 @pytest.mark.parametrize("layout", [{"side": "left"}, {"packed": True}], ids=str)
-def test_an_encoder_refuses_what_it_cannot_read(layout):
+def test_an_encoder_refuses_packed_and_left_padded_rows(layout):
     with pytest.raises(ValueError, match="one sequence per row, padded on the right"):
         scores(classifier(hf.BertConfig), collate(EXAMPLES, 0, **layout))
 
 
 @torch.no_grad()
-def test_a_named_label_is_its_column():
+def test_a_label_selects_its_column():
     model = classifier(hf.BertConfig, labels=3)
     batch = collate(EXAMPLES, 0)
     logits = model(input_ids=batch.tokens, attention_mask=(batch.segments > 0).long()).logits
@@ -307,7 +307,7 @@ GROUPED = {**HEADS, "num_key_value_heads": 1, "intermediate_size": 32}
     ],
     ids=lambda value: value.__name__.removesuffix("Config") if isinstance(value, type) else "",
 )  # fmt: skip
-def test_which_models_keep_the_sequences_of_a_row_apart(
+def test_trials_tell_which_models_can_pack_and_share(
     config: Any, settings: dict[str, Any], shared: bool, packed: bool, large: bool
 ) -> None:
     torch.manual_seed(0)

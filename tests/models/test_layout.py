@@ -52,14 +52,14 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Any:
     return limit
 
 
-def test_a_pass_has_a_bound_where_none_is_given(tiny_llama: Any) -> None:
+def test_a_pass_has_a_default_budget(tiny_llama: Any) -> None:
     model = tiny_llama()
     sizes = [b.tokens.numel() for _, b, _ in Layout([model]).passes(lambda b: None, examples(500, 20))]
     assert len(sizes) > 1 and max(sizes) <= BUDGET_OF_PASS
 
 
 @pytest.mark.parametrize("pass_", ["logprobs", "model reward", "step reward", "evaluate", "annotate"])
-def test_passes_go_on_in_halves_where_memory_runs_out(
+def test_passes_continue_with_half_the_budget_when_memory_runs_out(
     pass_: str, tiny_llama: Any, tiny_tokenizer: Any, tiny_folder: Any, make_trainer: Any, full: Any
 ) -> None:
     """Only training steps were repeated: an evaluation or a reward ended the run."""
@@ -100,7 +100,7 @@ def test_passes_go_on_in_halves_where_memory_runs_out(
         assert a == pytest.approx(b, abs=1e-5)
 
 
-def test_padding_to_a_fixed_width_does_not_repeat_a_pass_for_ever(tiny_llama: Any, full: Any) -> None:
+def test_padding_to_a_fixed_width_does_not_repeat_a_pass_forever(tiny_llama: Any, full: Any) -> None:
     model = tiny_llama()
     layout = Layout([model], pad_to=128, packed=False)
     seen = full(300)

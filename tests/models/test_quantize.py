@@ -107,7 +107,7 @@ def test_without_kernels_for_the_machine_it_is_refused(monkeypatch):
         quantize.require("int8", "a.b")
 
 
-def test_what_is_asked_of_bitsandbytes():
+def test_the_settings_for_bitsandbytes():
     four, eight = quantize.settings("nf4"), quantize.settings("int8")
     assert four.load_in_4bit and four.bnb_4bit_quant_type == "nf4" and four.bnb_4bit_use_double_quant
     assert eight.load_in_8bit and not eight.load_in_4bit
@@ -128,7 +128,7 @@ def test_four_bits_are_the_nearest_level_of_each_block(bnb):
 
 
 @pytest.mark.parametrize("how", CHECKPOINTING, ids=str)
-def test_the_gradient_of_the_adapter_is_that_of_the_weights_that_are_meant(how, base, bnb):
+def test_the_adapter_has_the_gradient_of_the_dequantized_weights(how, base, bnb):
     model = adapted(base, "nf4")
     expected = gradient(meant(model, bnb))
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_eight_bits_have_the_gradient_of_their_weights_up_to_the_rounding_of_act
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_only_matrices_are_quantized_and_nothing_of_the_base_is_trained(kind, base, bnb):
+def test_only_matrices_are_quantized_and_the_base_is_not_trained(kind, base, bnb):
     model = adapted(base, kind, dora=kind == "nf4")
     inner = model.get_base_model()
     quantized = [n for n, m in inner.named_modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
@@ -191,6 +191,6 @@ def test_a_reward_model_has_a_score_head_in_full_precision(base, bnb):
     assert score.weight.grad is not None
 
 
-def test_a_quantized_policy_has_no_critic_of_its_own(base, bnb):
+def test_a_quantized_policy_cannot_have_a_separate_critic(base, bnb):
     with pytest.raises(UserError, match="use critic: shared"):
         separate_critic(adapted(base, "nf4"))

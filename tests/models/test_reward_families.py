@@ -38,7 +38,7 @@ def backbone(request, tmp_path) -> Path:
     return tmp_path / "backbone"
 
 
-def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
+def test_it_learns_and_its_scores_equal_those_of_transformers_in_a_batch_and_alone(
     backbone, make_trainer, tiny_tokenizer, tmp_path
 ):
     model: Any = load_reward_model(str(backbone))

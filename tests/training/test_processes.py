@@ -28,7 +28,7 @@ def run(kind: str, *arguments: object, processes: int = 2, job: Path = JOB) -> A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "stream", "kto"])
-def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
+def test_two_processes_resume_with_the_same_bytes(kind, tmp_path):
     straight = run(kind, tmp_path / "straight")
     folder = tmp_path / "straight" / "checkpoint-2"
     names = {path.name for path in folder.iterdir()}
@@ -50,7 +50,7 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["separate", "shared"])
-def test_a_critic_that_learns_alone_leaves_the_policy_as_it_is_on_two_processes(kind, tmp_path):
+def test_critic_warmup_leaves_the_policy_unchanged_on_two_processes(kind, tmp_path):
     """Absent gradients that became zeros would count as steps of Adam, and decay the weights."""
     folders = [tmp_path / str(processes) for processes in (1, 2)]
     for folder in folders:

@@ -126,7 +126,7 @@ def test_two_processes_give_the_gradient_of_one(straight, both):
             assert distance(gradient, straight[dtype][name]) < tolerance, (dtype, name)
 
 
-def test_what_has_no_gradient_in_one_process_has_none_in_two(both, tmp_path):
+def test_parameters_without_a_gradient_in_one_process_have_none_in_two(both, tmp_path):
     """Zeros instead would count as a step of Adam, and decay."""
     for name, weights in job.partial_steps(str(tmp_path)).items():
         for part, weight in weights.items():
