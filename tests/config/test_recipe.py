@@ -353,9 +353,9 @@ def test_a_field_that_keeps_its_default_may_stand_anywhere(folder):
     ("optimizer", "given", "said"),
     [
         ("sgd", "momentun=0.9", "sgd does not read 'momentun'; did you mean 'momentum'?"),
-        ("sgd", "momentum=0.9, weight_decay=0.1", "weight_decay is overruled by trainer.weight_decay"),
+        ("sgd", "momentum=0.9, weight_decay=0.1", "trainer.weight_decay overrides weight_decay"),
         ("rmsprop", "alpha", "expected name=value, name=value, got 'alpha'"),
-        ("adamw_torch_fused", "betas=0.9", "adamw_torch_fused reads no optim_args; those that do are sgd, "),
+        ("adamw_torch_fused", "betas=0.9", "adamw_torch_fused reads no optim_args; these do: sgd, "),
         ("adafactor", "scale_parameter=true", "adafactor reads no optim_args"),
     ],
 )
