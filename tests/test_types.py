@@ -1,4 +1,4 @@
-"""Sequences and examples: what they hold, what they refuse, and that a checkpoint keeps them."""
+"""Sequences and examples: what they hold, what they refuse, and that they survive a checkpoint."""
 
 import copy
 import pickle

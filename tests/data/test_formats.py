@@ -1,4 +1,4 @@
-"""Shapes of labelled, scored and stepwise rows; columns that no shape has."""
+"""Shapes of labeled, scored and stepwise rows, and columns that no shape has."""
 
 import json
 from typing import Any
@@ -175,7 +175,7 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "kind", "said"),
+    ("record", "kind", "message"),
     [
         ({"prompt": "Hi", "completion": "a", "label": True}, Conversation, "r:1: label: unknown column"),
         (
@@ -193,9 +193,9 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
     ],
 )
 def test_an_unread_column_is_named_with_the_most_similar_known_one(
-    record: dict[str, Any], kind: type, said: str
+    record: dict[str, Any], kind: type, message: str
 ) -> None:
-    with pytest.raises(BadRow, match=said):
+    with pytest.raises(BadRow, match=message):
         parse(record, (kind,), "r:1", keep=["score_chosen"] if "scor_chosen" in record else [])
 
 
@@ -225,8 +225,8 @@ def test_other_keys_of_a_message_are_refused(key: str) -> None:
     for value in (None, "", [], {}):
         assert parse(record(value), (Conversation,), "r:1") == expected
     as_text = {"messages": json.dumps(record("x")["messages"])}
-    for found in (record("x"), as_text):
-        assert parse(found, (Conversation,), "r:1", keep=[key]) == expected
+    for row in (record("x"), as_text):
+        assert parse(row, (Conversation,), "r:1", keep=[key]) == expected
 
 
 def test_messages_and_steps_may_carry_provenance_keys() -> None:

@@ -1,4 +1,4 @@
-"""Mixtures: every row is drawn, in the proportions that were asked for."""
+"""Mixtures draw every row, in the requested proportions."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_two_sources_keep_their_shares_at_every_draw(a, b):
 def test_rows_keep_where_they_came_from():
     first = Rows([Text("a", "a:1")], [Skipped("a:2", "empty text", "a:2: text: empty text")])
     second = Rows([Text("b", "b:1"), Text("c", "b:2")], [])
-    found = mix([first, second], ["a", "b"], [1, 1], 0)
-    assert Counter(row.source for row in found.rows) == {"a:1": 2, "b:1": 1, "b:2": 1}
-    assert found.skipped == first.skipped
-    assert found.mixed == (Mixed("a", 1, 2), Mixed("b", 2, 2))
+    mixture = mix([first, second], ["a", "b"], [1, 1], 0)
+    assert Counter(row.source for row in mixture.rows) == {"a:1": 2, "b:1": 1, "b:2": 1}
+    assert mixture.skipped == first.skipped
+    assert mixture.mixed == (Mixed("a", 1, 2), Mixed("b", 2, 2))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -75,11 +75,13 @@ def test_the_order_depends_on_the_seed(seed):
 
 
 def test_weights_that_are_too_uneven_are_an_error():
-    found = [
+    sources = [
         Rows([Text(str(i), f"{name}:{i}") for i in range(size)], []) for name, size in (("big", 500), ("small", 2))
     ]
-    assert len(mix(found, ["big", "small"], [1.0, 1.0], 0).rows) == 999  # the last row of big is drawn first of a turn
+    assert (
+        len(mix(sources, ["big", "small"], [1.0, 1.0], 0).rows) == 999
+    )  # big is drawn first in each turn
     with pytest.raises(
         UserError, match="big: with these weights it takes 500,500 draws until all of its 500 rows have been drawn"
     ):
-        mix(found, ["big", "small"], [0.001, 1.0], 0)
+        mix(sources, ["big", "small"], [0.001, 1.0], 0)

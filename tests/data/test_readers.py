@@ -1,4 +1,4 @@
-"""Rows: every shape of a file, every fault with its place, and nothing lost on the way."""
+"""Rows: every shape of a file, every error with its place, and no row or column lost silently."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ PREFERENCES = (Preference, Ranking)
 
 
 @pytest.mark.parametrize(
-    ("record", "kinds", "place", "said"),
+    ("record", "kinds", "place", "message"),
     [
         ({"promt": "Hi", "completion": "x"}, CONVERSATIONS, "prompt", "'promt', 'completion': did you mean 'prompt'?"),
         ({"instructon": "Hi", "output": "x"}, CONVERSATIONS, "instruction", "'instructon', 'output': did you mean 'in"),
@@ -173,11 +173,11 @@ PREFERENCES = (Preference, Ranking)
         (["Hi"], (Prompt,), "not a record", "an object with keys"),
     ],
 )
-def test_errors_name_the_place_and_the_key(record: Any, kinds: tuple[type, ...], place: str, said: str) -> None:
+def test_errors_name_the_place_and_the_key(record: Any, kinds: tuple[type, ...], place: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(record, kinds, "chat.jsonl:17")
     assert str(caught.value).startswith(f"chat.jsonl:17: {place}")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_format_chooses_between_shapes_and_is_checked() -> None:

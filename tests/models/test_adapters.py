@@ -1,4 +1,4 @@
-"""Adapters start as their base, fold into it, and leave it as it was."""
+"""A new adapter changes nothing, can be merged into its base, and leaves the base unchanged."""
 
 import copy
 from typing import Any
@@ -150,7 +150,7 @@ def test_merging_an_adapter_restores_the_plain_model(config, tiny_llama):
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"),
+    ("targets", "message"),
     [
         (
             ["q_proj", "qproj"],
@@ -161,8 +161,8 @@ def test_merging_an_adapter_restores_the_plain_model(config, tiny_llama):
         ([], "No `target_modules` passed"),
     ],
 )
-def test_missing_targets_are_an_error(targets, said, tiny_llama):
-    with pytest.raises(UserError, match=said):
+def test_missing_targets_are_an_error(targets, message, tiny_llama):
+    with pytest.raises(UserError, match=message):
         add_adapter(tiny_llama(), lora(r=4, targets=targets), "CAUSAL_LM")
 
 

@@ -1,4 +1,4 @@
-"""Masks depend on the tokens, the step and the seed alone, and are as good as random ones."""
+"""Masks depend only on the tokens, the step and the seed, and pass the tests of random ones."""
 
 import copy
 import math

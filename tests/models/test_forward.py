@@ -1,4 +1,4 @@
-"""Hidden states, log-probabilities and scores are those of transformers, however a batch is laid out."""
+"""Hidden states, log-probabilities and scores equal those of transformers, in every layout."""
 
 from typing import Any
 
@@ -171,14 +171,14 @@ def test_an_empty_mask_gives_zeros_and_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "how", [SamplingTransform(), SamplingTransform(0.7, top_k=10), SamplingTransform(top_p=0.9)], ids=str
+    "transform", [SamplingTransform(), SamplingTransform(0.7, top_k=10), SamplingTransform(top_p=0.9)], ids=str
 )
-def test_a_head_in_chunks_gives_the_same_values_and_gradients(how, monkeypatch):
+def test_a_head_in_chunks_gives_the_same_values_and_gradients(transform, monkeypatch):
     def run():
         model = causal("gemma2").double()
         batch = collate(EXAMPLES, 0)
         logprobs, entropies = token_logprobs(
-            model, hidden_states(model, batch), batch, batch.loss_mask, how, entropies="learned"
+            model, hidden_states(model, batch), batch, batch.loss_mask, transform, entropies="learned"
         )
         (logprobs.clamp(min=-20).sum() + 0.3 * entropies.sum()).backward()
         return [logprobs, entropies, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -201,10 +201,10 @@ def test_a_head_in_chunks_gives_the_same_values_and_gradients(how, monkeypatch):
 @pytest.mark.parametrize("config", [hf.LlamaConfig, hf.GPTNeoXConfig, hf.Qwen2Config, hf.GPT2Config])
 def test_a_causal_classifier_is_read_at_the_last_token_of_each_sequence(config, layout):
     model = classifier(config)
-    found = scores(model, collate(EXAMPLES, **layout))
+    actual = scores(model, collate(EXAMPLES, **layout))
     base = backbone(model)
     expected = torch.stack([score_head(model)(base(ids(e)).last_hidden_state[0, -1])[0] for e in EXAMPLES])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -222,8 +222,8 @@ def test_a_causal_classifier_scores_as_transformers_does(config):
 def test_a_classifier_without_a_pad_id_scores_a_padded_batch():
     model = classifier(hf.GPTNeoXConfig, pad_token_id=None)
     assert model.config.pad_token_id is None  # type: ignore[union-attr]
-    found = scores(model, collate(EXAMPLES, 0))
-    for score, example in zip(found, EXAMPLES, strict=True):
+    batched = scores(model, collate(EXAMPLES, 0))
+    for score, example in zip(batched, EXAMPLES, strict=True):
         torch.testing.assert_close(score, model(ids(example)).logits[0, 0], atol=1e-5, rtol=1e-4)
 
 
@@ -232,9 +232,9 @@ def test_a_classifier_without_a_pad_id_scores_a_padded_batch():
 def test_a_last_token_that_is_the_pad_token_is_still_the_last(side):
     model = classifier(hf.LlamaConfig, pad_token_id=2)
     ended = [Example((Sequence((5, 8, 2), (False, True, True), "x"),)), *EXAMPLES]
-    found = scores(model, collate(ended, 2, side=side))
+    batched = scores(model, collate(ended, 2, side=side))
     alone = score_head(model)(backbone(model)(torch.tensor([[5, 8, 2]])).last_hidden_state[0, 2])[0]
-    torch.testing.assert_close(found[0], alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(batched[0], alone, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Critics start from copies, heads start where they should, and a network saves and loads itself strictly."""
+"""Critics start as copies, heads start at known values, and a network saves and loads itself strictly."""
 
 import copy
 import math
@@ -58,8 +58,8 @@ def storages(model: nn.Module) -> set[int]:
 @torch.no_grad()
 def outputs(network: Network) -> list[torch.Tensor]:
     network.eval()
-    found = [head(network.policy)(hidden_states(network.policy, BATCH))]
-    return found if network.critic is None else [*found, network.values(BATCH)]
+    logits = head(network.policy)(hidden_states(network.policy, BATCH))
+    return [logits] if network.critic is None else [logits, network.values(BATCH)]
 
 
 # --- dropout and fresh heads ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Passes without gradient: bounded on every device, and repeated in smaller parts where memory runs out."""
+"""Passes without gradient: limited on every device, and repeated in smaller parts if memory runs out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def examples(n: int, length: int = 10) -> list[Example]:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes memory run out where a pass holds more than so many tokens; records how many each one had."""
+    """Makes memory run out if a pass has more than so many tokens; records the tokens of each pass."""
     seen: list[int] = []
 
     def limit(tokens: int) -> list[int]:
@@ -88,15 +88,15 @@ def test_passes_continue_with_half_the_budget_when_memory_runs_out(
             return StepReward(network, tiny_tokenizer).values(answers)
         if pass_ == "evaluate":
             return [trainer.evaluate()["eval_loss"]]
-        found = trainer.engine.run(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
-        return [e.sequences[0].arrays["x"] for e in found]
+        results = trainer.engine.run(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
+        return [e.sequences[0].arrays["x"] for e in results]
 
     expected = run()
     seen = full(60)
     with pytest.warns(UserWarning, match="out of memory: continuing with token_budget="):
-        found = run()
+        halved = run()
     assert len(seen) > 2 and max(seen) <= 60
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(halved, expected, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What is loaded is whole and what was asked for; whatever is not is told in one message."""
+"""Models are loaded whole and as requested; anything else is an error with one message."""
 
 import copy
 import json
@@ -157,7 +157,7 @@ def test_two_processes_that_convert_one_file_do_not_collide(tmp_path, monkeypatc
     monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", read(tiny_llama()))
     monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", read(tiny_tokenizer, first))
     assert convert_gguf(file) == done[0]
-    assert [p.name for p in done[0].parent.iterdir()] == [done[0].name]  # nothing is left of the one that came second
+    assert [p.name for p in done[0].parent.iterdir()] == [done[0].name]  # the second process left nothing behind
     assert (done[0] / "model.safetensors").is_file() and (done[0] / "tokenizer.json").is_file()
 
 
@@ -242,11 +242,11 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_an_adapter_that_is_damaged_or_of_another_model_is_an_error(said, llama, tmp_path):
+@pytest.mark.parametrize("message", DAMAGE)
+def test_an_adapter_that_is_damaged_or_of_another_model_is_an_error(message, llama, tmp_path):
     folder = Path(saved(lora(hf.AutoModelForCausalLM.from_pretrained(llama), "CAUSAL_LM"), tmp_path / "adapter"))
-    DAMAGE[said](folder / "adapter_config.json", folder / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=said):
+    DAMAGE[message](folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=message):
         load_policy(str(folder))
 
 
@@ -274,9 +274,9 @@ def test_a_damaged_model_is_an_error(damage, llama, tiny_llama):
         (llama / "config.json").write_text("{")
     else:
         tiny_llama(intermediate_size=48).config.save_pretrained(llama)
-    with pytest.raises(UserError, match=f"{llama}: cannot be loaded as AutoModelForCausalLM: ") as told:
+    with pytest.raises(UserError, match=f"{llama}: cannot be loaded as AutoModelForCausalLM: ") as error:
         load_policy(str(llama))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_an_encoder_is_not_a_policy(tmp_path):
@@ -378,10 +378,10 @@ def test_summary_of_a_policy(llama):
         "head": [105, 32],
     }
     adapted = lora(model, "CAUSAL_LM")
-    said = summary(adapted, load_tokenizer(str(llama)))
+    facts = summary(adapted, load_tokenizer(str(llama)))
     # rank 4 times the two sides of every matrix
     factors = 4 * 2 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 64))
-    assert said["trainable"] == factors and said["parameters"] == body + 105 * 32 + factors
+    assert facts["trainable"] == factors and facts["parameters"] == body + 105 * 32 + factors
 
 
 def test_summary_names_the_head_of_every_classifier(llama, tiny_tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""An adapter is folded into the base that it was trained on, and into no other."""
+"""An adapter is merged only into the base that it was trained on."""
 
 import hashlib
 import json
@@ -100,8 +100,8 @@ def test_a_folder_without_safetensors_cannot_be_hashed(tmp_path):
 def test_a_merged_model_gives_the_logits_of_the_adapter(settings, sft, tmp_path):
     adapted = trained(sft, tmp_path / "adapter", **settings)
     before = {path.name: path.read_bytes() for path in sft.iterdir()}
-    said: list[str] = []
-    out = merge(str(tmp_path / "adapter"), say=said.append)
+    lines: list[str] = []
+    out = merge(str(tmp_path / "adapter"), say=lines.append)
     assert out == tmp_path / "adapter-merged"
     merged: Any = hf.AutoModelForCausalLM.from_pretrained(out).eval()
     torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=1e-5)
@@ -111,16 +111,16 @@ def test_a_merged_model_gives_the_logits_of_the_adapter(settings, sft, tmp_path)
     assert merged.generation_config.temperature == 0.7
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == load_tokenizer(str(sft)).chat_template
-    told = "\n".join(said)
-    assert str(sft) in told and str(out) in told and "MiB" in told and "note" not in told
+    text = "\n".join(lines)
+    assert str(sft) in text and str(out) in text and "MiB" in text and "note" not in text
 
 
 def test_merging_into_the_pretrained_model_instead_of_the_fine_tuned_one_is_refused(sft, raw, tmp_path):
     trained(sft, tmp_path / "adapter")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         merge(str(tmp_path / "adapter"), base=str(raw))
     hashes = [bases.weights_hash(str(folder))[:12] for folder in (sft, raw)]
-    assert all(part in str(told.value) for part in (str(sft), str(raw), *hashes))
+    assert all(part in str(error.value) for part in (str(sft), str(raw), *hashes))
     assert not (tmp_path / "adapter-merged").exists()
 
 
@@ -174,14 +174,14 @@ def test_an_adapter_of_another_tool_is_merged_with_a_note(named, sft, tmp_path):
     base = hf.AutoModelForCausalLM.from_pretrained(sft)
     model: Any = wrap(base, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM"))
     model.save_pretrained(tmp_path / "adapter")
-    said: list[str] = []
+    lines: list[str] = []
     if not named:
         path = tmp_path / "adapter" / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
         with pytest.raises(UserError, match=r"its base that it does not name is not there: say where .* --base"):
             merge(str(tmp_path / "adapter"))
-    out = merge(str(tmp_path / "adapter"), base=None if named else str(sft), say=said.append)
-    assert said[0].startswith("note: ") and "does not record" in said[0]
+    out = merge(str(tmp_path / "adapter"), base=None if named else str(sft), say=lines.append)
+    assert lines[0].startswith("note: ") and "does not record" in lines[0]
     merged: Any = hf.AutoModelForCausalLM.from_pretrained(out).eval()
     torch.testing.assert_close(logits(merged), logits(model.eval()), atol=1e-5, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""A base in fewer bits is frozen, gives the adapter the gradient of the weights that it stands for, or is refused."""
+"""A quantized base is frozen, and the adapter has the gradient of the dequantized weights."""
 
 import copy
 import importlib
@@ -92,8 +92,8 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes, which is not installed: pip install"):
         load_policy("no/such-model", quantized="nf4")
 
@@ -127,17 +127,17 @@ def test_four_bits_are_the_nearest_level_of_each_block(bnb):
     assert 0 < (twice - nearest).abs().max() < 0.02 * largest.max()  # the largest of a block in 8 bits
 
 
-@pytest.mark.parametrize("how", CHECKPOINTING, ids=str)
-def test_the_adapter_has_the_gradient_of_the_dequantized_weights(how, base, bnb):
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
+def test_the_adapter_has_the_gradient_of_the_dequantized_weights(checkpointing, base, bnb):
     model = adapted(base, "nf4")
     expected = gradient(meant(model, bnb))
     with torch.no_grad():
         hidden_states(model, BATCH)  # a pass without gradient must leave the way of the gradient open
-    if how is not None:
-        Network(model).activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    found = gradient(model.train())
-    assert all("lora_" in name for name in found) and distance(found, expected) < 1e-5
-    first = {name: g for name, g in found.items() if "layers.0" in name}
+    if checkpointing is not None:
+        Network(model).activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)
+    actual = gradient(model.train())
+    assert all("lora_" in name for name in actual) and distance(actual, expected) < 1e-5
+    first = {name: g for name, g in actual.items() if "layers.0" in name}
     assert first and all(g.norm() > 0 for g in first.values())
 
 

@@ -1,4 +1,4 @@
-"""A value head beside its model: saved, loaded strictly, read by search as by training."""
+"""A step-level value head: it is saved with its model, and search and training read the same values."""
 
 from __future__ import annotations
 

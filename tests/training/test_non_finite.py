@@ -1,4 +1,4 @@
-"""No run goes on with NaN: it stops at the first loss, gradient or weight that is not finite, and keeps the rest."""
+"""A run stops at the first loss, gradient or weight that is not finite, and keeps its last good checkpoint."""
 
 import math
 import warnings
@@ -17,19 +17,19 @@ from burnish.training import checkpoint
 from burnish.types import Conversation, Example, Messages, Preference, Scored, Steps, Text
 
 
-def said(i: int) -> Messages:
+def messages(i: int) -> Messages:
     return ({"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)})
 
 
-CHATS = [Conversation(said(i), None, f"chat:{i}") for i in range(12)]
-PAIRS = [Preference(said(i)[:1], said(i)[1:], said(i + 1)[1:], None, None, f"pair:{i}") for i in range(12)]
+CHATS = [Conversation(messages(i), None, f"chat:{i}") for i in range(12)]
+PAIRS = [Preference(messages(i)[:1], messages(i)[1:], messages(i + 1)[1:], None, None, f"pair:{i}") for i in range(12)]
 METHODS: dict[str, tuple[Any, list[Any]]] = {
     "sft": (SFT, CHATS),
     "pretrain": (Pretrain, [Text(f"text {i}", f"text:{i}") for i in range(12)]),
     "reward": (RewardModel, PAIRS),
     "dpo": (DPO, PAIRS),
-    "reinforce": (Reinforce, [Scored(said(i), 1.0, f"scored:{i}") for i in range(12)]),
-    "step_value": (StepValue, [Steps(said(i)[:1], (f"{i}", "1"), (0.5, 1.0), f"steps:{i}") for i in range(12)]),
+    "reinforce": (Reinforce, [Scored(messages(i), 1.0, f"scored:{i}") for i in range(12)]),
+    "step_value": (StepValue, [Steps(messages(i)[:1], (f"{i}", "1"), (0.5, 1.0), f"steps:{i}") for i in range(12)]),
 }
 
 
@@ -43,7 +43,7 @@ def model(tiny_llama: Any, tiny_folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_far_too_high_learning_rate_stops_the_run(name: str, model: Any, make_trainer: Any, tmp_path: Path) -> None:
-    """Every method went on with NaN, said "done", and rotated its finite checkpoints away."""
+    """Otherwise a run would continue with NaN, report success, and remove its finite checkpoints."""
     method, rows = METHODS[name]
     trainer = make_trainer(
         method(), model(name), rows, lr=1e20, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=8
@@ -183,10 +183,10 @@ def test_the_count_of_skipped_steps_is_part_of_a_checkpoint(
         return weights(trainer.network), trainer.state.log_history
 
     expected, log = train()
-    found, again = train(str(tmp_path / "run" / "checkpoint-5"))
+    resumed, again = train(str(tmp_path / "run" / "checkpoint-5"))
     keys = ("step", "loss", "non_finite_steps")
     last = [[{k: str(line.get(k)) for k in keys} for line in lines if "loss" in line][-3:] for lines in (log, again)]
-    assert found == expected and last[0] == last[1] and "non_finite_steps" in again[-2]
+    assert resumed == expected and last[0] == last[1] and "non_finite_steps" in again[-2]
 
 
 def test_a_model_with_non_finite_weights_is_refused(tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:

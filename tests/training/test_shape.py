@@ -112,7 +112,7 @@ def test_any_preset_with_any_loss_any_estimator_and_any_reduction() -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What two processes found."""
+    """The results of two processes."""
     folder = tmp_path_factory.mktemp("both")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
