@@ -78,9 +78,7 @@ def test_weights_that_are_too_uneven_are_an_error():
     sources = [
         Rows([Text(str(i), f"{name}:{i}") for i in range(size)], []) for name, size in (("big", 500), ("small", 2))
     ]
-    assert (
-        len(mix(sources, ["big", "small"], [1.0, 1.0], 0).rows) == 999
-    )  # big is drawn first in each turn
+    assert len(mix(sources, ["big", "small"], [1.0, 1.0], 0).rows) == 999  # big is drawn first in each turn
     with pytest.raises(
         UserError, match="big: with these weights it takes 500,500 draws until all of its 500 rows have been drawn"
     ):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import PackageModel, Recipe, RewardSource, StageModel
+from burnish.config.schema import PackageModel, Recipe, RewardFromFunction, RewardSource, StageModel
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.render.templates import set_template
@@ -30,11 +30,10 @@ def model_reference(source: str | Config, folder: Path) -> str:
 
 def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:
     """Load a reward with its name and weight. ``folder`` is the run's folder, which contains the stages."""
-    if source.function is not None:
+    if isinstance(source, RewardFromFunction):
         name = source.name or source.function.rpartition(":")[2]
         function = user_functions.load(recipe.locate(source.function))
         return NamedReward(name, source.weight, function, source.function, source.timeout or TIMEOUT)
-    assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:

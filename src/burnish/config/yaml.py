@@ -261,6 +261,8 @@ def _keys(annotation: Any, path: Keys) -> set[str]:
     if path and (tag := str(path[0])).startswith("<"):
         branches = [get_args(branch) for branch in get_args(annotation)]
         chosen = [branch[0] for branch in branches if pydantic.Tag(tag) in branch[1:]]
+        if not chosen:  # the union is inside of a list
+            return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
         return set().union(*(_keys(branch, path[1:]) for branch in chosen))
     if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
         return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
