@@ -154,15 +154,15 @@ def artifacts() -> Callable[..., dict[str, dict[str, list[float]]]]:
         environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        found: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in stages}
+        by_stage: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in stages}
         for path, numbers in zip(folders, json.loads(done.stdout.splitlines()[-1]).values(), strict=True):
             load = loading.load_reward_model if len(numbers) == 1 else loading.load_policy
             model: Any = load(str(path)).eval()
             with torch.no_grad():
                 own = model(input_ids=torch.tensor([[1, 5, 9, 14, 6]])).logits.flatten().tolist()
             assert own == pytest.approx(numbers, abs=1e-6), path
-            found[path.parent.name][path.name] = numbers
-        return found
+            by_stage[path.parent.name][path.name] = numbers
+        return by_stage
 
     return logits
 

@@ -68,7 +68,7 @@ def error(*arguments: str) -> str:
     return result.stderr.removeprefix("error: ").rstrip("\n")
 
 
-def test_the_recipe_without_a_mistake_is_shown(here):
+def test_the_recipe_without_a_mistake_is_accepted(here):
     result = CliRunner().invoke(app, ["inspect", "r.yaml"])
     assert result.exit_code == 0, result.output
 
@@ -87,7 +87,11 @@ RECIPES = {
     "unknown key of a reward": (
         "weight: 0.1",
         "wieght: 0.1",
-        ["r.yaml:16: stages.ppo.reward.1.wieght", "mean 'weight'?"],
+        [
+            "r.yaml:16: stages.ppo.reward.1.wieght",
+            "mean 'weight'?",
+            "keys here are function, name, timeout, weight",
+        ],
     ),
     "unknown field of TrainingArguments": (
         "learning_rate",
@@ -182,6 +186,31 @@ RECIPES = {
         "{weight: 0.1}",
         ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
     ),
+    "a reward of two kinds": (
+        "{function: rewards.py:brevity, weight: 0.1}",
+        "{function: rewards.py:brevity, model: model}",
+        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+    ),
+    "a reward that is no block": (
+        "{function: rewards.py:brevity, weight: 0.1}",
+        "rewards.py:brevity",
+        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+    ),
+    "a setting of another kind of reward": (
+        "weight: 0.1",
+        "label: 1",
+        ["r.yaml:16: stages.ppo.reward.1: label: only for a reward with model:, but this one has function:"],
+    ),
+    "a time limit for a model": (
+        "{function: rewards.py:brevity, weight: 0.1}",
+        "{model: model, timeout: 1.0}",
+        ["stages.ppo.reward.1: timeout: only for a reward with function:, but this one has model:"],
+    ),
+    "a misspelled key of a reward's model": (
+        "reward: [{model: {stage: reward}}",
+        "reward: [{model: {stag: reward}}",
+        ["r.yaml:16: stages.ppo.reward.0.model: expected a folder, a hub id, {stage: NAME}"],
+    ),
     "a function that is not there": ("py:brevity", "py:brevty", ["rewards.py defines no 'brevty'", "mean 'brevity'?"]),
     "a function in no file": ("rewards.py:brevity", "reward.py:brevity", ["no such file", "rewards.py'?"]),
     "an unknown template": (
@@ -218,6 +247,14 @@ RECIPES = {
     "no YAML": ("seed: 0", "seed: [0", ["r.yaml:", "not valid YAML"]),
     "a tab": ("    method: {name: reward}", "\tmethod: {name: reward}", ["r.yaml:10: not valid YAML", "\\t"]),
 }
+
+
+def test_a_misspelled_kind_of_reward(here):
+    (here / "r.yaml").write_text(SFT.replace("function: rewards.py:brevity", "funktion: rewards.py:brevity"))
+    title, missing, unknown = error("inspect", "r.yaml").splitlines()
+    assert title == "r.yaml: 2 mistakes"
+    assert missing == "  r.yaml:16: stages.ppo.reward.1.function: this key is missing"
+    assert unknown.startswith("  r.yaml:16: stages.ppo.reward.1.funktion: unknown key; did you mean 'function'?")
 
 
 @pytest.mark.parametrize(("old", "new", "expected"), RECIPES.values(), ids=RECIPES)
@@ -331,7 +368,7 @@ def test_a_file_without_rows(here):
     assert "chat.jsonl: no rows" in error("inspect", "r.yaml")
 
 
-def test_keys_that_name_nothing(here):
+def test_keys_that_name_no_column(here):
     message = error("inspect", "r.yaml", "stages.reward.data.keys={chosen: beter}")
     assert "beter" in message and "pairs.jsonl:1" in message
 
@@ -341,7 +378,7 @@ def test_an_unknown_format(here):
     assert "sharegtp" in message and "sharegpt" in message
 
 
-def test_an_empty_recipe_and_one_that_is_no_text(here):
+def test_an_empty_recipe_and_one_that_is_not_text(here):
     (here / "r.yaml").write_text("")
     assert error("inspect", "r.yaml") == "r.yaml: expected keys such as name: and stages:, got nothing"
     (here / "r.yaml").write_bytes(b"name: \xff\xfe")

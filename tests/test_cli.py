@@ -72,7 +72,7 @@ def test_help_needs_no_torch():
     assert done.stdout.strip() == "set()"
 
 
-def test_help_is_there_at_once():
+def test_help_is_fast():
     def seconds():
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         return spent.ru_utime + spent.ru_stime
@@ -102,7 +102,7 @@ def pipeline(monkeypatch):
     return fake
 
 
-def test_run_hands_the_recipe_to_the_pipeline(here, pipeline):
+def test_run_passes_the_recipe_to_the_pipeline(here, pipeline):
     def run(recipe, *, fresh):
         pipeline.calls.append((recipe.name, recipe.seed, fresh))
         recipe.folder.mkdir(parents=True, exist_ok=True)
@@ -132,11 +132,13 @@ def test_run_refuses_several_processes_before_it_writes(rank, here, pipeline, mo
     assert sorted(here.rglob("*")) == before
 
 
-@pytest.mark.parametrize("found", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_NTASKS": "1"}])
-def test_one_process_of_a_launcher_is_none_of_several(found, monkeypatch):
+@pytest.mark.parametrize(
+    "environment", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_NTASKS": "1"}]
+)
+def test_a_launcher_with_one_process_is_allowed(environment, monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in found.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     machine.refuse_processes()
 
@@ -156,7 +158,7 @@ def test_run_trains_a_model_that_generates(here):
     (UserError("no [bold] model: x"), 2, "error: no [bold] model: x\n"),
     (KeyboardInterrupt(), 130, "stopped; run the same command again to resume\n"),
 ])  # fmt: skip
-def test_mistakes_and_interrupts_have_one_message_and_a_code(here, pipeline, raised, code, text):
+def test_mistakes_and_interrupts_have_one_message_and_an_exit_code(here, pipeline, raised, code, text):
     def run(recipe, *, fresh):
         raise raised
 
@@ -165,7 +167,7 @@ def test_mistakes_and_interrupts_have_one_message_and_a_code(here, pipeline, rai
     assert (result.exit_code, result.stderr) == (code, text)
 
 
-def test_a_fault_keeps_its_traceback_and_exits_with_1(here, pipeline):
+def test_an_error_in_burnish_shows_its_traceback_and_exits_with_1(here, pipeline):
     def run(recipe, *, fresh):
         raise ZeroDivisionError("ours")
 
@@ -200,7 +202,7 @@ def rows(folder, seed):
 """
 
 
-def test_a_fault_of_the_users_code_shows_his_frames_alone_and_exits_with_1(here, model):
+def test_an_error_in_the_users_code_shows_only_the_users_frames_and_exits_with_1(here, model):
     (here / "my_rewards.py").write_text(REWARDS)
     (here / "broken.py").write_text("raise OSError('no network')\ndef brevity(answers):\n    pass\n")
     (here / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "c"}\n')
@@ -260,19 +262,19 @@ def test_schema_is_json():
     assert "$defs" in json.loads(call("schema").stdout)
 
 
-def test_doctor_says_what_there_is():
+def test_doctor_describes_the_machine():
     shown = call("doctor").stdout
     for name in ("python", "torch", "cores", "threads", "memory", "GPU", "bfloat16", "GFLOP/s", "bitsandbytes"):
         assert name in shown
 
 
-def test_report_wants_the_folder_of_a_run(tmp_path):
+def test_report_needs_the_folder_of_a_run(tmp_path):
     result = call("report", tmp_path)
     assert result.exit_code == 2
     assert "manifest.json is missing" in result.stderr
 
 
-def test_inspect_shows_what_is_learned(here):
+def test_inspect_marks_learned_tokens(here):
     result = call("inspect", "tiny.yaml")
     assert result.exit_code == 0, result.output
     assert "<|user|>ab<|end|><|assistant|>[[cd<|end|>]]" in result.stdout
@@ -302,7 +304,7 @@ def test_inspect_shows_one_row(here):
     assert "there are only 2 rows" in call("inspect", "tiny.yaml", "--row", "2").stderr
 
 
-def test_inspect_counts_and_lists_what_is_cut_and_skipped(here):
+def test_inspect_counts_and_lists_truncated_and_skipped_rows(here):
     with (here / "chat.jsonl").open("a") as file:
         file.write('{"messages": []}\n')
     shown = call(

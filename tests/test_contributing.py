@@ -39,7 +39,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_loss_has_the_gradient_of_reinforce_where_nothing_moved(own_file: Path) -> None:
+def test_the_loss_has_the_gradient_of_reinforce_before_the_first_step(own_file: Path) -> None:
     old, mask = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[True, True, False]])
     advantages, segments = torch.tensor([[0.5, -3.0, 0.0]]), torch.tensor([[1, 1, 0]])
     gradients = []
@@ -131,7 +131,7 @@ def test_the_kind_of_reward_and_the_generator_train_a_policy(changed: Path) -> N
     assert any("reward_pattern" in line for line in lines)
 
 
-def test_the_generator_completes_as_the_local_one_does(changed: Path, tiny_llama: Any) -> None:
+def test_the_generator_gives_the_completions_of_the_local_one(changed: Path, tiny_llama: Any) -> None:
     tiny_llama().save_pretrained(changed / "policy")
     text = python(COMPARED, changed)
     plain, local = text.split()

@@ -57,13 +57,13 @@ def test_shuffled_preferences_teach_nothing(shuffled: bool, make_trainer: Any, t
         own={"eval_dataset": pairs(1000, 2, shuffled=shuffled)},
     )
     trainer.train()
-    found = trainer.evaluate()
+    results = trainer.evaluate()
     if shuffled:
-        assert 0.45 <= found["eval_accuracy"] <= 0.55
-        assert found["eval_accuracy_low"] < 0.5 < found["eval_accuracy_high"]
-        assert found["eval_preference"] > 0.99 * math.log(2)  # nobody does better than knowing nothing
+        assert 0.45 <= results["eval_accuracy"] <= 0.55
+        assert results["eval_accuracy_low"] < 0.5 < results["eval_accuracy_high"]
+        assert results["eval_preference"] > 0.99 * math.log(2)  # nobody does better than knowing nothing
     else:
-        assert found["eval_accuracy_low"] > 0.9
+        assert results["eval_accuracy_low"] > 0.9
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -78,13 +78,13 @@ def test_shuffled_preferences_teach_a_policy_nothing(shuffled: bool, make_traine
         own={"eval_dataset": pairs(1000, 2, shuffled=shuffled), "token_budget": 8192},
     )
     trainer.train()
-    found = trainer.evaluate()
+    results = trainer.evaluate()
     if shuffled:
-        assert 0.45 <= found["eval_accuracy"] <= 0.55
-        assert found["eval_accuracy_low"] < 0.5 < found["eval_accuracy_high"]
-        assert found["eval_preference"] > 0.99 * math.log(2)
+        assert 0.45 <= results["eval_accuracy"] <= 0.55
+        assert results["eval_accuracy_low"] < 0.5 < results["eval_accuracy_high"]
+        assert results["eval_preference"] > 0.99 * math.log(2)
     else:
-        assert found["eval_accuracy_low"] > 0.9 and found["eval_margin"] > 0
+        assert results["eval_accuracy_low"] > 0.9 and results["eval_margin"] > 0
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "ppo shared"])
@@ -124,17 +124,17 @@ def test_a_constant_reward_that_the_critic_expects_changes_nothing(
         )
         trainer = make_trainer(method, tiny_llama(), prompts(8), lr=1e-2)
         torch.nn.init.constant_(trainer.network.critic.score.bias, 0.75)  # of a head that is else 0: every value is it
-        loader, found = trainer.get_train_dataloader(), []
+        loader, advantages = trainer.get_train_dataloader(), []
         gather = loader._collect
 
         def collecting(indices: list[int]) -> None:
             gather(indices)
-            found.extend(x for e in loader.pending for x in e.sequences[0].arrays["advantages"])
+            advantages.extend(x for e in loader.pending for x in e.sequences[0].arrays["advantages"])
 
         loader._collect = collecting
         before = weights(trainer.network)
         trainer.train()
-        return found, weights(trainer.network) == before, trainer.state.log_history[:-1]
+        return advantages, weights(trainer.network) == before, trainer.state.log_history[:-1]
 
     advantages, same, log = train(0.75)
     assert set(advantages) == {0.0} and same

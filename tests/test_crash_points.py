@@ -90,13 +90,15 @@ def run(*overrides: str, fresh: bool = False) -> None:
 
 def results(folder: Path) -> dict[str, Any]:
     """Every weight, adapter and sample, the metrics without timings, and the names of all files."""
-    found: dict[str, Any] = {"names": sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))}
+    contents: dict[str, Any] = {"names": sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))}
     for path in [*folder.glob("*/*/*.safetensors"), *folder.glob("*/samples.jsonl")]:
-        found[str(path.relative_to(folder))] = path.read_bytes()
+        contents[str(path.relative_to(folder))] = path.read_bytes()
     for path in folder.glob("*/metrics.jsonl"):
         lines = read_metrics(path.parent)
-        found[str(path.relative_to(folder))] = [{k: v for k, v in line.items() if not is_timing(k)} for line in lines]
-    return found
+        contents[str(path.relative_to(folder))] = [
+            {k: v for k, v in line.items() if not is_timing(k)} for line in lines
+        ]
+    return contents
 
 
 def restore(tree: Tree, folder: Path) -> None:
@@ -188,15 +190,15 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recordin
         yield recording
 
 
-def replay(points: list[Point], folder: Path, expected: dict[str, Any], **how: Any) -> None:
+def replay(points: list[Point], folder: Path, expected: dict[str, Any], **options: Any) -> None:
     """Start again from each point, and compare the end."""
     for point in points:
         restore(point.tree, folder)
-        run(**how)
-        found = results(folder)
+        run(**options)
+        contents = results(folder)
         assert json.loads((folder / "manifest.json").read_text())["state"] == "done", point[:3]
         for name, value in expected.items():
-            assert found.get(name) == value, (name, *point[:3])
+            assert contents.get(name) == value, (name, *point[:3])
 
 
 def one_of_a_kind(points: list[Point]) -> list[Point]:
@@ -218,7 +220,7 @@ def record_fresh(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Poin
     return recording.points[:begun], results(home)
 
 
-def test_one_point_of_each_kind(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_from_one_point_of_each_kind(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording, expected = record(home, monkeypatch)
     chosen = one_of_a_kind(recording.points)
     assert len(chosen) > 20 and any("checkpoint-N" in point.kind for point in chosen)
@@ -232,7 +234,7 @@ def test_a_fresh_start_at_one_point_of_each_kind(home: Path, monkeypatch: pytest
 
 
 @pytest.mark.acceptance
-def test_every_point(home: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
+def test_resume_from_every_point(home: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
     recording, expected = record(home, monkeypatch)
     record_property("points", recording.events)
     record_property("different states", len(recording.points))
@@ -240,7 +242,9 @@ def test_every_point(home: Path, monkeypatch: pytest.MonkeyPatch, record_propert
 
 
 @pytest.mark.acceptance
-def test_every_point_of_a_fresh_start(home: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
+def test_resume_from_every_point_of_a_fresh_start(
+    home: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
     points, expected = record_fresh(home, monkeypatch)
     record_property("different states", len(points))
     replay(points, home, expected, fresh=True)

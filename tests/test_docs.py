@@ -16,6 +16,7 @@ from burnish.config.loading import RECIPES
 from burnish.config.schema import MethodChoice
 from burnish.config.yaml import read
 from burnish.data.readers import parse
+from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
 from burnish.methods.settings import preset_table
 from burnish.types import Prompt, Row
@@ -75,6 +76,8 @@ def part_of_one(block: str) -> MethodChoice | None:
     """The method in a few lines of a recipe."""
     part = read(block, "docs").value
     assert set(part) <= set(Stage.model_fields)
+    if "generator" in part:
+        GeneratorSettings(**part["generator"])
     return MethodChoice(**part["method"]) if "method" in part else None
 
 

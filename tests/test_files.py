@@ -53,7 +53,7 @@ def test_an_error_leaves_the_old_folder(tmp_path):
     assert (folder / "weights").read_text() == "old" and damage(folder) is None
 
 
-def test_a_new_folder_takes_the_place_of_the_old_and_of_what_was_left_behind(tmp_path):
+def test_a_new_folder_replaces_the_old_one_and_leftovers(tmp_path):
     folder = make(tmp_path / "model", weights="old", extra="x")
     staging(folder).mkdir()
     (staging(folder) / "left").write_text("behind")
@@ -79,7 +79,7 @@ def test_damage_names_the_damaged_file(harm, name, tmp_path):
     assert wrong and name in wrong
 
 
-def test_files_of_others_do_not_matter(tmp_path):
+def test_other_files_in_a_sealed_folder_are_ignored(tmp_path):
     folder = make(tmp_path / "checkpoint-1")
     (folder / ".DS_Store").write_text("")
     (folder / "critic").mkdir()
@@ -88,13 +88,13 @@ def test_files_of_others_do_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weights": 3}', "null"])
-def test_a_list_of_checksums_that_is_none_is_damage(text, tmp_path):
+def test_an_invalid_list_of_checksums_is_damage(text, tmp_path):
     folder = make(tmp_path / "checkpoint-1")
     (folder / CHECKSUMS).write_text(text)
     assert damage(folder) == f"{CHECKSUMS} is damaged"
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+def test_only_leftovers_of_a_killed_process_are_removed(tmp_path):
     for name in (".checkpoint-1.partial", ".model.old", ".git", "model.old"):
         (tmp_path / name).mkdir()
     (tmp_path / ".link.old").symlink_to(tmp_path / "model.old")
@@ -102,7 +102,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {".git", "model.old", ".link.old"}
 
 
-def test_a_text_is_replaced_in_one_step(tmp_path):
+def test_a_text_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "manifest.json"
     for text in ("one", "zwei: ä"):
         write_text(path, text)

@@ -85,7 +85,7 @@ def _rows(folder: Path) -> None:
     info.write_to_directory(str(folder))
 
 
-def test_ids_of_the_hub_are_found_in_its_cache_and_nothing_else_is(home, tiny_llama, tiny_tokenizer, tmp_path):
+def test_only_cached_hub_ids_are_loaded_offline(home, tiny_llama, tiny_tokenizer, tmp_path):
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_", "COVERAGE"))
     }
@@ -98,13 +98,13 @@ def test_ids_of_the_hub_are_found_in_its_cache_and_nothing_else_is(home, tiny_ll
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    output: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     snapshot = home / "hub" / "models--org--tiny" / "snapshots" / COMMIT
-    assert found["weights"] == weights_hash(str(snapshot))
-    assert found["row"] == tiny_llama().model.embed_tokens.weight[5].tolist()
-    assert found["tokens"] == tiny_tokenizer("12+30").input_ids
-    assert found["head"] == [1, 32]
-    assert weights_hash(found["merged"]) == found["weights"]  # a fresh adapter changes nothing
-    assert found["rows"] == ["42", "10"]
+    assert output["weights"] == weights_hash(str(snapshot))
+    assert output["row"] == tiny_llama().model.embed_tokens.weight[5].tolist()
+    assert output["tokens"] == tiny_tokenizer("12+30").input_ids
+    assert output["head"] == [1, 32]
+    assert weights_hash(output["merged"]) == output["weights"]  # a fresh adapter changes nothing
+    assert output["rows"] == ["42", "10"]
     for what in ("no model", "no tokenizer", "no rows"):
-        assert "org/other" in found[what] and "HF_HUB_OFFLINE" in found[what], found[what]
+        assert "org/other" in output[what] and "HF_HUB_OFFLINE" in output[what], output[what]

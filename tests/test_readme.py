@@ -78,7 +78,7 @@ def test_targets_of_make_exist() -> None:
     assert used and used <= targets
 
 
-def test_the_recipe_in_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_in_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.config import load
 
     (recipe,) = blocks("yaml")

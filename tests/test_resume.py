@@ -87,15 +87,15 @@ def progress(folder: Path) -> int:
 
 def results(folder: Path) -> dict[str, object]:
     """What must be equal: every weight, the critic among them, the samples, and the metrics but for their timings."""
-    found: dict[str, object] = {}
+    contents: dict[str, object] = {}
     for path in sorted(folder.glob("*/model/**/*.safetensors")) + sorted(folder.glob("*/samples.jsonl")):
-        found[str(path.relative_to(folder))] = path.read_bytes()
+        contents[str(path.relative_to(folder))] = path.read_bytes()
     for path in sorted(folder.glob("*/metrics.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found[str(path.relative_to(folder))] = [
+        contents[str(path.relative_to(folder))] = [
             {key: value for key, value in line.items() if not is_timing(key)} for line in lines
         ]
-    return found
+    return contents
 
 
 def offline(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Errors that are not faults of Burnish, and suggestions for misspelled words."""
+"""Errors that are not bugs in Burnish, and suggestions for misspelled words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """The user's input is wrong: a recipe, a data file, a model.
+    """The user's input is wrong, such as a recipe, a data file or a model.
 
     The command line prints the message without a traceback and exits with code 2. The message says what is wrong,
     where, what was expected, and the nearest thing that would work.
@@ -15,10 +15,10 @@ class UserError(ValueError):
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user raised an exception: a reward, a stage's function, or a file that was imported.
+    """The user's code raised an exception: a reward, a stage's function, or a file that was imported.
 
     ``UserCodeError("reward brevity (mine.py:brevity) raised ValueError on prompts.jsonl:3: no", "Traceback ...")``. The
-    command line prints ``traceback``, which has the user's own frames only, and the message, and exits with code 1.
+    command line prints ``traceback``, which has only the user's own frames, and the message, and exits with code 1.
     """
 
     def __init__(self, message: str, traceback: str) -> None:
@@ -27,11 +27,11 @@ class UserCodeError(RuntimeError):
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that resembles the given one most; None if none does."""
+    """The known word that is most similar to the given one, or None if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'learning_rate'?`` if a known word resembles the given one, else nothing."""
+    """``; did you mean 'learning_rate'?`` if a known word is similar to the given one, else an empty string."""
     near = closest(word, known)
     return f"; did you mean {near!r}?" if near is not None else ""

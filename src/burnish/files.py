@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CHECKSUMS = "checksums.json"
-PARTIAL, OLD = ".partial", ".old"  # suffixes while a file or folder is written, and while it is removed
+PARTIAL, OLD = ".partial", ".old"
+"""Suffixes of files and folders while they are written, and while they are removed."""
 
 
 def sha256(path: Path) -> str:
@@ -31,7 +32,7 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of a file atomically. It is on disk when this returns."""
+    """Replace the content of a file atomically, and flush it to disk."""
     aside = path.with_name(f".{path.name}{PARTIAL}")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -54,7 +55,7 @@ def sync(path: Path) -> None:
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder by relative path, except of the list itself."""
+    """The SHA-256 of every file in a folder, keyed by relative path. The list of checksums itself is not included."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
@@ -63,7 +64,7 @@ def listed(folder: Path) -> dict[str, str]:
     """The checksums that a sealed folder lists: ``{"model.safetensors": "9f86d0..."}``.
 
     Raises:
-        ValueError: the folder has no list, or the list is damaged.
+        ValueError: if the folder has no list of checksums, or the list is damaged.
     """
     path = folder / CHECKSUMS
     if not path.is_file():
@@ -78,7 +79,7 @@ def listed(folder: Path) -> dict[str, str]:
 
 
 def seal(folder: Path) -> None:
-    """Write the list of a folder's checksums into it, and flush all of it to disk."""
+    """Write the list of checksums of a folder, and flush the whole folder to disk."""
     write_text(folder / CHECKSUMS, json.dumps(checksums(folder), indent=1))
     for path in folder.rglob("*"):
         sync(path)
@@ -86,18 +87,18 @@ def seal(folder: Path) -> None:
 
 
 def staging(folder: Path) -> Path:
-    """The path that a folder has while it is written."""
+    """The path of a folder while it is being written."""
     return folder.with_name(f".{folder.name}{PARTIAL}")
 
 
 def removing(folder: Path) -> Path:
-    """The path that a folder has while it is removed."""
+    """The path of a folder while it is being removed."""
     return folder.with_name(f".{folder.name}{OLD}")
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """A context with a folder to write into. It replaces ``folder`` if the context ends without an error."""
+    """A context that provides a temporary folder, which replaces ``folder`` if the context ends without an error."""
     aside, old = staging(folder), removing(folder)
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
@@ -112,7 +113,7 @@ def writing(folder: Path) -> Iterator[Path]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, or None. Files that are not in its list do not matter."""
+    """What is wrong with a sealed folder, or None. Files that are not in its list of checksums are ignored."""
     try:
         expected = listed(folder)
     except ValueError as error:
@@ -127,7 +128,7 @@ def damage(folder: Path) -> str | None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder atomically: it is never there in part."""
+    """Remove a folder atomically, so that it never exists in part."""
     old = removing(folder)
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
@@ -135,7 +136,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders that a killed process was writing or removing in a stage's folder."""
+    """Remove folders that a killed process left behind in a stage's folder while writing or removing them."""
     for path in folder.glob(".*"):
         if path.is_dir() and not path.is_symlink() and path.name.endswith((PARTIAL, OLD)):
             shutil.rmtree(path)

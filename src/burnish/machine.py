@@ -19,7 +19,7 @@ MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
-    """Floating-point operations per second in (size, size) matrix products of 2 size^3 each; the best of several."""
+    """Measure the floating-point operations per second of (size, size) matrix products; the best of several."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.randn(size, size, device=device).to(dtype)
     best, began = float("inf"), time.perf_counter()
@@ -33,14 +33,14 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> f
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: that of the machine, or the limit of its container."""
+    """Memory in bytes that this process may use: the machine's memory, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [Path(name).read_text().strip() for name in MEMORY_LIMITS if Path(name).is_file()]
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -48,7 +48,7 @@ def refuse_processes() -> None:
     """Refuse to run as one of several processes.
 
     Raises:
-        UserError: WORLD_SIZE, which torchrun and accelerate launch set, is above 1.
+        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:

@@ -1,4 +1,4 @@
-"""Interrupts code that runs longer than it may."""
+"""Interrupts code that exceeds a time limit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from types import FrameType
 
 
 class TimeLimitExceeded(BaseException):
-    """Raised in code whose time is up. It is no ``Exception``, so that the code does not catch it by accident."""
+    """Raised in code that exceeds its time limit. Not an ``Exception``, so the code does not catch it by accident."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeLimitExceeded`` in the body once it has run for this long.
+    """Raise ``TimeLimitExceeded`` in the body after this many seconds.
 
-    A signal interrupts the body, also while it sleeps or waits for the network. Code in C that does not return to
-    Python is interrupted when it does. In a thread other than the main one nothing can be interrupted, and the limit is
-    checked when the body ends.
+    A signal interrupts the body, even while it sleeps or waits for the network. C code is interrupted when it returns
+    to Python. In threads other than the main thread, the body cannot be interrupted, and the limit is checked when it
+    ends.
 
-    The signal is SIGURG, which is ignored where nobody listens and which hardly anything uses. SIGALRM would clash with
-    libraries that have time limits of their own.
+    The signal is SIGURG, because hardly any code uses it and it is ignored by default. SIGALRM would conflict with
+    libraries that have their own time limits.
 
     Raises:
-        TimeLimitExceeded: the body took longer.
+        TimeLimitExceeded: if the body takes longer.
     """
     if threading.current_thread() is not threading.main_thread():
         deadline = time.monotonic() + seconds

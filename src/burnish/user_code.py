@@ -1,4 +1,4 @@
-"""Runs the user's code: a reward, a stage's function, or the import of a file that holds one.
+"""Runs the user's code: a reward, a stage's function, or the import of a file that contains one.
 
 The result of a run must not depend on the side effects of a reward. ``user_code`` restores what would change the run,
 and turns an exception into a ``UserCodeError`` that names the code that raised it.
@@ -32,7 +32,7 @@ def user_code(
     keep_environment: bool = False,
     timeout: float | None = None,
 ) -> Iterator[None]:
-    """A context for the user's code, which restores afterwards what the code changed in the process.
+    """A context for the user's code that undoes the changes it makes to the process.
 
     Restored: the working directory, environment variables and warnings filters; torch's grad mode, default dtype,
     default device, number of threads, deterministic mode, float32 matmul precision, and cuDNN's deterministic and
@@ -43,16 +43,15 @@ def user_code(
     millisecond.
 
     Args:
-        what: the code as messages name it: ``reward brevity (my_rewards.py:brevity)``.
-        during: what it was called for, as messages name it: ``on prompts.jsonl:3``.
-        seed: at least 0; the code draws the same random numbers whenever it is called with the same seed. None leaves
-            the random states as they are.
+        what: the name of the code in messages: ``reward brevity (my_rewards.py:brevity)``.
+        during: what it was called for, in messages: ``on prompts.jsonl:3``.
+        seed: seed (at least 0) of the code's random numbers. None leaves the random states as they are.
         keep_environment: do not restore environment variables. A file may set some when it is imported, such as an API
             key, that its functions read later.
-        timeout: seconds that the code may take; None sets no limit.
+        timeout: time limit in seconds; None sets no limit.
 
     Raises:
-        UserCodeError: the code raised an exception, called ``sys.exit``, or exceeded its time limit. ``UserError`` and
+        UserCodeError: if the code raises an exception, calls ``sys.exit``, or exceeds its time limit. ``UserError`` and
             ``KeyboardInterrupt`` pass through.
     """
     with reported(what, during, timeout), isolated(keep_environment):
@@ -64,7 +63,7 @@ def user_code(
 
 @contextlib.contextmanager
 def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
-    """Turn what the user's code raises into a ``UserCodeError``; the arguments are those of ``user_code``."""
+    """Convert exceptions of the user's code to ``UserCodeError``. Arguments are as in ``user_code``."""
     try:
         yield
     except UserError:
@@ -82,7 +81,7 @@ def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
 
 
 def _matmul_precision() -> str | None:
-    """The precision, or None: it cannot be read if it was set both by its setter and by ``fp32_precision``."""
+    """The precision. None if it was set both by its setter and by ``fp32_precision``: it cannot be read then."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -106,7 +105,7 @@ def _set_cudnn(flags: tuple[bool, bool]) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
 
-# A getter and a setter each. The setter runs only if the value changed.
+# Pairs of a getter and a setter. The setter runs only if the value changed.
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -120,7 +119,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 @contextlib.contextmanager
 def isolated(keep_environment: bool = False) -> Iterator[None]:
-    """Restore what the body changes in the process; ``user_code`` lists it."""
+    """Restore what the body changes in the process. The docstring of ``user_code`` lists it."""
     folder, environment = os.getcwd(), os.environ.copy()
     filters, listed = warnings.filters, list(warnings.filters)
     settings = [(read(), read, write) for read, write in SETTINGS]
@@ -128,7 +127,7 @@ def isolated(keep_environment: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(folder)  # without a comparison: the current folder may be gone
+        os.chdir(folder)  # without reading the current folder, which may no longer exist
         for before, read, write in settings:
             if read() != before:
                 write(before)
@@ -154,7 +153,7 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 
 
 class RandomStates(NamedTuple):
-    """The random states of the process; ``cuda`` is None where CUDA is not in use."""
+    """The random states of the process. ``cuda`` is None if CUDA is not in use."""
 
     python: Any
     numpy: Any
@@ -170,7 +169,7 @@ def random_states() -> RandomStates:
 
 
 def set_random_states(states: RandomStates) -> None:
-    """Restore what ``random_states`` gave."""
+    """Restore the states that ``random_states`` returned."""
     random.setstate(states.python)
     np.random.set_state(states.numpy)
     torch.set_rng_state(states.torch)
@@ -196,7 +195,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback with the frames of the user's files only, or with all frames of the code if there are none."""
+    """The traceback with only the frames of the user's files, or with all frames of the code if there are none."""
     whole = traceback.TracebackException.from_exception(error)
     while whole.stack and _is_caller(whole.stack[0].filename):
         del whole.stack[0]
@@ -220,5 +219,5 @@ def _is_library(file: str) -> bool:
 
 
 def _is_caller(file: str) -> bool:
-    """Whether a file of ours calls the user's code; rewards of shipped recipes count as code of the user."""
+    """Whether a file is part of Burnish. Functions of shipped recipes count as the user's code."""
     return Path(file).is_relative_to(PACKAGE) and not Path(file).is_relative_to(PACKAGE / "recipes")

@@ -1,4 +1,4 @@
-"""Functions of the user that a recipe names as ``file.py:name`` or ``package.module:name``."""
+"""Loads the user's functions, which recipes refer to as ``file.py:name`` or ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from burnish.user_code import user_code
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """The function that ``file.py:name`` or ``package.module:name`` names.
+    """Load a function, given ``file.py:name`` or ``package.module:name``.
 
     A file is imported once for each version of its contents, always with the same random seed.
 
     Raises:
-        UserError: there is no such file, module or function, or the file is not Python.
-        UserCodeError: the file or module raised an exception when it was imported.
+        UserError: if there is no such file, module or function, or the file is not valid Python.
+        UserCodeError: if the file or module raises an exception while it is imported.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -43,7 +43,7 @@ def _from_file(path: Path) -> ModuleType:
         beside = [str(other) for other in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
         raise UserError(f"{path}: no such file{did_you_mean(str(path), beside)}")
     source = path.read_bytes()
-    # Named by its contents, so that a file named like a module of Python does not take that module's place.
+    # The name has a hash, so that a file called, say, random.py does not replace Python's module.
     name = f"_{path.stem}_{hashlib.sha256(str(path.resolve()).encode() + source).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -67,7 +67,7 @@ def _from_package(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # A module that is there but misses one of its own is that module's fault, and its traceback says so.
+            # If the module exists but one of its own imports is missing, show the traceback.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             hint = f"; a file is named with its .py: {name}.py:NAME" if Path(f"{name}.py").is_file() else ""

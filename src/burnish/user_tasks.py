@@ -1,8 +1,8 @@
-"""Runs the user's coroutines, such as async rewards, while this process does other work in between.
+"""Runs the user's coroutines, such as async rewards, interleaved with other work of this process.
 
-Coroutines run in the calling thread, and only while ``UserTasks.advance`` is called, so that no code of the user runs
-at the same time as ours. From one await to the next, a coroutine is isolated like any other code of the user
-(``user_code``), and it has random states of its own. So its result does not depend on what runs beside it.
+Coroutines run in the calling thread, and only during ``UserTasks.advance``, so the user's code never runs at the same
+time as ours. Between two awaits, a coroutine is isolated like all code of the user (``user_code``) and has its own
+random states. Its result therefore does not depend on what else is running.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from burnish.time_limit import TimeLimitExceeded, time_limit
 from burnish.user_code import RandomStates, isolated, random_states, reported, seed_random, set_random_states
 
 SLICE = 0.001
-"""Seconds that ``advance`` gives the event loop where it does not wait."""
+"""Seconds that ``advance`` runs the event loop if it does not wait."""
 
 CLEANUP = 1.0
-"""Seconds that a coroutine has between two awaits once its time is up, for its ``finally`` blocks."""
+"""Seconds that a coroutine may run between two awaits after its time limit, for its ``finally`` blocks."""
 
 
 @dataclass
 class _Call:
-    """A call of the user's code: its seed, when its time is up (``time.monotonic``), and how many tasks it started."""
+    """A call of the user's code: its seed, its deadline (``time.monotonic``), and the number of tasks it started."""
 
     seed: int
     deadline: float
     tasks: int = 0
 
     def next_seed(self) -> int:
-        """The call's own seed for its first task, and one derived from it for every further task."""
+        """The call's own seed for its first task, and a derived seed for each further task."""
         number, self.tasks = self.tasks, self.tasks + 1
         digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1 if number else self.seed
@@ -46,7 +46,7 @@ _current: ContextVar[_Call | None] = ContextVar("the call that a task belongs to
 
 
 class UserTasks:
-    """The event loop that runs the user's coroutines. ``user_tasks()`` gives the one of this process."""
+    """The event loop that runs the user's coroutines. ``user_tasks()`` returns the one of this process."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -56,9 +56,10 @@ class UserTasks:
     def start(
         self, awaitable: Awaitable[Any], *, what: str, during: str, seed: int, timeout: float
     ) -> asyncio.Task[Any]:
-        """Begin to await what the user's code returned; ``advance`` runs it. The arguments are those of ``user_code``.
+        """Create a task for an awaitable that the user's code returned. Arguments are as in ``user_code``.
 
-        The task ends with the coroutine's result, or with the exception that ``user_code`` would raise.
+        ``advance`` runs the task. It ends with the result of the awaitable, or with the exception that ``user_code``
+        would raise.
         """
         call = _Call(seed, time.monotonic() + timeout)
         token = _current.set(call)
@@ -70,24 +71,24 @@ class UserTasks:
         return task
 
     def advance(self, wait: bool = False) -> None:
-        """Run all calls as far as they get; if ``wait``, wait until one of them ends."""
+        """Run all tasks as far as they get. With ``wait``, return only when one of them has ended."""
         if not self.running:
             return
         end = min(call.deadline for call in self.running.values()) if wait else 0.0
         self._run(self.running, max(end - time.monotonic(), SLICE))
-        # Deadlines are compared only now: this process may have been busy when the answer of a server arrived.
+        # Check deadlines only after running, because this process may have been busy when a server's answer arrived.
         now = time.monotonic()
         self.running = {task: call for task, call in self.running.items() if not task.done()}
         self.cancel([task for task, call in self.running.items() if now > call.deadline])
 
     def cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """End those of these calls that are still running, as if their time were up."""
+        """Cancel those of the tasks that are still running, as if they had exceeded their time limit."""
         tasks = list(tasks)
         if canceled := [task for task in tasks if task.cancel()]:
             self._run(canceled, None, asyncio.ALL_COMPLETED)
         for task in tasks:
             self.running.pop(task, None)
-            task.exception()  # else asyncio logs that nobody asked for it
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
 
     def _run(
         self, tasks: Iterable[asyncio.Task[Any]], seconds: float | None, until: str = asyncio.FIRST_COMPLETED
@@ -97,7 +98,7 @@ class UserTasks:
 
 @functools.cache
 def user_tasks() -> UserTasks:
-    """The one event loop of this process, since clients that the user's code keeps are bound to a loop."""
+    """The event loop of this process. There is only one, because clients in the user's code may be bound to a loop."""
     tasks = UserTasks()
     atexit.register(tasks.runner.close)
     return tasks
@@ -115,13 +116,13 @@ async def _reporting(awaitable: Awaitable[Any], what: str, during: str, timeout:
 
 
 def _new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """A task of the loop; one that belongs to a call of the user's code is isolated."""
+    """Create a task of the loop. A task that belongs to a call of the user's code is isolated."""
     call = _current.get()
     return asyncio.Task(coroutine if call is None else _Isolated(coroutine, call), loop=loop, **options)
 
 
 class _Isolated(Coroutine[Any, Any, Any]):
-    """A coroutine that restores at every await what it changed in the process, and keeps its own random states."""
+    """A coroutine with its own random states. At every await, its changes to the process are undone."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], call: _Call) -> None:
         self.coroutine, self.call, self.seed = coroutine, call, call.next_seed()
@@ -140,7 +141,7 @@ class _Isolated(Coroutine[Any, Any, Any]):
         raise AssertionError("a task drives this coroutine; nothing awaits it")
 
     def _step(self, resume: Callable[..., Any], *arguments: Any) -> Any:
-        """Run to the next await, or to the end, which ``StopIteration`` tells the task."""
+        """Run to the next await, or to the end, which raises ``StopIteration``."""
         with isolated():
             if self.states is None:
                 seed_random(self.seed)

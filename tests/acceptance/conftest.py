@@ -18,7 +18,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print a row for each acceptance test, wherever in tests/ it lies."""
     if not asked(config):
         return
-    reports = [found for of_kind in terminalreporter.stats.values() for found in of_kind if hasattr(found, "when")]
+    reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind if hasattr(report, "when")]
     rows = [("item", "result", "seconds", "figures")]
     for item in dict.fromkeys(report.nodeid for report in reports):
         parts = [report for report in reports if report.nodeid == item]

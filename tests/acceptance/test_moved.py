@@ -72,13 +72,13 @@ def lines(folder: Path) -> int:
 
 def unfinished(folder: Path) -> set[tuple[str, int]]:
     """Folders that are being written, or were when a process was killed, each with its last change in nanoseconds."""
-    found = set()
+    contents = set()
     for path in folder.glob("runs/*/*/.*.partial"):
         try:
-            found.add((path.name, path.stat().st_mtime_ns))
+            contents.add((path.name, path.stat().st_mtime_ns))
         except FileNotFoundError:  # it took its name in between
             continue
-    return found
+    return contents
 
 
 def kill(folder: Path, moment: str, target: float, chance: random.Random) -> bool:
@@ -125,17 +125,17 @@ def copy(parent: Path, target: Path) -> None:
 def results(folder: Path) -> dict[str, Any]:
     """What must be equal: all files of data, models and adapters, samples, metrics and the manifest without timings."""
     (run,) = folder.glob("runs/*")
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for kind in ("*/data/**/*", "*/model/**/*", "*/adapter/**/*", "*/samples.jsonl"):
         for path in sorted(path for path in run.glob(kind) if path.is_file()):
-            found[str(path.relative_to(run))] = path.read_bytes()
+            contents[str(path.relative_to(run))] = path.read_bytes()
     for path in sorted(run.glob("*/metrics.jsonl")):
         values = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        found[str(path.relative_to(run))] = without_timings(values)
+        contents[str(path.relative_to(run))] = without_timings(values)
     manifest = json.loads((run / "manifest.json").read_text("utf-8"))
     del manifest["checksums"]  # they are known by the times when files changed
-    found["manifest.json"] = without_timings(manifest)
-    return found
+    contents["manifest.json"] = without_timings(manifest)
+    return contents
 
 
 def without_timings(value: Any) -> Any:

@@ -34,8 +34,7 @@ def make_talk(tiny_llama: Any, tiny_tokenizer: Any) -> Any:
     def make(system: str | None = None, context: int = 256, **sampling: Any) -> Talk:
         model = tiny_llama(dtype=torch.float64, max_position_embeddings=context)
         settings: dict[str, Any] = {"max_new_tokens": 8} | sampling
-        how = Sampling(**settings)
-        return Talk(Loaded("tiny", model, tiny_tokenizer), how, seed=3, system=system)
+        return Talk(Loaded("tiny", model, tiny_tokenizer), Sampling(**settings), seed=3, system=system)
 
     return make
 
@@ -48,24 +47,26 @@ def bytes_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_characters_of_several_tokens_come_whole() -> None:
+def test_characters_of_several_tokens_are_yielded_whole() -> None:
     tokenizer, text = bytes_tokenizer(), "aé 漢字 👩‍👩‍👧 ok"
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode())
-    found = list(pieces(tokenizer, ids))
-    assert "".join(found) == text
-    assert "\ufffd" not in "".join(found) and found[:3] == ["a", "é", " "]
+    shown = list(pieces(tokenizer, ids))
+    assert "".join(shown) == text
+    assert "\ufffd" not in "".join(shown) and shown[:3] == ["a", "é", " "]
 
 
-def test_a_cut_character_is_told_at_the_end() -> None:
+def test_an_incomplete_character_is_yielded_at_the_end() -> None:
     tokenizer = bytes_tokenizer()
     ids = tokenizer.encode("a漢")[:-1]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "a\ufffd"
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}, {"stop": ["a", "e", "0"]}])
-def test_tokens_that_stream_are_those_of_the_generator(make_talk: Any, how: Any) -> None:
-    talk = make_talk(max_new_tokens=20, **how)
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}, {"stop": ["a", "e", "0"]}]
+)
+def test_streamed_tokens_equal_those_of_the_generator(make_talk: Any, settings: Any) -> None:
+    talk = make_talk(max_new_tokens=20, **settings)
     model, tokenizer = talk.loaded.model, talk.loaded.tokenizer
     for number in range(5):
         prompt, said = talk.prompt([{"role": "user", "content": f"question {number}"}]), list[int]()
@@ -76,7 +77,7 @@ def test_tokens_that_stream_are_those_of_the_generator(make_talk: Any, how: Any)
         assert talk.ended_by == whole.finish_reason
 
 
-def test_a_turn_goes_on_from_the_one_before(make_talk: Any) -> None:
+def test_a_turn_continues_from_the_cache_of_the_previous_one(make_talk: Any) -> None:
     talk = make_talk(system="sys")
     first = "".join(talk.answer("hello"))
     widths: list[int] = []
@@ -90,7 +91,7 @@ def test_a_turn_goes_on_from_the_one_before(make_talk: Any) -> None:
     assert 1 < widths[0] < new, "only what came after the first answer is read"
 
 
-def test_a_full_context_drops_the_oldest_turns_whole(make_talk: Any) -> None:
+def test_a_full_context_drops_the_oldest_whole_turns(make_talk: Any) -> None:
     talk = make_talk(system="sys", context=128)
     for n in range(4):
         shown = "".join(talk.answer(f"question {n}"))
@@ -105,7 +106,7 @@ def test_a_full_context_drops_the_oldest_turns_whole(make_talk: Any) -> None:
     assert talk.turns == before, "a message that does not fit costs no other"
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = make_talk(max_new_tokens=20)
     poll, calls = talk.generator.poll, []
 
@@ -137,7 +138,7 @@ def test_commands(tiny_folder: Path) -> None:
         assert text in done.output
 
 
-def test_a_terminal_escape_of_the_model_is_shown_not_sent(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_escapes_in_answers_are_shown_as_text(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burnish.commands.chat.pieces", lambda tokenizer, tokens: iter(["a\x1b[2J", "b\n\tc"]))
     assert "".join(make_talk().answer("hi")).startswith("a\\x1b[2Jb\n\tc")
 
@@ -159,13 +160,13 @@ def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> Non
     def wait_for(pattern: bytes, seconds: float = 60, interrupt: bool = False) -> None:
         nonlocal seen
         until = time.monotonic() + seconds
-        while (found := re.search(pattern, seen)) is None:
+        while (match := re.search(pattern, seen)) is None:
             assert time.monotonic() < until, seen
             if interrupt:  # again where the first came before the line was being read, which waits for a key then
                 process.send_signal(signal.SIGINT)
             if select.select([parent], [], [], 0.5)[0]:
                 seen += os.read(parent, 4096)
-        seen = seen[found.end() :]
+        seen = seen[match.end() :]
 
     wait_for(b"> ")
     wait_for(rb"\[Ctrl-D or /exit leaves\]", interrupt=True)

@@ -63,8 +63,8 @@ def logprob(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float
     start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ids = [*start, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     with torch.no_grad():
-        found = token_logprobs(model(torch.tensor([ids])).logits, torch.tensor([ids]))
-    return found[0, len(start) :].sum().item(), len(ids) - len(start)
+        values = token_logprobs(model(torch.tensor([ids])).logits, torch.tensor([ids]))
+    return values[0, len(start) :].sum().item(), len(ids) - len(start)
 
 
 def test_columns_that_are_kept_are_listed(here: Path) -> None:
@@ -76,15 +76,15 @@ def test_columns_that_are_kept_are_listed(here: Path) -> None:
 
 
 def test_conversations_give_the_perplexity(here: Path, tiny_llama: Any, tiny_tokenizer: Any) -> None:
-    found = measured("one", "data.eval=chat.jsonl", "against=two")["perplexity"]
+    perplexity = measured("one", "data.eval=chat.jsonl", "against=two")["perplexity"]
     expected = []
     for seed in (0, 1):
         sides = [logprob(tiny_llama(seed), tiny_tokenizer, p, a) for p, a in (("ab", "cd"), ("a", "bcdefgh"))]
         expected.append(math.exp(-sum(s for s, _ in sides) / sum(n for _, n in sides)))
-    assert found["value"] == pytest.approx(expected[0], rel=1e-4)
-    assert found["against"]["value"] == pytest.approx(expected[1], rel=1e-4)
-    assert found["difference"]["value"] == pytest.approx(expected[0] - expected[1], rel=1e-3)
-    assert found["low"] <= found["value"] <= found["high"]
+    assert perplexity["value"] == pytest.approx(expected[0], rel=1e-4)
+    assert perplexity["against"]["value"] == pytest.approx(expected[1], rel=1e-4)
+    assert perplexity["difference"]["value"] == pytest.approx(expected[0] - expected[1], rel=1e-3)
+    assert perplexity["low"] <= perplexity["value"] <= perplexity["high"]
 
 
 def test_texts_give_the_perplexity(here: Path) -> None:
@@ -93,7 +93,7 @@ def test_texts_give_the_perplexity(here: Path) -> None:
 
 
 def test_pairs_give_the_accuracy_of_implicit_rewards(here: Path, tiny_llama: Any, tiny_tokenizer: Any) -> None:
-    found = measured("one", "data.eval=pairs.jsonl", "reference=two")
+    measures = measured("one", "data.eval=pairs.jsonl", "reference=two")
     one, two = tiny_llama(0), tiny_llama(1)
     margins = []
     for n in range(6):
@@ -102,13 +102,13 @@ def test_pairs_give_the_accuracy_of_implicit_rewards(here: Path, tiny_llama: Any
             for answer in (f"a{n}", f"{n}bc")
         )
         margins.append(c - r)
-    assert found["margin"]["value"] == pytest.approx(sum(margins) / 6, abs=1e-4)
-    assert found["accuracy"]["value"] == pytest.approx(sum(m > 0 for m in margins) / 6)
+    assert measures["margin"]["value"] == pytest.approx(sum(margins) / 6, abs=1e-4)
+    assert measures["accuracy"]["value"] == pytest.approx(sum(m > 0 for m in margins) / 6)
     same = measured("one", "data.eval=pairs.jsonl", "reference=one")
     assert (same["accuracy"]["value"], same["margin"]["value"]) == (0.5, 0.0)
 
 
-def test_a_reward_model_has_an_accuracy(here: Path, tiny_tokenizer: Any) -> None:
+def test_a_reward_model_is_measured_by_accuracy(here: Path, tiny_tokenizer: Any) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"vocab_size": 105, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     settings |= {"num_attention_heads": 2, "num_labels": 1, "pad_token_id": 0}
@@ -126,9 +126,9 @@ def test_a_reward_model_has_an_accuracy(here: Path, tiny_tokenizer: Any) -> None
         differences.append(c - r)
     told = call("rm", "data.eval=pairs.jsonl", "against=one")
     assert told.exit_code == 2 and "against: one is a policy, but rm is a reward model" in told.stderr
-    found = measured("rm", "data.eval=pairs.jsonl")
-    assert found["margin"]["value"] == pytest.approx(sum(differences) / 6, abs=1e-5)
-    assert found["accuracy"]["value"] == pytest.approx(sum(d > 0 for d in differences) / 6)
+    measures = measured("rm", "data.eval=pairs.jsonl")
+    assert measures["margin"]["value"] == pytest.approx(sum(differences) / 6, abs=1e-5)
+    assert measures["accuracy"]["value"] == pytest.approx(sum(d > 0 for d in differences) / 6)
 
 
 RECIPE = """\
@@ -143,13 +143,13 @@ reference: two
 
 def test_prompts_are_answered_and_scored(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE)
-    result = call("one", "compare.yaml", "--output", "out/found.json")
+    result = call("one", "compare.yaml", "--output", "out/results.json")
     assert result.exit_code == 0, result.output
     assert "win rate" in result.stdout and "even pass@4" in result.stdout
-    found = json.loads(Path("out/found.json").read_text())
-    mine = [[s for s in found["samples"] if s["model"] == name] for name in ("one", "two")]
+    written = json.loads(Path("out/results.json").read_text())
+    mine = [[s for s in written["samples"] if s["model"] == name] for name in ("one", "two")]
     assert [len(part) for part in mine] == [24, 24]
-    measures = found["measures"]
+    measures = written["measures"]
     lengths = [[s["rewards"]["length"] for s in part] for part in mine]
     assert measures["length"]["value"] == pytest.approx(sum(lengths[0]) / 24)
     assert measures["length"]["difference"]["value"] == pytest.approx((sum(lengths[0]) - sum(lengths[1])) / 24)
@@ -165,38 +165,38 @@ def test_prompts_are_answered_and_scored(here: Path) -> None:
 
 def test_a_policy_has_no_kl_to_itself(here: Path) -> None:
     options = ["data.format=prompt", "generation.temperature=0.7", "generation.max_new_tokens=4"]
-    found = measured("one", "data.eval=prompts.jsonl", "reference=one", *options)
-    assert found["kl"]["value"] == pytest.approx(0, abs=1e-5)
+    measures = measured("one", "data.eval=prompts.jsonl", "reference=one", *options)
+    assert measures["kl"]["value"] == pytest.approx(0, abs=1e-5)
     cut = measured("one", "data.eval=prompts.jsonl", "reference=two", *options, "generation.top_k=3")
     assert "kl" not in cut and cut["log ratio"]["value"] > 0
 
 
-def test_the_kl_is_that_at_the_temperature(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+def test_the_kl_is_computed_at_the_sampling_temperature(tiny_llama: Any, tiny_tokenizer: Any) -> None:
     one, two = (Loaded(str(seed), tiny_llama(seed), tiny_tokenizer) for seed in (0, 1))
     ids = (5, 9, 30, 41, 2)
     sequence = Sequence(ids, (False, False, True, True, True), "row")
     trajectory = replace(Trajectory.from_text("", source="row"), sequences=(sequence,))
     settings = {"data": {"eval": "none"}, "generation": {"temperature": 0.5}}
-    name, found = _log_ratios(one, two, [trajectory], Evaluation.model_validate(settings))
+    name, ratios = _log_ratios(one, two, [trajectory], Evaluation.model_validate(settings))
     sides = []
     for model in (one.model, two.model):
         with torch.no_grad():
             whole = (model(torch.tensor([ids])).logits[0, 1:-1] / 0.5).log_softmax(-1)
         sides.append(sum(row[token].item() for row, token in zip(whole, ids[2:], strict=True)))
-    assert (name, found[id(trajectory)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
+    assert (name, ratios[id(trajectory)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
 
 
 def test_a_model_against_itself_is_a_draw(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE)
-    found = measured("one", "compare.yaml", "against=one")
-    assert (found["win rate"]["value"], found["win rate"]["low"], found["win rate"]["high"]) == (0.5, 0.5, 0.5)
-    assert found["length"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 6}
+    measures = measured("one", "compare.yaml", "against=one")
+    assert (measures["win rate"]["value"], measures["win rate"]["low"], measures["win rate"]["high"]) == (0.5, 0.5, 0.5)
+    assert measures["length"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 6}
 
 
 def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
     reward = 'reward=[{function: "rewards.py:length", weight: 0}]'
-    found = measured("one", "data.eval=prompts.jsonl", reward, "against=two", "generation.max_new_tokens=4")
-    assert set(found) == {"length", "tokens", "stopped"}
+    measures = measured("one", "data.eval=prompts.jsonl", reward, "against=two", "generation.max_new_tokens=4")
+    assert set(measures) == {"length", "tokens", "stopped"}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
             "reference: applies only to a policy evaluated on prompts or pairs",
         ),
         (["data.eval=chat.jsonl", "generation.samples=2"], "generation: applies only to prompts"),
-        (["data.eval=chat.jsonl", "--output", "rewards.py/found.json"], "cannot create its folder"),
+        (["data.eval=chat.jsonl", "--output", "rewards.py/results.json"], "cannot create its folder"),
         (["data.eval=prompts.jsonl", "data.format=prompt"], "set reward: to score answers, or reference: for the KL"),
     ],
 )
@@ -233,6 +233,6 @@ def test_mistakes_are_named(here: Path, arguments: list[str], message: str) -> N
     assert message in result.stderr, result.stderr
 
 
-def test_a_mistake_in_a_file_has_its_line(here: Path) -> None:
+def test_a_mistake_in_a_file_is_reported_with_its_line(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE.replace("against: two", "agianst: two"))
     assert "compare.yaml:5: agianst: unknown key; did you mean 'against'?" in call("one", "compare.yaml").stderr

@@ -40,7 +40,7 @@ def written(*arguments: Any, output: str = "out.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(output).read_text("utf-8").splitlines()]
 
 
-def test_further_columns_are_kept(here: Path, tiny_folder: Path) -> None:
+def test_other_columns_are_kept(here: Path, tiny_folder: Path) -> None:
     rows = written(tiny_folder, "--input", "prompts.jsonl", "--temperature", "0")
     assert [row["answer"] for row in rows] == [0, 2, 4, 6, 8]
     assert {row["completion_original"] for row in rows} == {"old"}
@@ -49,7 +49,9 @@ def test_further_columns_are_kept(here: Path, tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--samples", "2"], BEAMS])
-def test_what_is_drawn_for_a_prompt_depends_on_no_other(here: Path, tiny_folder: Path, options: list[str]) -> None:
+def test_completions_of_a_prompt_do_not_depend_on_other_prompts(
+    here: Path, tiny_folder: Path, options: list[str]
+) -> None:
     lines = (here / "prompts.jsonl").read_text().splitlines(keepends=True)
     (here / "some.jsonl").write_text("".join([lines[3], lines[0], lines[3]]))
     whole = written(tiny_folder, "--input", "prompts.jsonl", *options)
@@ -67,10 +69,10 @@ def test_what_is_drawn_for_a_prompt_depends_on_no_other(here: Path, tiny_folder:
 @pytest.mark.parametrize("options", [["--temperature", "0"], ["--temperature", "0.7"], BEAMS])
 def test_scores_are_those_of_the_model(here: Path, tiny_folder: Path, options: list[str]) -> None:
     loaded = inference.load(str(tiny_folder))
-    how = inference.decoding_settings({"max_new_tokens": 6, "temperature": 0.0}) if options[1] == "0" else None
+    decoding = inference.decoding_settings({"max_new_tokens": 6, "temperature": 0.0}) if options[1] == "0" else None
     rows = written(tiny_folder, "--input", "prompts.jsonl", "--scores", *options)
     assert all(row["logprob"] < 0 for row in rows)
-    if how is None:
+    if decoding is None:
         return
     for row in rows:
         prompt = loaded.tokenizer.apply_chat_template(
@@ -85,7 +87,7 @@ def test_scores_are_those_of_the_model(here: Path, tiny_folder: Path, options: l
 
 
 @pytest.mark.parametrize("options", [["--samples", "30"], BEAMS])
-def test_a_file_that_was_stopped_goes_on_to_the_same_bytes(
+def test_interrupted_output_resumes_with_the_same_bytes(
     here: Path, tiny_folder: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tiny_folder, "--input", "prompts.jsonl", *options, output="whole.jsonl")
@@ -112,7 +114,7 @@ def test_a_file_that_was_stopped_goes_on_to_the_same_bytes(
     assert not list(here.glob(".out*"))
 
 
-def test_a_system_message_stands_before_the_prompt(here: Path, tiny_folder: Path) -> None:
+def test_a_system_message_comes_before_the_prompt(here: Path, tiny_folder: Path) -> None:
     (row,) = inference.prompts(["hi"], system="be brief")
     assert [message["role"] for message in row.messages] == ["system", "user"]
     (here / "own.jsonl").write_text(
@@ -123,9 +125,9 @@ def test_a_system_message_stands_before_the_prompt(here: Path, tiny_folder: Path
 
 
 def test_lengths_are_drawn_from_a_range(here: Path, tiny_folder: Path) -> None:
-    how = inference.decoding_settings({"length_range": [2, 4], "samples": 40})
+    decoding = inference.decoding_settings({"length_range": [2, 4], "samples": 40})
     loaded = inference.load(str(tiny_folder))
-    ((_, rows),) = inference.completions(loaded, inference.prompts(["1+1"]), how)
+    ((_, rows),) = inference.completions(loaded, inference.prompts(["1+1"]), decoding)
     assert {len(row["completion"]) <= 3 for row in rows} == {True}
     assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
 
@@ -164,7 +166,7 @@ def test_adapters_and_stages_generate(here: Path, tiny_folder: Path, tiny_tokeni
         (["--beams", "2", "--length-range", "2", "4"], "--length-range does not apply to --beams"),
     ],
 )
-def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[str], message: str) -> None:
+def test_conflicting_options_are_refused(here: Path, tiny_folder: Path, options: list[str], message: str) -> None:
     result = generate(tiny_folder, "1+1", *options)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -179,7 +181,7 @@ def test_options_that_do_not_fit(here: Path, tiny_folder: Path, options: list[st
         (["--input", "long.jsonl"], "long.jsonl:3: a prompt of 319 tokens leaves no room"),
     ],
 )
-def test_files_that_cannot_be_are_told_before_anything_is_made(
+def test_bad_file_names_are_reported_before_anything_is_generated(
     here: Path, tiny_folder: Path, options: list[str], message: str
 ) -> None:
     before = (here / "prompts.jsonl").read_bytes()

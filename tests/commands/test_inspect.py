@@ -49,7 +49,7 @@ def test_spans_keep_the_space_between_them_and_are_marked():
     ]
 
 
-def test_the_value_of_a_step_stands_behind_its_last_token():
+def test_the_value_of_a_step_follows_its_last_token():
     arrays = {"targets": (0.0, 0.0, 0.0, -1.0), "outcomes": (0.0, -1.0, 0.0, -1.0)}
     sequence = Sequence((1, 2, 3, 1), (False,) * 4, "x:1", arrays)
     assert marked(sequence, Letters(), colors=False).plain == "a b<+0> c a<-1>"  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class Lines(Letters):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_value_of_a_step_stands_in_its_line(trained):
+def test_the_value_of_a_step_is_on_the_line_of_the_step(trained):
     arrays = {"targets": (0.0, 0.0, 0.5, 0.0), "outcomes": (0.0, 0.0, 1.0, 0.0)}
     sequence = Sequence((1, 2, 3, 1), (False, trained, trained, False), "x:1", arrays)
     expected = "a[[b]]<+0.5>\na" if trained else "ab<+0.5>\na"
@@ -74,13 +74,13 @@ def test_the_value_of_a_step_stands_in_its_line(trained):
     assert marked(sequence, Lines(), colors=True).plain == colored  # type: ignore[arg-type]
 
 
-def test_what_a_negative_reward_makes_less_likely_is_red():
+def test_tokens_with_a_negative_reward_are_red():
     sequence = Sequence((1, 2), (False, True), "x:1", {"advantages": (-0.5, -0.5)})
     spans = marked(sequence, Letters(), colors=True).spans  # type: ignore[arg-type]
     assert [str(span.style) for span in spans] == ["dim", "red"]
 
 
-def test_advice_is_given_where_it_helps():
+def test_advice_is_given_only_if_it_helps():
     good = {
         "OMP_WAIT_POLICY": "PASSIVE",
         "cores": "2 of 4",

@@ -47,7 +47,7 @@ def test_a_folder_that_is_in_use_is_refused_by_name_until_its_process_is_killed(
     assert not list(tmp_path.iterdir())
 
 
-def test_one_process_cannot_run_a_folder_twice_and_an_error_gives_it_back(tmp_path: Path) -> None:
+def test_one_process_cannot_run_a_folder_twice_and_an_error_releases_it(tmp_path: Path) -> None:
     with pytest.raises(KeyError), locked(tmp_path):
         with pytest.raises(UserError, match=f"in use by process {os.getpid()}"), locked(tmp_path):
             pass
@@ -70,7 +70,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path)
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_of_two_that_come_at_the_end_of_a_third_one_gets_it(tmp_path: Path) -> None:
+def test_of_two_processes_that_wait_for_a_third_one_gets_the_lock(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         "from burnish.config.lock import locked\nfrom burnish.errors import UserError\n"
@@ -87,7 +87,7 @@ def test_of_two_that_come_at_the_end_of_a_third_one_gets_it(tmp_path: Path) -> N
     assert [process.wait() for process in both] == [0, 0]
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -12,9 +12,10 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, _get_bitsandbyte
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from burnish.config import RewardSource, StageData, StageModel, json_schema, load, shipped
+from burnish.config import StageData, StageModel, json_schema, load, shipped
 from burnish.config.checks import RENAMED
 from burnish.config.loading import RECIPES
+from burnish.config.schema import RewardFromModel
 from burnish.config.yaml import read
 from burnish.errors import UserError
 from burnish.methods.settings import PPOConfig
@@ -82,14 +83,14 @@ def test_out_names_the_folder_of_the_run(folder):
     assert load("two.yaml", ["out=there/run"]).folder == Path("there/run")
 
 
-def test_resolved_holds_the_defaults_and_can_be_written_as_json(folder):
+def test_resolved_has_all_defaults_and_can_be_written_as_json(folder):
     plain = json.loads(json.dumps(load("two.yaml").resolved()))
     assert plain["stages"][1]["method"] == {"name": "sft", "learn": "last", "learn_eos": True}
     assert plain["stages"][0]["with"] == {"rows": 3}
     assert plain["stages"][1]["data"]["on_bad_row"] == "error"
 
 
-def test_a_recipe_of_one_stage_may_leave_out_the_level(folder):
+def test_a_recipe_with_one_stage_may_omit_stages(folder):
     (folder / "one.yaml").write_text("method: {name: reward}\nmodel: gpt2\ndata: {train: pairs.jsonl}\nseed: 5\n")
     recipe = load("one.yaml", ["method.centering=0.5"])
     assert (recipe.name, recipe.seed, recipe.stages[0].name) == ("one", 5, "reward")
@@ -116,7 +117,7 @@ def test_overrides_reach_stages_by_name_and_by_index(folder):
     assert tune.generation.stop == ["a"]
 
 
-def test_an_override_with_null_takes_a_block_away(folder):
+def test_an_override_with_null_removes_a_block(folder):
     adapter = load("two.yaml", ["stages.tune.adapter.r=4"]).stages[1].adapter
     assert adapter and adapter.r == 4
     assert load("two.yaml", ["stages.tune.adapter.r=4", "stages.tune.adapter=null"]).stages[1].adapter is None
@@ -132,7 +133,7 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     assert type(read(text, "x").value) is type(value)
 
 
-def test_what_is_no_plain_yaml_is_named_with_its_line():
+def test_values_that_are_not_plain_yaml_are_reported_with_their_line():
     for text, expected in {
         "a: 1\nb:\n  c: 1\n  c: 2": "r.yaml:4: c: this key is written twice, first in line 3",
         "a: 1\n2: b": "r.yaml:2: a key must be text, got 2",
@@ -173,7 +174,7 @@ def test_several_mistakes_are_one_message_in_the_order_of_the_file(folder):
     assert lines[3] == "  command line: seed: expected 0 or more, got -1"
 
 
-def test_a_key_one_level_too_high_is_sent_home(folder):
+def test_a_key_one_level_too_high_is_reported_with_its_block(folder):
     assert "it belongs to trainer: trainer.learning_rate" in message("two.yaml", ["stages.tune.learning_rate=1"])
     assert "it belongs to method: method.centering" in message("two.yaml", ["stages.prefer.centering=1"])
     assert "it belongs to a stage: stages.NAME.adapter" in message("two.yaml", ["adapter.r=1"])
@@ -192,7 +193,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_anything_anywhere_is_taken_or_told(folder, place):
+def test_any_value_anywhere_is_accepted_or_reported(folder, place):
     for value in ANYTHING:
         try:
             recipe = load("two.yaml", [f"{place}={value}"])
@@ -253,7 +254,7 @@ def test_shipped_recipes_are_described_by_their_first_line(tmp_path, monkeypatch
 
 def test_a_field_of_the_trainer_that_does_nothing_is_refused(folder):
     said = message("two.yaml", ["stages.tune.trainer.label_smoothing_factor=0.1"])
-    assert "trainer.label_smoothing_factor: this key is not allowed in recipes: a method whose loss" in said
+    assert "trainer.label_smoothing_factor: this key is not allowed in recipes: methods with label" in said
 
 
 def test_every_field_of_training_arguments_is_a_setting_or_has_a_reason():
@@ -302,7 +303,7 @@ def test_a_key_that_was_renamed_is_an_error_with_the_new_name(folder, old):
 
 def test_a_new_name_is_a_key():
     known = {*TrainerConfig.model_fields, *Truncation.model_fields, *AdapterConfig.model_fields}
-    known |= {*RewardSource.model_fields, *PPOConfig.model_fields}
+    known |= {*RewardFromModel.model_fields, *PPOConfig.model_fields}
     assert {new.partition(":")[0] for new in RENAMED.values()} <= known
 
 
@@ -344,7 +345,7 @@ def test_a_field_of_the_trainer_that_belongs_to_another_one(folder, fields):
     load("two.yaml", [field, with_it, "stages.prefer.data.eval=held.jsonl"])
 
 
-def test_a_field_that_keeps_its_default_may_stand_anywhere(folder):
+def test_a_field_with_its_default_value_is_always_allowed(folder):
     kept = ["lr_scheduler_type=constant", "warmup_steps=0", "eval_delay=0", "optim_args=null", "adam_beta1=0.9"]
     load("two.yaml", [f"stages.prefer.trainer.{text}" for text in (*kept, "optim=sgd")])
 
@@ -353,9 +354,9 @@ def test_a_field_that_keeps_its_default_may_stand_anywhere(folder):
     ("optimizer", "given", "said"),
     [
         ("sgd", "momentun=0.9", "sgd does not read 'momentun'; did you mean 'momentum'?"),
-        ("sgd", "momentum=0.9, weight_decay=0.1", "weight_decay is overruled by trainer.weight_decay"),
+        ("sgd", "momentum=0.9, weight_decay=0.1", "trainer.weight_decay overrides weight_decay"),
         ("rmsprop", "alpha", "expected name=value, name=value, got 'alpha'"),
-        ("adamw_torch_fused", "betas=0.9", "adamw_torch_fused reads no optim_args; those that do are sgd, "),
+        ("adamw_torch_fused", "betas=0.9", "adamw_torch_fused reads no optim_args; these do: sgd, "),
         ("adafactor", "scale_parameter=true", "adafactor reads no optim_args"),
     ],
 )
@@ -371,8 +372,8 @@ def test_what_optimizers_read_is_what_transformers_reads():
         if maker is _get_bitsandbytes_optimizer and "ademamix" not in optimizer:
             assert (optimizer in OPTIM_ARGS) == ("rmsprop" in optimizer)
             continue
-        found = set(re.findall(r'optim_args\.(?:get|pop)\(\s*"(\w+)"|"(\w+)" in ctx\.optim_args', code))
-        names = {name for pair in found for name in pair if name}
+        matches = set(re.findall(r'optim_args\.(?:get|pop)\(\s*"(\w+)"|"(\w+)" in ctx\.optim_args', code))
+        names = {name for pair in matches for name in pair if name}
         names |= set(re.findall(r'"(\w+)"', "".join(re.findall(r"for key in \((.*)\)", code))))
         assert names - {"weight_decay"} == set(OPTIM_ARGS.get(optimizer) or ()), optimizer
 

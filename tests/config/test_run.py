@@ -94,20 +94,20 @@ def sha256(path: Path) -> str:
 
 def results(folder: Path) -> dict[str, Any]:
     """Weights, samples, and metrics without their timings."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for path in [*folder.glob("*/model/**/*.safetensors"), *folder.glob("*/samples.jsonl")]:
-        found[str(path.relative_to(folder))] = path.read_bytes()
+        contents[str(path.relative_to(folder))] = path.read_bytes()
     for path in folder.glob("*/metrics.jsonl"):
-        found[path.parent.name] = [
+        contents[path.parent.name] = [
             {key: value for key, value in line.items() if not is_timing(key)} for line in read_metrics(path.parent)
         ]
-    return found
+    return contents
 
 
 # --- what a run leaves ---------------------------------------------------------------------------------------------
 
 
-def test_every_stage_leaves_its_files(done):
+def test_every_stage_writes_its_files(done):
     assert {p.name for p in done.iterdir()} == {"manifest.json", "report.html", "prepare", "sft", "reward", "ppo"}
     for stage, checkpoint in [("sft", 3), ("reward", 2), ("ppo", 8)]:
         names = {p.name for p in (done / stage).iterdir()}
@@ -116,7 +116,7 @@ def test_every_stage_leaves_its_files(done):
     assert (done / "ppo" / "model" / "critic" / "model.safetensors").is_file()
 
 
-def test_the_manifest_says_what_was_done(done, home):
+def test_the_manifest_records_the_run(done, home):
     said = manifest(done)
     assert said["name"] == "small" and said["state"] == "done"
     assert said["recipe"] == recipe(home, done).resolved()
@@ -162,7 +162,7 @@ def test_models_load_with_plain_transformers(done):
         assert critic(tokens).logits.shape == (1, 7, 1)
 
 
-def test_a_stage_starts_from_what_the_one_before_made(done):
+def test_a_stage_starts_from_the_model_of_the_previous_one(done):
     before, after = (read_metrics(done / "sft")[i]["eval_loss"] for i in (0, -1))
     first = next(line for line in read_metrics(done / "reward") if "loss" in line)
     assert after < before
@@ -187,7 +187,7 @@ def test_the_same_recipe_gives_the_same_bytes(done, home, tmp_path):
 # --- going on ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_done_is_not_done_again(done, home):
+def test_finished_stages_do_not_run_again(done, home):
     before = {path: path.stat().st_mtime_ns for path in done.glob("*/model/*")}
     shown = run(home, done)
     assert shown.count("already done") == 4
@@ -215,7 +215,7 @@ class Stopped(BaseException):
 
 
 @pytest.mark.parametrize(("stage", "step"), [("reward", 1), ("ppo", 5)])
-def test_an_interrupted_run_goes_on_to_the_same_end(stage, step, done, home, monkeypatch):
+def test_an_interrupted_run_resumes_with_the_same_bytes(stage, step, done, home, monkeypatch):
     folder = done.with_name(f"stopped in {stage}")
 
     class Stop(TrainerCallback):
@@ -266,7 +266,7 @@ def test_a_stage_that_runs_a_function_is_complete_or_absent(home, tmp_path, monk
 FIRST = "stages=[{name: prepare, run: 'burnish.recipes.tiny:prepare', with: {rows: 3, pairs: 1, prompts: 1}}]"
 
 
-def test_fresh_starts_over_and_removes_the_run_alone(home, tmp_path):
+def test_fresh_starts_over_and_removes_only_the_run(home, tmp_path):
     folder = tmp_path / "run"
     run(home, folder, FIRST)
     (folder / "prepare" / "left").write_text("from before")
@@ -278,7 +278,7 @@ def test_fresh_starts_over_and_removes_the_run_alone(home, tmp_path):
     assert (folder / "notes.txt").read_text() == "mine" and (folder / ".notes.old").is_dir()
 
 
-def test_fresh_leaves_the_run_where_the_recipe_cannot_start(home, tmp_path):
+def test_fresh_removes_nothing_if_the_recipe_cannot_start(home, tmp_path):
     folder = tmp_path / "run"
     run(home, folder, FIRST)
     bad = tmp_path / "bad.jsonl"
@@ -294,7 +294,7 @@ def test_fresh_leaves_the_run_where_the_recipe_cannot_start(home, tmp_path):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_folder_of_something_else_is_left_alone(fresh, home, tmp_path):
+def test_a_folder_with_other_content_is_refused(fresh, home, tmp_path):
     (tmp_path / "prepare").mkdir()
     (tmp_path / "prepare" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds prepare, but no manifest\.json"):

@@ -88,10 +88,10 @@ BASES = {"sft": "prepare", "reward": "sft", "ppo": "sft"}
 
 
 def test_every_folder_loads_without_burnish_and_gives_the_same_logits(done, artifacts):
-    for stage, found in artifacts(*(done / stage for stage in BASES)).items():
-        assert {name.partition("-")[0] for name in found} == {"model", "adapter", "checkpoint"}
-        for name, logits in found.items():
-            assert logits == pytest.approx(found["model"], abs=1e-5), f"{stage}/{name}"
+    for stage, by_folder in artifacts(*(done / stage for stage in BASES)).items():
+        assert {name.partition("-")[0] for name in by_folder} == {"model", "adapter", "checkpoint"}
+        for name, logits in by_folder.items():
+            assert logits == pytest.approx(by_folder["model"], abs=1e-5), f"{stage}/{name}"
 
 
 def test_an_adapter_records_its_base_by_name_and_hash(done):
@@ -105,7 +105,7 @@ def test_an_adapter_records_its_base_by_name_and_hash(done):
     assert len(set(bases)) == 4
 
 
-def test_a_stage_without_an_adapter_of_its_own_goes_on_with_the_one_it_starts_from(done, tmp_path):
+def test_a_stage_without_its_own_adapter_continues_the_one_it_starts_from(done, tmp_path):
     start = done / "sft" / "adapter"
     shown = run(tmp_path / "run.yaml", more(done, model=str(start)))
     assert f"{start} is an adapter: training continues it on top of its base {done / 'prepare' / 'model'}" in shown
@@ -115,7 +115,7 @@ def test_a_stage_without_an_adapter_of_its_own_goes_on_with_the_one_it_starts_fr
     assert config[0]["use_dora"] and config[1]["use_dora"] and not (stage / "base").exists()
 
 
-def test_a_stage_with_an_adapter_of_its_own_merges_the_one_it_starts_from_first(done, tmp_path):
+def test_a_stage_with_its_own_adapter_first_merges_the_one_it_starts_from(done, tmp_path):
     start = done / "sft" / "adapter"
     shown = run(tmp_path / "run.yaml", more(done, model=str(start), adapter={"r": 2}))
     stage = tmp_path / "run" / "more"
@@ -126,7 +126,7 @@ def test_a_stage_with_an_adapter_of_its_own_merges_the_one_it_starts_from_first(
     torch.testing.assert_close(logits(stage / "adapter"), logits(stage / "model"), atol=1e-5, rtol=1e-5)
 
 
-def test_a_reward_model_that_starts_from_a_policys_adapter_merges_it_and_says_so(done, tmp_path):
+def test_a_reward_model_that_starts_from_a_policys_adapter_merges_it(done, tmp_path):
     start = done / "sft" / "adapter"
     data = {"train": str(done / "prepare" / "data" / "pairs.jsonl")}
     shown = run(tmp_path / "run.yaml", more(done, model=str(start), method={"name": "reward"}, data=data))
@@ -134,7 +134,7 @@ def test_a_reward_model_that_starts_from_a_policys_adapter_merges_it_and_says_so
     assert not (tmp_path / "run" / "more" / "adapter").exists()
 
 
-def test_a_stage_is_refused_where_the_base_of_its_adapter_is_another_one(done, tmp_path):
+def test_a_stage_is_refused_if_its_adapter_has_another_base(done, tmp_path):
     wrong = tmp_path / "adapter"
     wrong.mkdir()
     for path in (done / "ppo" / "adapter").iterdir():
@@ -147,7 +147,7 @@ def test_a_stage_is_refused_where_the_base_of_its_adapter_is_another_one(done, t
             run(tmp_path / f"{name}.yaml", more(done, model=str(wrong), **settings))
 
 
-def test_half_precision_is_said_and_an_adapters_model_is_still_merged_in_full(done, tmp_path):
+def test_half_precision_is_reported_and_adapters_are_merged_in_full_precision(done, tmp_path):
     model = str(done / "sft" / "model")
     shown = run(tmp_path / "full.yaml", more(done, model=model, dtype="bfloat16"))
     assert "dtype bfloat16: training in this precision, without float32 master weights" in shown
@@ -172,6 +172,6 @@ def test_quantized_stages_train_and_are_merged_in_full_or_are_refused_before_any
         assert not (tmp_path / "run").exists()
         return
     run(tmp_path / "run.yaml", text)
-    found = artifacts(tmp_path / "run" / "more", done / "sft")
-    assert found["more"]["adapter"] == pytest.approx(found["more"]["model"], abs=1e-5)
-    assert found["more"]["model"] != pytest.approx(found["sft"]["model"], abs=1e-3)
+    logits = artifacts(tmp_path / "run" / "more", done / "sft")
+    assert logits["more"]["adapter"] == pytest.approx(logits["more"]["model"], abs=1e-5)
+    assert logits["more"]["model"] != pytest.approx(logits["sft"]["model"], abs=1e-3)

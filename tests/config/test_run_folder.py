@@ -119,7 +119,7 @@ def test_a_stage_that_fails_closes_its_generator(home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/precious", "../precious", "..", ".", "a/../../precious", "", "made\n", 3, None])
-def test_fresh_removes_nothing_where_the_manifest_names_other_folders(name: Any, home: Path) -> None:
+def test_fresh_removes_nothing_if_the_manifest_names_other_folders(name: Any, home: Path) -> None:
     """A manifest that names /precious had that folder removed."""
     precious = home / "precious"
     precious.mkdir()
@@ -146,7 +146,7 @@ def test_fresh_does_not_follow_links(home: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"stages": 3}', '{"stages": [3]}', "[" * 5000])
-def test_a_manifest_that_is_none_is_told(text: str, home: Path) -> None:
+def test_an_invalid_manifest_is_reported(text: str, home: Path) -> None:
     Path("runs/small").mkdir(parents=True)
     Path("runs/small/manifest.json").write_text(text)
     for fresh in (False, True):
@@ -198,7 +198,7 @@ def flip(path: str) -> None:
         ("runs/small/sft/model/config.json", lambda path: Path(path).unlink(), "is missing;"),
     ],
 )
-def test_what_a_finished_stage_wrote_is_checked_before_it_is_used(
+def test_output_of_a_finished_stage_is_checked_before_it_is_used(
     path: str, harm: Any, wrong: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flipped bit in a model was accepted."""
@@ -224,7 +224,7 @@ def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: py
     assert "resumes after step 1" in run()
 
 
-def test_a_file_that_was_not_touched_is_not_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_file_is_not_hashed_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_in("ppo", 1, monkeypatch)
     read: list[str] = []
     sha256 = files.sha256
@@ -269,7 +269,7 @@ def test_a_reward_that_was_edited_between_two_runs_of_a_stage_is_refused(
     assert "resumes after step 1" in run()
 
 
-def test_what_changes_before_the_first_checkpoint_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_may_change_before_the_first_checkpoint(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
@@ -296,7 +296,7 @@ def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatc
     assert "resumes after step 1" in shown.getvalue() and weights("moved") == expected
 
 
-def test_a_stage_that_ran_again_and_wrote_something_else_makes_later_ones_stale(home: Path) -> None:
+def test_a_stage_that_ran_again_with_other_output_makes_later_stages_stale(home: Path) -> None:
     run()
     shutil.rmtree("runs/small/made")
     Path("make.py").write_text(CODE.replace("i + 1", "i + 2"))
@@ -307,7 +307,7 @@ def test_a_stage_that_ran_again_and_wrote_something_else_makes_later_ones_stale(
         run()
 
 
-def test_rows_of_the_hub_have_no_files_here(home: Path) -> None:
+def test_rows_from_the_hub_have_no_local_checksums(home: Path) -> None:
     """The name without its split was empty, which is the working folder: all of it was hashed."""
     data = Data.model_validate({"train": "owner/name", "eval": "owner/name:test"})
     assert of_rows(data, ["train", "eval"], Path("runs/small"), Checksums({})) == {}
@@ -344,7 +344,9 @@ def test_the_best_checkpoint_of_a_run_that_was_moved_stays_the_best(
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_is_named_with_the_one_that_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_reported_with_the_one_used_instead(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An extra file in a checkpoint voided it, and the stage started over without a word."""
     recipe = Path("small.yaml").read_text()
     Path("small.yaml").write_text(recipe.replace("save_steps: 1", "save_steps: 1, save_total_limit: 2"))
@@ -369,7 +371,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_that_is_used(home: Path, mon
         assert weights() == expected
 
 
-def test_a_run_that_began_with_other_versions_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_began_with_other_versions_reports_them(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_in("sft", 1, monkeypatch)
     said = manifest()
     said["versions"]["torch"] = "2.12.0"

@@ -1,4 +1,4 @@
-"""Mixtures and streams from a recipe: what is drawn, what is told, which mistakes are found before anything starts."""
+"""Mixtures and streams from a recipe: what is drawn and reported, and which mistakes stop a run before it starts."""
 
 import io
 import json
@@ -63,8 +63,8 @@ def run(*overrides: str) -> tuple[dict[str, Any], str]:
 def read(recipe: Recipe) -> Counter[str]:
     data = recipe.stages[0].data
     assert data is not None
-    found = sources.read(data, "train", recipe.folder, (Conversation,), recipe.seed)
-    return Counter(row.source for row in found.rows)
+    read = sources.read(data, "train", recipe.folder, (Conversation,), recipe.seed)
+    return Counter(row.source for row in read.rows)
 
 
 def message(*overrides: str) -> str:
@@ -86,7 +86,7 @@ def test_sources_are_mixed_by_weight_with_their_lines(home):
     assert sorted(read(load("mixed.yaml", [unweighted])).values()) == [1] * 10
 
 
-def test_a_mixture_trains_and_is_told(home):
+def test_a_mixture_trains_and_is_reported(home):
     stage, shown = run()
     assert "12 rows (8 of the 8 of a.jsonl; 4 of the 2 of b.jsonl)" in shown
     assert stage["rows"]["train"]["mixed"] == [
@@ -117,7 +117,7 @@ def test_mistakes_are_named(home, override, said):
     assert said in message(override)
 
 
-def test_mistakes_have_their_line(home):
+def test_mistakes_are_reported_with_their_line(home):
     Path("mixed.yaml").write_text(RECIPE.replace("weight: 1, keys", "wieght: 1, keys"))
     assert "mixed.yaml:8: data.train.1.wieght: unknown key" in message()
 
@@ -128,7 +128,7 @@ def test_a_method_that_needs_all_rows_does_not_stream(home):
     assert "data.stream: method 'ppo' needs all of its rows at once" in said
 
 
-def test_a_stream_trains_and_tells_what_it_skipped(home):
+def test_a_stream_trains_and_reports_skipped_rows(home):
     with Path("a.jsonl").open("a") as file:
         file.write('{"prompt": "1+1", "completion": ""}\n')
     stage, shown = run("data.stream=true", "data.shuffle_buffer=8", "data.on_bad_row=skip", "trainer.max_steps=6")
@@ -188,7 +188,7 @@ def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
     assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
 
 
-def test_held_out_rows_that_are_trained_on_are_a_warning(home):
+def test_training_on_held_out_rows_is_a_warning(home):
     """Whatever the spelling, and also where it is one source of a mixture; the training goes on."""
     Path("link.jsonl").symlink_to("b.jsonl")
     write("held.jsonl", [{"prompt": "1+1", "completion": "2"}])
@@ -211,7 +211,7 @@ def test_held_out_rows_that_are_trained_on_are_a_warning(home):
     ("one", "other", "same"),
     [("a/b", "a/b:train", True), ("a/b", "a/b:test", False), ("a/b/c", "a/b/d", False)],
 )
-def test_hub_ids_are_the_same_by_their_split(one, other, same):
+def test_hub_ids_are_compared_with_their_split(one, other, same):
     data = Data.model_validate({"train": one, "eval": other})
     assert (sources.overlap(data, Path("run")) is not None) == same
 
@@ -221,10 +221,10 @@ def test_a_stream_whose_file_changes_stops_the_run(home, monkeypatch):
     made = RowStream.take
 
     def take(stream: RowStream, count: int) -> Any:
-        found = made(stream, count)
+        taken = made(stream, count)
         if count == 4:  # a buffer, and not the first look at the rows
             write("a.jsonl", [{"prompt": "1+1", "completion": "3"} for _ in range(8)])
-        return found
+        return taken
 
     monkeypatch.setattr(RowStream, "take", take)
     with pytest.raises(UserError, match=r"a\.jsonl changed while it was being read"):

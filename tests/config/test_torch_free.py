@@ -47,5 +47,5 @@ def test_a_recipe_is_checked_without_torch(recipe: str) -> None:
     assert imported(f"from burnish.config import load\nload({recipe!r}).resolved()") == set()
 
 
-def test_what_this_measures_sees_torch() -> None:
+def test_the_check_itself_detects_torch() -> None:
     assert "torch" in imported("import burnish.math.losses")

@@ -54,7 +54,7 @@ def plain(completions: list[Completion]) -> list[Any]:
     return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
 
 
-def test_equal_plans_give_equal_bytes_and_leave_no_trace(model: Any) -> None:
+def test_equal_plans_give_equal_bytes_and_global_state_is_restored(model: Any) -> None:
     model.train()
     model.model.layers[0].eval()
     training = [module.training for module in model.modules()]
@@ -75,19 +75,21 @@ def test_equal_plans_give_equal_bytes_and_leave_no_trace(model: Any) -> None:
         assert not ENDS & set(completion.tokens[:-1].tolist()) and 0 not in completion.tokens
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 8}, {"top_p": 0.8}])
-def test_logprobs_are_those_of_the_processed_distribution(model: Any, how: dict[str, Any]) -> None:
-    wanted = requests(8, **how)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 8}, {"top_p": 0.8}])
+def test_logprobs_equal_those_of_the_processed_distribution(model: Any, sampling: dict[str, Any]) -> None:
+    wanted = requests(8, **sampling)
     generator = ContinuousGenerator(model, None, slots=3, page_size=16, max_batch_tokens=64)
     for request, completion in zip(wanted, complete(generator, wanted), strict=True):
         ids = torch.tensor([[*request.tokens, *completion.tokens.tolist()]])
         with torch.no_grad():
-            logits = warp(model(ids).logits, how.get("temperature", 1.0), how.get("top_k"), how.get("top_p"))
+            logits = warp(
+                model(ids).logits, sampling.get("temperature", 1.0), sampling.get("top_k"), sampling.get("top_p")
+            )
         expected = token_logprobs(logits, ids)[0, len(request.tokens) :]
         assert completion.logprobs == pytest.approx(expected.double().numpy(), abs=1e-4)
 
 
-def test_greedy_completions_are_those_of_the_local_generator(model: Any) -> None:
+def test_greedy_completions_equal_those_of_the_local_generator(model: Any) -> None:
     wanted = requests(8, temperature=0.0) + requests(3, temperature=0.0, length_range=[2, 9])
     wanted.append(Request((9,) * 60, 0, Sampling(temperature=0.0), frozenset()))
     ours = complete(LocalGenerator(model, Letters()), wanted)
@@ -96,7 +98,7 @@ def test_greedy_completions_are_those_of_the_local_generator(model: Any) -> None
     assert theirs[-1].finish_reason == "context" and len(theirs[-1].tokens) == 4
 
 
-def test_new_weights_are_sampled_from_and_settings_may_differ(model: Any) -> None:
+def test_new_weights_are_used_and_settings_may_differ_between_requests(model: Any) -> None:
     generator = make(model)
     wanted = requests(4, temperature=0.0) + requests(4) + requests(4, top_k=1)
     before = complete(generator, wanted)
@@ -110,7 +112,7 @@ def test_new_weights_are_sampled_from_and_settings_may_differ(model: Any) -> Non
     assert plain(after) != plain(before)
 
 
-def test_a_completion_is_cut_behind_its_stop_string(model: Any) -> None:
+def test_a_completion_is_truncated_after_its_stop_string(model: Any) -> None:
     free = complete(make(model), requests(6, frozenset()))
     texts = Letters().batch_decode([c.tokens.tolist() for c in free])
     stop = texts[0][4:7]
@@ -120,7 +122,7 @@ def test_a_completion_is_cut_behind_its_stop_string(model: Any) -> None:
     assert done[0].finish_reason == "stop" and len(done[0].logprobs) == len(done[0].tokens) <= 7
 
 
-def test_what_it_cannot_do_is_refused(model: Any) -> None:
+def test_unsupported_requests_are_refused(model: Any) -> None:
     generator = make(model)
     with pytest.raises(UserError, match="returns no values"):
         generator.submit([replace(request, return_values=True) for request in requests(1)], 0)

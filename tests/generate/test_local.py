@@ -127,7 +127,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_that_of_transformers(name):
+def test_greedy_decoding_equals_transformers(name):
     torch.manual_seed(1)
     model = MODELS[name]().eval()
     wanted = requests(1, 5, 9, 3, 20, 7, 2)
@@ -142,12 +142,12 @@ def test_greedy_is_that_of_transformers(name):
     assert len({len(e) for e in expected}) > 1
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
-def test_logprobs_are_those_of_a_full_forward_pass(how):
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
+def test_logprobs_equal_those_of_a_full_forward_pass(settings):
     model = llama()
     wanted = requests(1, 5, 9, 3, 20)
-    for request, completion in zip(wanted, run(model, wanted, batch_size=2, eos_ids=(4,), **how), strict=True):
-        expected = teacher_forced(model, request.tokens, completion, **how)
+    for request, completion in zip(wanted, run(model, wanted, batch_size=2, eos_ids=(4,), **settings), strict=True):
+        expected = teacher_forced(model, request.tokens, completion, **settings)
         torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9)
 
 
@@ -166,7 +166,7 @@ def test_a_completion_depends_on_its_own_request_only():
     assert {completion.finish_reason for completion in together} == {"stop", "length"}
 
 
-def test_a_prompt_is_read_once_for_all_its_samples():
+def test_a_prompt_is_computed_once_for_all_its_samples():
     model = llama()
     read = []
     hook = model.model.register_forward_pre_hook(
@@ -191,7 +191,7 @@ def test_finished_rows_leave_and_waiting_requests_take_their_places():
     assert max(row for row, _ in rows) == 4
 
 
-def test_prompts_of_similar_length_are_read_together():
+def test_prompts_of_similar_length_are_prefilled_together():
     model = llama()
     read = []
     hook = model.model.register_forward_pre_hook(
@@ -202,26 +202,26 @@ def test_prompts_of_similar_length_are_read_together():
     assert read == [(12, 100), (6, 20), (18, 1)], "from a thousand tokens on, what is much shorter is read apart"
 
 
-def test_growth_of_the_cache_changes_nothing():
+def test_growing_the_cache_does_not_change_results():
     model = llama()
     (request,) = requests(60)
     (completion,) = run(model, [request], temperature=0.0, max_new_tokens=150)
     assert list(completion.tokens) == reference(model, request.tokens, 150, ())
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}])
 @pytest.mark.parametrize("vocabulary", [40, 300])
-def test_draws_follow_the_exact_probabilities(how, vocabulary):
+def test_draws_follow_the_exact_probabilities(settings, vocabulary):
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1)) * 2
     n = 20_000
     uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    tokens, logprobs = draw(logits.expand(n, -1), uniforms, Sampling(**how), torch.zeros(1, vocabulary).bool())
+    tokens, logprobs = draw(logits.expand(n, -1), uniforms, Sampling(**settings), torch.zeros(1, vocabulary).bool())
     # the definition, by sorting: softmax(z / temperature), its k largest, or the fewest that reach p
-    p = (logits[0].double() / how.get("temperature", 1.0)).softmax(0)
+    p = (logits[0].double() / settings.get("temperature", 1.0)).softmax(0)
     ordered = p.sort(descending=True)
-    kept = how.get("top_k") or vocabulary
-    if "top_p" in how:
-        kept = next(k for k in range(1, vocabulary) if ordered.values[:k].sum() >= how["top_p"])
+    kept = settings.get("top_k") or vocabulary
+    if "top_p" in settings:
+        kept = next(k for k in range(1, vocabulary) if ordered.values[:k].sum() >= settings["top_p"])
     support = ordered.indices[:kept]
     expected = torch.zeros_like(p).index_put((support,), p[support] / p[support].sum())
     assert set(tokens.tolist()) <= set(support.tolist())
@@ -248,7 +248,7 @@ def test_first_tokens_follow_the_model():
 
 
 @pytest.mark.parametrize("uniform, expected", [(0.0, 1), (0.2, 1), (0.26, 2), (1 - 2**-53, 2)])
-def test_a_draw_at_the_edges_has_a_probability(uniform, expected):
+def test_uniforms_at_the_edges_draw_tokens_of_positive_probability(uniform, expected):
     logits = torch.tensor([[-torch.inf, 0.0, math.log(3.0), -torch.inf]])
     uniforms = torch.tensor([uniform], dtype=torch.float64)
     tokens, logprobs = draw(logits, uniforms, Sampling(), torch.zeros(1, 4).bool())
@@ -269,7 +269,7 @@ def test_banned_tokens_stay_in_the_probabilities():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_numbers_are_told(temperature):
+def test_nan_logits_are_reported(temperature):
     model = llama()
     model.lm_head.weight.data[3] = torch.nan
     with pytest.raises(UserError, match=r"logits are not numbers \(NaN\)"):
@@ -289,12 +289,12 @@ def biased(**biases):
     return model
 
 
-def test_min_new_tokens_holds_back_the_end():
+def test_min_new_tokens_delays_the_end():
     model = biased(t7=20.0)
     assert {len(c.tokens) for c in run(model, requests(3, 5, 9), eos_ids=(7,))} == {1}
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 1}]
-    for how in ways:
-        for completion in run(model, requests(3, 5, 9), eos_ids=(7,), min_new_tokens=4, max_new_tokens=9, **how):
+    for settings in ways:
+        for completion in run(model, requests(3, 5, 9), eos_ids=(7,), min_new_tokens=4, max_new_tokens=9, **settings):
             assert completion.finish_reason == "stop"
             assert 7 not in completion.tokens[:4]
             assert completion.tokens[4:] == (7,)
@@ -304,9 +304,9 @@ def test_min_new_tokens_holds_back_the_end():
 def test_the_pad_token_is_never_sampled_unless_it_ends():
     model = biased(t6=20.0)
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
-    for how in ways:
-        assert all(6 not in c.tokens for c in run(model, requests(3, 5), pad_id=6, eos_ids=(7,), **how))
-        assert [c.tokens for c in run(model, requests(3, 5), pad_id=6, eos_ids=(6,), **how)] == [(6,), (6,)]
+    for settings in ways:
+        assert all(6 not in c.tokens for c in run(model, requests(3, 5), pad_id=6, eos_ids=(7,), **settings))
+        assert [c.tokens for c in run(model, requests(3, 5), pad_id=6, eos_ids=(6,), **settings)] == [(6,), (6,)]
 
 
 def test_an_end_token_with_id_0_ends():
@@ -349,7 +349,7 @@ def test_lengths_are_drawn_from_the_range():
     assert {c.finish_reason for c in done} == {"length"}
 
 
-def test_a_full_context_window_aborts():
+def test_a_full_context_window_ends_a_completion():
     model = llama(max_position_embeddings=12)
     done = run(model, requests(10, 4), max_new_tokens=8)
     assert [(len(c.tokens), c.finish_reason) for c in done] == [(2, "context"), (8, "length")]
@@ -373,7 +373,7 @@ def test_an_adapter_generates_as_its_merged_model():
     assert base != done
 
 
-def test_training_mode_comes_back_as_it_was():
+def test_training_mode_is_restored():
     model = llama(attention_dropout=0.5).train()
     model.model.layers[0].eval()
     before = [module.training for module in model.modules()]
@@ -382,7 +382,7 @@ def test_training_mode_comes_back_as_it_was():
     assert torch.is_grad_enabled()
 
 
-def test_models_without_a_cache_by_row_are_refused():
+def test_models_whose_cache_is_not_supported_are_refused():
     rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UserError, match="RwkvForCausalLM takes no past_key_values, position_ids"):
         run(rwkv, requests(3))
@@ -399,12 +399,12 @@ def test_models_without_a_cache_by_row_are_refused():
         ({"stop": [""]}, "at least 1 character"),
     ],
 )
-def test_settings_that_cannot_be_met(settings, message):
+def test_requests_that_cannot_be_served_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
 
 
-def test_seeds_differ_in_every_part_and_stay_the_same():
+def test_seeds_depend_on_every_argument_and_are_fixed():
     grid = [(r, p, s, i) for r in range(3) for p in range(12) for s in range(3) for i in range(12)]
     seeds = [request_seed(*key) for key in grid]
     assert len(set(seeds)) == len(grid)
@@ -440,7 +440,7 @@ def test_every_request_has_its_own_settings():
 
 
 @pytest.mark.parametrize("kind", ["shared", "steps"])
-def test_values_are_those_of_a_full_forward_pass(kind):
+def test_values_equal_those_of_a_full_forward_pass(kind):
     model = llama(max_position_embeddings=24)
     torch.manual_seed(3)
     critic = SharedCritic(32, torch.float64) if kind == "shared" else StepValueHead(32, torch.float64, std=0.5)
@@ -471,7 +471,7 @@ def test_values_are_those_of_a_full_forward_pass(kind):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "sliding", "mixed windows", "soft-capped", "eager"])
-def test_a_request_that_goes_on_from_the_cache_reads_only_what_is_new(name):
+def test_a_request_computes_only_tokens_that_are_not_in_the_cache(name):
     torch.manual_seed(1)
     model = MODELS[name]().eval()
     sampling = Sampling(max_new_tokens=8)
@@ -530,7 +530,7 @@ def test_the_cache_is_dropped_with_the_weights():
         assert max(widths) == most
 
 
-def test_plans_do_not_share_batches_and_come_as_they_are_done():
+def test_plans_do_not_share_batches_and_complete_in_order():
     model = llama(torch.float32)
     generator, alone = LocalGenerator(model, slots=3), LocalGenerator(model, slots=3)
     first, second = requests(4, 6, 3, 9), requests(5, 7, seed=1)
@@ -549,7 +549,7 @@ def test_plans_do_not_share_batches_and_come_as_they_are_done():
         generator.submit(first, 5)
 
 
-def test_weights_are_copied_only_where_they_are_others():
+def test_weights_are_copied_only_if_they_are_other_tensors():
     model, other = llama(), llama(initializer_range=0.1)
     generator, wanted = LocalGenerator(model), requests(5, 7)
     expected = [plain(c) for c in complete(LocalGenerator(other), wanted)]

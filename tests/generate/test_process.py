@@ -123,7 +123,7 @@ def test_the_bytes_are_those_of_the_local_generator_whenever_the_child_dies(gene
     assert generator.poll(None) == []
 
 
-def test_errors_of_the_child_arrive_with_their_message(generator: Mortal) -> None:
+def test_errors_of_the_child_are_raised_with_their_message(generator: Mortal) -> None:
     start = dict(llama().named_parameters())
     broken = start["lm_head.weight"].detach().clone()
     broken[3] = torch.nan
@@ -154,7 +154,7 @@ def test_a_child_that_always_dies_is_an_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_go_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
+def test_adapters_are_sent_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
     def adapted(seed: int) -> Any:
         base = llama()
         torch.manual_seed(seed)

@@ -55,7 +55,7 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
         ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
     ],
 )
-def test_what_is_no_generator_is_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_generator_settings_are_refused(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(tmp_path, line)
 
@@ -65,7 +65,7 @@ def test_the_settings_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_method_that_samples_nothing_takes_no_generator(tmp_path: Path) -> None:
+def test_a_generator_is_refused_for_a_method_that_does_not_sample(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text('{"prompt": "2+2=", "completion": "4"}')
     (tmp_path / "recipe.yaml").write_text(
         f"name: chosen\nstages: [{{name: sft, method: {{name: sft}}, model: {tmp_path}, "

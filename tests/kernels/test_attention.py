@@ -46,19 +46,19 @@ def last_states(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("layout", [{}, {"shared": True}, {"shared": True, **PADDED}], ids=str)
 @pytest.mark.parametrize("config", WITH, ids=lambda config: config.model_type)
-def test_states_and_gradients_are_those_of_one_sequence_a_row(config, layout):
+def test_states_and_gradients_equal_those_of_one_sequence_per_row(config, layout):
     model = model_of(config).double()
     expected, gradients = last_states(model, collate(EXAMPLES, 0))
     assert has_varlen(model)
-    found, ours = last_states(model, collate(EXAMPLES, 0, packed=True, **layout))
+    states, ours = last_states(model, collate(EXAMPLES, 0, packed=True, **layout))
     # norms of the others are computed in float32
     limit = 1e-9 if config is hf.GPTNeoXConfig else 1e-5
-    for a, b in zip([found, *ours], [expected, *gradients], strict=True):
+    for a, b in zip([states, *ours], [expected, *gradients], strict=True):
         assert (a - b).norm() < limit * b.norm()
 
 
 @pytest.mark.parametrize("config", WITHOUT, ids=lambda config: config.model_type)
-def test_windows_biases_and_convolutions_keep_what_they_had(config):
+def test_windows_biases_and_convolutions_are_unaffected(config):
     settings = {
         hf.MptConfig: {"d_model": 32, "n_heads": 4, "n_layers": 2},
         hf.Lfm2Config: {"layer_types": ["conv", "full_attention"]},
@@ -72,10 +72,12 @@ def test_windows_biases_and_convolutions_keep_what_they_had(config):
 def test_soft_caps_are_refused():
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="softcap"):
-        attention.varlen(torch.nn.Module(), states, states, states, None, runs=Segments((3,), (None,)), softcap=30.0)
+        attention.varlen(
+            torch.nn.Module(), states, states, states, None, segments=Segments((3,), (None,)), softcap=30.0
+        )
 
 
-def test_a_model_that_has_it_still_takes_masks_and_generates():
+def test_a_model_with_packed_attention_still_takes_masks_and_generates():
     model = model_of(hf.LlamaConfig)
     ids = torch.arange(2, 14).view(2, 6)
     mask = torch.ones_like(ids)
@@ -100,13 +102,13 @@ def test_recomputed_activations_see_the_same_runs():
     batch = collate(EXAMPLES, 0, packed=True, shared=True)
     expected = last_states(model, batch)
     model.activation_checkpointing_enable()
-    found = last_states(model, batch)
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+    states = last_states(model, batch)
+    assert torch.equal(states[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(states[1], expected[1], strict=True))
 
 
 def test_half_precision_on_a_cpu_is_computed_in_float32():
-    runs = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
+    segments = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, 20, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
     results = []
@@ -114,7 +116,7 @@ def test_half_precision_on_a_cpu_is_computed_in_float32():
         leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=not wide):
             q, k, v = (x.float() for x in leaves) if wide else leaves
-            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, runs=runs)
+            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, segments=segments)
         states.bfloat16().float().square().sum().backward()
         results.append([states.bfloat16(), *(x.grad for x in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -150,9 +152,9 @@ def test_with_autocast_the_flash_kernel_gets_half_precision_of_float32_weights(c
         assert prefers_packed(model)
         calls.clear()
         batch = collate(EXAMPLES, 0, packed=True, shared=True)
-        found = hidden_states(model, batch).flatten(0, 1)[batch.ends]
+        states = hidden_states(model, batch).flatten(0, 1)[batch.ends]
     assert calls == [{torch.bfloat16}] * 2
-    assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+    assert (states - expected).abs().max() < 2e-2 * expected.abs().max()
 
 
 def test_on_a_gpu_rows_are_packed_where_passes_are_in_half_precision(monkeypatch):
@@ -171,9 +173,9 @@ def test_on_a_gpu_rows_are_packed_where_passes_are_in_half_precision(monkeypatch
 
 def test_the_flash_kernel_gets_the_keys_of_a_parent_before_those_of_each_child(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", flash)
-    runs = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
+    segments = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 20, 8, generator=draw)
     key, value = (torch.randn(1, 2, 20, 8, generator=draw) for _ in range(2))
-    expected, _ = attention.varlen(torch.nn.Module(), query, key, value, None, scaling=0.3, runs=runs)
-    torch.testing.assert_close(attention.on_gpu(query, key, value, 0.3, runs), expected)
+    expected, _ = attention.varlen(torch.nn.Module(), query, key, value, None, scaling=0.3, segments=segments)
+    torch.testing.assert_close(attention.on_gpu(query, key, value, 0.3, segments), expected)

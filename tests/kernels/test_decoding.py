@@ -35,8 +35,8 @@ def test_rows_attend_as_in_transformers(heads, key_heads, scaling):
     layer = SimpleNamespace(num_key_value_groups=heads // key_heads, is_causal=True)
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask, scaling=scaling)  # type: ignore[arg-type]
     for known in (columns, None):
-        found, _ = attend(layer, query, key, value, mask, scaling=scaling, columns=known)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        states, _ = attend(layer, query, key, value, mask, scaling=scaling, columns=known)
+        torch.testing.assert_close(states, expected, rtol=0, atol=1e-12)
 
 
 def test_what_is_beyond_a_group_of_rows_is_not_read():
@@ -45,8 +45,8 @@ def test_what_is_beyond_a_group_of_rows_is_not_read():
     for start in range(0, ROWS_OF_CACHE, ROWS):
         for x in (key, value):
             x[start : start + ROWS, :, max(columns[start : start + ROWS]) :] = torch.nan
-    found, _ = attend(None, query, key, value, mask, columns=columns)
-    assert torch.equal(found, expected)
+    states, _ = attend(None, query, key, value, mask, columns=columns)
+    assert torch.equal(states, expected)
 
 
 def test_what_it_does_not_know_is_left_to_transformers():
@@ -63,12 +63,12 @@ def test_generations_are_those_of_fused_attention(monkeypatch):
     def run():
         return complete(LocalGenerator(model, pads, slots=24), wanted)
 
-    found = run()
+    completions = run()
     assert model.config._attn_implementation == "sdpa", "the model has its own attention back"
     monkeypatch.setattr(kernels, "decoding_attention", lambda config, on: nullcontext())
     expected = run()
-    assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
-    for a, b in zip(found, expected, strict=True):
+    assert [c.tokens.tolist() for c in completions] == [c.tokens.tolist() for c in expected]
+    for a, b in zip(completions, expected, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 

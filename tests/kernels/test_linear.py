@@ -31,7 +31,7 @@ def pair(size: int, bias: bool, width: int = 24) -> tuple[nn.Linear, nn.Linear]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", [40, module.LARGE // 24 + 1])
-def test_the_products_are_those_of_torch(shape, bias, size):
+def test_products_equal_those_of_torch(shape, bias, size):
     plain, quick = pair(size, bias)
     for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2]):
         with torch.no_grad():
@@ -42,8 +42,8 @@ def test_the_products_are_those_of_torch(shape, bias, size):
 @pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize("shape", [*SHAPES, (9, module.FEW_COLUMNS + 1)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_gradients_are_those_of_torch(shape, bias, expanded):
-    found = []
+def test_gradients_equal_those_of_torch(shape, bias, expanded):
+    gradients = []
     layers = pair(40, bias, shape[-1])
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(shape, generator=draw)
@@ -52,13 +52,13 @@ def test_the_gradients_are_those_of_torch(shape, bias, expanded):
         x = values.clone().requires_grad_()
         y = layer(x)
         (y.sum() if expanded else (y * weights).sum()).backward()
-        found.append([x.grad, *(p.grad for p in layer.parameters())])
-    for ours, theirs in zip(*reversed(found), strict=True):
+        gradients.append([x.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*reversed(gradients), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @needs_onednn
-def test_what_is_frozen_gets_no_gradient():
+def test_frozen_parameters_get_no_gradient():
     _, quick = pair(40, bias=True)
     quick.requires_grad_(False)
     x = torch.randn(16, 24, requires_grad=True)
@@ -112,7 +112,7 @@ print(resident() - early)
 
 
 @needs_onednn
-def test_what_is_kept_for_shapes_does_not_grow_with_their_number():
+def test_the_memory_of_kernel_caches_is_bounded():
     limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     own = {name: value for name, value in os.environ.items() if name not in limits}
     grown = [

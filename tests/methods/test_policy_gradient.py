@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,22 @@ def test_prompts_whose_completions_all_score_alike_are_replaced(make_trainer: An
     seen.clear()
     limited, line = first_batch(1)
     assert line["replaced_prompts"] == len(limited) - 4 == 2
+
+
+def test_each_round_of_dynamic_sampling_has_its_own_random_numbers(make_trainer: Any, tiny_llama: Any) -> None:
+    drawn: list[float] = []
+
+    def noise(answers: list[Any]) -> list[float]:
+        """One random number for all completions of a call, so that the second round replaces every prompt."""
+        drawn.append(random.random())
+        return [drawn[-1]] * len(answers)
+
+    for _ in range(2):
+        method = GRPO(noise, SAMPLING, dynamic_sampling=2, kl_coef=0.0)
+        trainer = make_trainer(method, tiny_llama(), prompts(12), batch=4, max_steps=1)
+        next(iter(trainer.get_train_dataloader()))
+    assert len(drawn) == 6 and drawn[:3] == drawn[3:]
+    assert len(set(drawn)) == 3
 
 
 def test_long_completions_lose_score(make_trainer: Any, tiny_llama: Any) -> None:

@@ -50,7 +50,7 @@ def test_no_question_is_both_trained_and_evaluated(made: Path) -> None:
     unseen = {row["instruction"] for row in data["steps-eval"]}
     assert unseen == {row["prompt"] for row in data["prompts-eval"]}
     assert len(unseen) == 40 and not seen & unseen
-    assert {name: len(found) for name, found in data.items()} == {
+    assert {name: len(rows) for name, rows in data.items()} == {
         "steps": 400, "steps-eval": 40, "prompts": 32, "prompts-eval": 40
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_steps_follow_from_the_question_and_one_another(rows: list[dict[str, Any
         assert all(0 <= int(step.partition("=")[2]) <= 9 for step in steps)
 
 
-def test_a_mistake_ends_all_hope_and_nothing_else_does(rows: list[dict[str, Any]]) -> None:
+def test_the_value_is_minus_one_after_a_mistake_and_only_then(rows: list[dict[str, Any]]) -> None:
     wrong = 0
     for row in rows:
         values = [item["Q"] for item in row["output"]]
@@ -96,7 +96,7 @@ def test_the_same_seed_writes_the_same_bytes(made: Path, tmp_path: Path) -> None
         assert (tmp_path / "other" / name).read_bytes() != (made / name).read_bytes()
 
 
-def test_a_solution_reads_as_a_conversation_would(made: Path) -> None:
+def test_a_solution_is_rendered_like_a_conversation(made: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     row = Steps(({"role": "user", "content": "3+4-2=?"},), ("3+4=7", "7-2=5"), (0.5, 1.0), "s:1")
     assert tokenizer.decode(solution(Renderer(tokenizer), row).tokens) == "<bos>3+4-2=?\n3+4=7\n7-2=5\n<eos>"
@@ -130,7 +130,7 @@ SMALL = ("stages.prepare.with={rows: 64, prompts: 16, held_out: 16}", "stages.va
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_the_recipe_cut_down_leaves_a_model_that_values_steps(adapter: bool, tmp_path: Path) -> None:
+def test_a_small_run_of_the_recipe_leaves_a_model_that_values_steps(adapter: bool, tmp_path: Path) -> None:
     results = run(tmp_path / "run", *SMALL, *(["stages.values.adapter={r: 4}"] if adapter else []))
     assert {"eval_nll", "eval_value", "eval_sign_accuracy", "eval_value_first"} <= set(results["after"])
     network = load_value_model(str(tmp_path / "run" / "values"))

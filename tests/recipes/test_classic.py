@@ -47,12 +47,12 @@ def test_the_loss_on_unseen_nouns_falls(chain: Path) -> None:
 
 
 def test_every_folder_loads_with_transformers_and_peft_alone(chain: Path, artifacts: Any) -> None:
-    for found in artifacts(*(chain / name for name in ("sft", "reward", "ppo"))).values():
-        assert found["model"] == pytest.approx(found["adapter"], abs=1e-4)
+    for logits in artifacts(*(chain / name for name in ("sft", "reward", "ppo"))).values():
+        assert logits["model"] == pytest.approx(logits["adapter"], abs=1e-4)
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_burnish_merge_makes_the_stage_s_model_again(stage: str, chain: Path, tmp_path: Path) -> None:
+def test_burnish_merge_reproduces_the_model_of_the_stage(stage: str, chain: Path, tmp_path: Path) -> None:
     burnish("merge", chain / stage / "adapter", "--output", tmp_path / "merged")
     merged, model = weights(tmp_path / "merged"), weights(chain / stage / "model")
     assert merged.keys() == model.keys()
@@ -66,6 +66,6 @@ def test_the_adapter_of_ppo_is_not_merged_into_the_raw_model(chain: Path, tiny_f
 
 
 def test_the_outcome_answers_with_sampled_beams(chain: Path) -> None:
-    how = ("--beams", 4, "--sample", "--top-k", 10, "--temperature", 0.6, "--max-new-tokens", 8)
-    first = burnish("generate", chain / "ppo", *how, 'Define "anchor".')
-    assert first.strip() and first == burnish("generate", chain / "ppo", *how, 'Define "anchor".')
+    options = ("--beams", 4, "--sample", "--top-k", 10, "--temperature", 0.6, "--max-new-tokens", 8)
+    first = burnish("generate", chain / "ppo", *options, 'Define "anchor".')
+    assert first.strip() and first == burnish("generate", chain / "ppo", *options, 'Define "anchor".')

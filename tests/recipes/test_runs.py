@@ -29,7 +29,7 @@ def tiny(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     return folder, run("tiny", folder)
 
 
-def test_ppo_is_right_more_often_than_what_it_started_from(tiny):
+def test_ppo_is_more_accurate_than_its_initial_policy(tiny):
     _, results = tiny
     before, after = results["ppo"]["before"], results["ppo"]["after"]
     assert 0.5 < before["eval_reward_exact"] < 0.68  # 60 % of the answers that it learned from are right
@@ -40,9 +40,9 @@ def test_ppo_is_right_more_often_than_what_it_started_from(tiny):
 
 def test_every_folder_of_the_run_loads_without_burnish(tiny, artifacts):
     folder, _ = tiny
-    for found in artifacts(*(folder / name for name in ("sft", "reward", "ppo"))).values():
-        last = max((name for name in found if "-" in name), key=lambda name: int(name.partition("-")[2]))
-        assert found[last] == pytest.approx(found["model"], abs=1e-6)
+    for logits in artifacts(*(folder / name for name in ("sft", "reward", "ppo"))).values():
+        last = max((name for name in logits if "-" in name), key=lambda name: int(name.partition("-")[2]))
+        assert logits[last] == pytest.approx(logits["model"], abs=1e-6)
 
 
 def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
@@ -66,7 +66,7 @@ def test_a_constant_reward_leaves_accuracy_where_it_was(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
-def test_rewards_without_a_critic_make_it_right_more_often(name, tmp_path):
+def test_methods_without_a_critic_improve_accuracy(name, tmp_path):
     results = run(name, tmp_path / "run")[name]
     before, after = results["before"], results["after"]
     assert 0.5 < before["eval_score"] < 0.68

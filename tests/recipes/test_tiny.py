@@ -47,7 +47,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(made: Path,
         assert hashes(tmp_path / "other")[name] != hashes(made)[name]
 
 
-def test_files_have_the_sizes_that_were_asked_for(made: Path) -> None:
+def test_files_have_the_requested_sizes(made: Path) -> None:
     lengths = {path.name: len(read(path)) for path in (made / "data").iterdir()}
     assert lengths == {
         "sft.jsonl": 3000,
@@ -82,7 +82,7 @@ def test_chosen_is_the_sum_and_rejected_is_not(made: Path) -> None:
             assert int(row["chosen"]) == add(row["prompt"]) != int(row["rejected"])
 
 
-def test_prompts_carry_their_sum(made: Path) -> None:
+def test_prompts_have_their_sum_in_a_column(made: Path) -> None:
     for name in ("prompts", "prompts-eval"):
         assert all(row["answer"] == str(add(row["prompt"])) for row in read(made / "data" / f"{name}.jsonl"))
 
@@ -94,7 +94,7 @@ def test_a_wrong_sum_is_plausible(total: int, rng: Any) -> None:
     assert number // 10 == total // 10 or (number % 10 == total % 10 and abs(number - total) <= 50)
 
 
-def test_the_model_and_its_tokenizer_load_and_speak_one_language(made: Path) -> None:
+def test_the_model_and_its_tokenizer_load_and_match(made: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 4
@@ -129,7 +129,7 @@ def test_a_conversation_is_rewarded_by_whether_it_is_right(tmp_path: Path) -> No
     assert sum(row["reward"] < 0 for row in rows) / 1000 == pytest.approx(0.4, abs=0.05)
 
 
-def test_exact_is_one_for_the_sum_alone() -> None:
+def test_exact_is_one_only_for_the_sum() -> None:
     def answer(text: str) -> Trajectory:
         return Trajectory.from_text(
             text, ({"role": "user", "content": "12+30"},), columns={"answer": "42"}, source="prompts.jsonl:1"

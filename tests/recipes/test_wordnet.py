@@ -16,7 +16,7 @@ def test_nouns_have_the_definition_of_their_first_sense_without_examples(diction
     assert nouns(dictionary) == [Noun(word, f"what {word}s do") for word in WORDS]
 
 
-def test_files_share_no_noun_and_the_seed_decides(dictionary, tmp_path):
+def test_files_share_no_noun_and_depend_on_the_seed(dictionary, tmp_path):
     sizes = {"rows": 3, "pairs": 2, "prompts": 2, "held_out": 2}
     for name in ("a", "b"):
         prepare(tmp_path / name, 5, dictionary=str(dictionary), **sizes)

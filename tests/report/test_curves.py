@@ -22,7 +22,7 @@ def test_an_interval_belongs_to_its_value() -> None:
     assert estimates({"very_low": 1}) == {"very_low": Estimate(1.0)}
 
 
-def test_many_points_become_means_of_neighbours() -> None:
+def test_many_points_become_means_of_neighbors() -> None:
     points = [(step, float(step % 2)) for step in range(1, 9)]
     assert binned(points, most=4) == ([(2, 0.5), (4, 0.5), (6, 0.5), (8, 0.5)], 2)
     assert binned(points, most=8) == (points, 1)
@@ -34,7 +34,7 @@ def test_smoothing_keeps_a_constant_and_the_length() -> None:
     assert smoothed([float(i) for i in range(60)])[30] == 30.0
 
 
-def test_panels_hold_every_finite_value_and_name_the_others() -> None:
+def test_panels_show_finite_values_and_list_the_others() -> None:
     lines = [{"step": 1, "loss": 2.0, "own": 1.0}, {"step": 2, "loss": math.nan}, {"step": 2, "eval_loss": 1.5}]
     drawn = panels("sft", lines)
     assert [panel["metric"].label for panel in drawn["curves"]] == ["Loss"]
@@ -43,7 +43,7 @@ def test_panels_hold_every_finite_value_and_name_the_others() -> None:
     assert drawn["curves"][0]["summary"] == "from 2.000 to 2.000"
 
 
-def test_a_curve_is_drawn_where_its_values_are() -> None:
+def test_a_curve_is_drawn_at_its_values() -> None:
     svg = panels("sft", [{"step": step, "loss": float(step)} for step in (0, 5, 10)])["curves"][0]["svg"]
     path = next(d for d in re.findall(r'<path d="([^"]+)"[^>]*var\(--train\)', svg, re.DOTALL))
     (x0, y0), (x1, y1), (x2, y2) = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)", path)]

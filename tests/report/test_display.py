@@ -69,7 +69,7 @@ def test_speed_is_a_ratio_of_sums() -> None:
     assert view.tokens_per_second() == 200.0  # not the mean of 100 and 250
 
 
-def test_a_metric_that_a_step_lacks_stays() -> None:
+def test_a_metric_missing_from_a_step_keeps_its_value() -> None:
     view = stage_view()
     view.add({"score": 1.0, "loss": 3.0})
     view.add({"loss": 2.0})
@@ -77,7 +77,7 @@ def test_a_metric_that_a_step_lacks_stays() -> None:
     assert view.history == {"score": (1.0,), "loss": (3.0, 2.0)}
 
 
-def test_a_progress_line_says_all_in_order() -> None:
+def test_a_progress_line_has_all_parts_in_order() -> None:
     clock = Clock()
     view = stage_view("[2/3 reward]", clock)
     view.begin(0, 160)
@@ -89,7 +89,7 @@ def test_a_progress_line_says_all_in_order() -> None:
     )
 
 
-def test_an_interval_stands_behind_its_value() -> None:
+def test_an_interval_follows_its_value() -> None:
     values = {"eval_score": 1.5, "eval_score_low": 1.25, "eval_score_high": 1.75, "eval_kl": 2}
     assert numbers(values) == "score 1.500 [1.250, 1.750], kl 2"
 
@@ -105,13 +105,13 @@ def test_a_result_line_compares_the_first_and_the_last_step() -> None:
     assert view.result_line() == "[sft] 1 step in 1 min 01 s: loss 3.000 -> 1.500"
 
 
-def test_text_of_a_model_cannot_act_on_the_terminal() -> None:
+def test_text_of_a_model_cannot_control_the_terminal() -> None:
     assert visible("a\nb\x1b[2J\u202e世界", 99) == "a\\nb\\x1b[2J\\u202e世界"
     assert visible("0123456789", 8) == "01234..."
     assert visible("0123456789", 8, keep="end") == "...56789"
 
 
-def test_plain_lines_come_every_few_seconds_and_at_both_ends() -> None:
+def test_plain_lines_are_printed_every_few_seconds_and_at_both_ends() -> None:
     clock = Clock()
     display = Display(console(), interval=4.0, clock=clock)
     run(display, clock, 10)
@@ -148,7 +148,7 @@ def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
     assert all(c.isprintable() for line in lines for c in line)
 
 
-def test_a_resumed_run_says_so() -> None:
+def test_a_resumed_run_is_reported() -> None:
     display = Display(console(), clock=Clock())
     display.begin(40, 100)
     assert shown(display) == ["[train] resumes after step 40"]
@@ -177,7 +177,7 @@ def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> 
     assert "[train] 10 steps in 5 s: loss 2.000 -> 11.00" in shown(display)[-1]
 
 
-def test_a_failure_leaves_the_cursor_visible() -> None:
+def test_an_error_leaves_the_cursor_visible() -> None:
     display = Display(console(terminal=True), live=True)
     with pytest.raises(KeyError), display:
         display.begin(0, 5)
@@ -186,7 +186,7 @@ def test_a_failure_leaves_the_cursor_visible() -> None:
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_live_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_view_is_only_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     display = Display(Console(file=io.StringIO()), clock=Clock())
     display.begin(0, 5)
@@ -235,7 +235,7 @@ def test_every_step_and_evaluation_is_one_line(lines: tuple[list[dict], list[str
     assert not any("runtime" in key for line in written for key in line)
 
 
-def test_the_same_is_shown(lines: tuple[list[dict], list[str]]) -> None:
+def test_a_run_is_shown_from_its_first_step_to_its_result(lines: tuple[list[dict], list[str]]) -> None:
     _, text = lines
     assert text[0].startswith("[train] step 1/3 (33%)")
     assert sum("evaluation: loss" in line for line in text) == 2

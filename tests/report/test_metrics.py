@@ -32,7 +32,7 @@ def test_a_line_has_the_step_first_and_shortest_digits(tmp_path: Path) -> None:
     assert written == b'{"step": 3, "loss": 0.1, "tokens": 40, "tensor": 0.5}\n'
 
 
-def test_not_finite_is_strict_json_and_reads_back(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_strict_json_and_read_back(tmp_path: Path) -> None:
     Recorder(tmp_path).metrics(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": torch.tensor(math.nan)})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": "NaN"}\n'
@@ -41,7 +41,7 @@ def test_not_finite_is_strict_json_and_reads_back(tmp_path: Path) -> None:
     assert (line["b"], line["c"]) == (math.inf, -math.inf)
 
 
-def test_text_of_samples_is_kept_even_where_it_is_no_unicode(tmp_path: Path) -> None:
+def test_text_of_samples_is_kept_even_if_it_is_not_valid_unicode(tmp_path: Path) -> None:
     text = 'NaN "é" 世界 \u2028\x00\n\ud800'
     Recorder(tmp_path).samples([{"prompt": text, "rewards": {"a": math.nan}}])
     assert read_lines(tmp_path / "samples.jsonl") == [{"prompt": text, "rewards": {"a": "NaN"}}]
@@ -77,7 +77,7 @@ def test_resume_ends_with_the_bytes_of_an_uninterrupted_run(tmp_path: Path) -> N
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_offsets_are_sizes_in_bytes_and_no_offsets_forget_everything(tmp_path: Path) -> None:
+def test_offsets_are_sizes_in_bytes_and_no_offsets_remove_everything(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     assert recorder.offsets() == {"metrics.jsonl": 0, "samples.jsonl": 0}
     recorder.metrics(1, {})
@@ -86,7 +86,7 @@ def test_offsets_are_sizes_in_bytes_and_no_offsets_forget_everything(tmp_path: P
     assert recorder.offsets() == {"metrics.jsonl": 0, "samples.jsonl": 0}
 
 
-def test_a_file_that_lost_its_beginning_is_named(tmp_path: Path) -> None:
+def test_a_file_shorter_than_its_offset_is_reported(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.metrics(1, {})
     with pytest.raises(UserError, match=r"metrics\.jsonl: 12 bytes, but .* when it had 13.*--fresh"):
@@ -103,7 +103,7 @@ def test_timings_are_known_by_their_names() -> None:
     assert not any(map(is_timing, ["loss", "tokens", "epoch"]))
 
 
-def test_few_numbers_matter_and_they_differ_by_method() -> None:
+def test_headline_metrics_differ_by_method() -> None:
     common = {"epoch": 1, "tokens": 5, "grad_norm": 1.0, "loss": 1.0, "learning_rate": 1e-4}
     assert headline({**common, "nll": 1.0}) == ["loss", "learning_rate"]
     assert headline({**common, "accuracy": 0.5}) == ["accuracy", "loss", "learning_rate"]
@@ -123,11 +123,11 @@ def test_every_metric_has_a_name() -> None:
     [(0.0, "0"), (3, "3"), (12345, "12,345"), (1.23456, "1.235"), (12345.6, "12,346"), (5e-5, "5.0e-05"),
      (0.25, "0.2500"), (-12.3456, "-12.35"), (math.nan, "nan"), (-math.inf, "-inf"), (24.0, "24.00")],
 )  # fmt: skip
-def test_numbers_are_written_for_people(value: float, text: str) -> None:
+def test_numbers_are_formatted_for_readers(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_shares_and_times_are_written_for_people() -> None:
+def test_shares_and_times_are_formatted_for_readers() -> None:
     assert number(0.7341, share=True) == "73.4 %"
     assert number(0.123456, digits=2) == "0.12"
     assert [duration(s) for s in (0.4, 42, 250, 3900, 3599.9)] == [

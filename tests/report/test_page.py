@@ -216,7 +216,7 @@ def small_run(folder: Path, manifest: dict) -> str:
     return str(page)
 
 
-def test_the_page_is_whole_and_needs_nothing_else(page: tuple[str, Page]) -> None:
+def test_the_page_is_complete_and_self_contained(page: tuple[str, Page]) -> None:
     html, parsed = page
     assert parsed.open == []
     assert parsed.outside == []
@@ -224,7 +224,7 @@ def test_the_page_is_whole_and_needs_nothing_else(page: tuple[str, Page]) -> Non
     assert len(parsed.ids) == len(set(parsed.ids))
 
 
-def test_both_themes_have_the_colours_of_the_curves(page: tuple[str, Page]) -> None:
+def test_both_themes_have_the_colors_of_the_curves(page: tuple[str, Page]) -> None:
     html, _ = page
     assert "prefers-color-scheme: dark" in html
     assert not any(sentinel in html for sentinel in curves.INK)
@@ -232,7 +232,7 @@ def test_both_themes_have_the_colours_of_the_curves(page: tuple[str, Page]) -> N
         assert html.count(f"{colour.removeprefix('var(').rstrip(')')}: #") == 2
 
 
-def test_the_text_of_curves_is_text(page: tuple[str, Page]) -> None:
+def test_text_in_curves_is_selectable(page: tuple[str, Page]) -> None:
     html, _ = page
     figures = re.findall(r"<figure>.*?</figure>", html, re.DOTALL)
     assert all("<text" in curve and "viewBox" in curve for curve in figures)
@@ -248,11 +248,11 @@ def test_results_are_compared_in_words(page: tuple[str, Page]) -> None:
     assert "Win rate completions that score higher than those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
 
 
-def test_what_is_not_finite_is_said(page: tuple[str, Page]) -> None:
+def test_values_that_are_not_finite_are_reported(page: tuple[str, Page]) -> None:
     assert "Not finite, so not drawn: loss at step 601." in str(page[1])
 
 
-def test_samples_are_escaped_and_only_the_first_and_last_evaluation_stand(page: tuple[str, Page]) -> None:
+def test_samples_are_escaped_and_come_from_the_first_and_last_evaluation(page: tuple[str, Page]) -> None:
     html, parsed = page
     assert "&lt;b&gt;Honestly&lt;/b&gt; &amp; truly," in html and "<b>Honestly" not in html
     assert "The first 6 of 9, in the order of the file (not selected)." in str(parsed)
@@ -260,7 +260,7 @@ def test_samples_are_escaped_and_only_the_first_and_last_evaluation_stand(page: 
     assert "<span>Optimizer step 300</span>" not in html
 
 
-def test_data_and_manifest_are_there(page: tuple[str, Page]) -> None:
+def test_data_and_manifest_are_shown(page: tuple[str, Page]) -> None:
     text = str(page[1])
     assert "train 1,997 1 2" in text
     assert "train.jsonl:17: no assistant turn" in text
@@ -306,7 +306,7 @@ def test_a_stage_that_ran_a_function_shows_its_files(tmp_path: Path) -> None:
     assert "data/a.jsonl sha256 ffffffffffff" in text
 
 
-def test_a_folder_without_a_manifest_names_the_nearest_run(tmp_path: Path) -> None:
+def test_for_a_folder_without_a_manifest_the_nearest_run_is_suggested(tmp_path: Path) -> None:
     small_run(tmp_path / "my-run", {"name": "my-run"})
     with pytest.raises(UserError, match=r"manifest\.json: no such file; did you mean '.*my-run'\?"):
         report.write(tmp_path / "my-rum")
@@ -347,7 +347,7 @@ def test_whiskers_share_one_scale() -> None:
     assert change("score", (1.0,), (5.0, (4.0, 10.0))).whiskers == []
 
 
-def test_what_is_no_result_are_left_out() -> None:
+def test_metrics_that_are_not_results_are_left_out() -> None:
     compared = report.changes(
         {"step": 0, "epoch": 0, "eval_loss": 2.0, "eval_seconds": 3.0},
         {"loss": 1.0, "score": 3, "score_low": 2, "tokens_per_second": 9},
@@ -369,7 +369,7 @@ def test_samples_are_matched_by_source_and_place() -> None:
     assert math.isnan(samples[0]["before"]["score"])
 
 
-def test_without_evaluations_the_last_samples_of_training_stand_alone() -> None:
+def test_without_evaluations_the_last_samples_of_training_are_shown() -> None:
     rows = [{"step": step, "kind": "train", "prompt": "p", "completion": str(step)} for step in (1, 5)]
     samples, steps = report.before_and_after(rows)
     assert [(p["before"], p["after"]["completion"]) for p in samples] == [(None, "5")]
@@ -377,7 +377,7 @@ def test_without_evaluations_the_last_samples_of_training_stand_alone() -> None:
     assert report.before_and_after([]) == ([], [])
 
 
-def test_every_method_and_every_other_end_has_words() -> None:
+def test_every_method_and_finish_reason_has_a_description() -> None:
     assert set(report.METHODS) == set(METHODS)
     assert set(report.FINISH_REASONS) == {"length", "context", "turns", "done", "error"}
     rows = [{"step": 1, "kind": "eval", "prompt": reason, "completion": "", "finish_reason": reason}

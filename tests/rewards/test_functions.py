@@ -50,13 +50,13 @@ def test_rewards_are_summed_by_weight_and_each_is_kept():
     assert by_name == {"length": [1.0, 4.0, 0.0], "number": [0.0, 1.0, 2.0]}
 
 
-def test_a_weight_of_zero_measures_only():
+def test_a_reward_of_weight_zero_is_only_logged():
     totals, by_name, _ = score(answers("a", "bb"), [NamedReward("length", 0.0, length), NamedReward("n", 1.0, number)])
     assert totals == [0.0, 1.0]
     assert by_name["length"] == [1.0, 2.0]
 
 
-def test_scores_may_be_tensors_and_no_answers_need_no_reward():
+def test_scores_may_be_tensors_and_no_answers_call_no_reward():
     totals, _, _ = score(answers("a", "b"), [NamedReward("tensor", 1.0, lambda _: torch.tensor([1.5, 2.5]))])  # type: ignore
     assert totals == [1.5, 2.5]
     assert score([], [NamedReward("none", 1.0, length)]) == ([], {"none": []}, None)
@@ -94,7 +94,7 @@ def test_scores_may_be_tensors_and_no_answers_need_no_reward():
         ([1.0, -(10**400)], r"for prompts.jsonl:2"),
     ],
 )
-def test_what_is_not_a_score_names_the_reward_and_the_row(returned, message):
+def test_an_invalid_score_is_reported_with_the_reward_and_the_row(returned, message):
     with pytest.raises(UserError, match=message):
         score(answers("a", "b"), [NamedReward("mine", 1.0, lambda _: returned)])
 
@@ -112,7 +112,7 @@ def test_what_is_not_a_score_names_the_reward_and_the_row(returned, message):
         [True, 2.5],
     ],
 )
-def test_numbers_may_come_as_lists_arrays_and_tensors(returned):
+def test_scores_may_be_lists_arrays_and_tensors(returned):
     totals, by_name, _ = score(answers("a", "b"), [NamedReward("mine", 2.0, lambda _: returned)])
     assert totals == [2.0, 5.0] and by_name == {"mine": [1.0, 2.5]}
     assert all(type(number) is float for number in by_name["mine"])
@@ -122,7 +122,7 @@ def test_numbers_may_come_as_lists_arrays_and_tensors(returned):
     "scores, weights",
     [((1e38, 1.0), (10.0, 1.0)), ((1e38, 3e38), (3.0, 3.0)), ((3e38, 3e38), (1e308, -1e308)), ((1.0,), (math.nan,))],
 )
-def test_a_total_beyond_float32_names_the_rewards_and_the_row(scores, weights):
+def test_a_total_beyond_float32_is_reported_with_the_rewards_and_the_row(scores, weights):
     rewards = [
         NamedReward(f"part{i}", weight, lambda answers, number=number: [0.5, *[number] * (len(answers) - 1)])
         for i, (number, weight) in enumerate(zip(scores, weights, strict=True))
@@ -132,12 +132,12 @@ def test_a_total_beyond_float32_names_the_rewards_and_the_row(scores, weights):
         score(answers("a", "b"), rewards)
 
 
-def test_numbers_of_tokens_that_cancel_out_may_not_be_beyond_float32_either():
+def test_token_scores_beyond_float32_are_refused_even_if_they_cancel_out():
     with pytest.raises(UserError, match=r"rewards for prompts.jsonl:1 exceed .*10 \* 1e\+38 \(mine\)"):
         score(answers("ab"), [NamedReward("mine", 10.0, lambda _: [[1e38, -1e38]])])
 
 
-def test_two_rewards_of_one_name_are_refused():
+def test_two_rewards_with_the_same_name_are_refused():
     with pytest.raises(UserError, match="two rewards are named same"):
         score(answers("a"), [NamedReward("same", 1.0, length), NamedReward("same", 1.0, number)])
 
@@ -178,7 +178,7 @@ def test_functions_of_one_file_share_its_state(tmp_path):
         ("math:fsun", r"math has no fsun; did you mean 'fsum'\?"),
     ],
 )
-def test_mistakes_in_a_name_are_told(tmp_path, reference, message):
+def test_mistakes_in_a_reference_are_reported(tmp_path, reference, message):
     (tmp_path / "mine.py").write_text("LIMIT = 3\ndef brevity(answers):\n    return [0.0 for _ in answers]\n")
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     with pytest.raises(UserError, match=message):
@@ -201,7 +201,7 @@ def test_a_file_that_fails_to_import_shows_why(tmp_path):
             load(f"{file}:f")
 
 
-def test_what_a_file_draws_when_it_is_imported_is_always_the_same(tmp_path):
+def test_random_numbers_during_an_import_are_always_the_same(tmp_path):
     drawn = []
     for number in (1, 2):  # the same source in two places is imported twice
         file = tmp_path / f"drawing{number}.py"
@@ -359,23 +359,23 @@ def asked(*texts):
 
 @given(st.lists(st.sampled_from(acts()), min_size=1, max_size=3, unique=True), st.lists(st.text("ab", max_size=5)))
 @settings(max_examples=60, deadline=None)
-def test_whatever_rewards_do_scores_stay_with_their_answers_and_the_run_as_it_was(rewards, texts):
+def test_side_effects_of_rewards_change_neither_scores_nor_the_run(rewards, texts):
     def witness(answers) -> list[float]:
         seen.append(copy.deepcopy(answers))
         return [random.random() + np.random.rand() + torch.rand(()).item() for _ in answers]
 
-    found, kept, states = [], [], []
+    results, kept, states = [], [], []
     for functions in (rewards, [good] * len(rewards)):
         seen: list[list[Trajectory]] = []
         given = asked(*texts)
         named = [NamedReward(f"reward{i}", 1.0 + i, function) for i, function in enumerate(functions)]
         states.append(state())
-        found.append(score(given, [*named, NamedReward("witness", 1.0, witness)], (3, 4)))
+        results.append(score(given, [*named, NamedReward("witness", 1.0, witness)], (3, 4)))
         states.append(state())
         kept.append([given, *seen])
         random.random()  # what a reward draws does not depend on what was drawn before
     assert same(states[1], states[0]) and same(states[3], states[2])
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert kept[0] == kept[1] == [asked(*texts)] * 2
 
 
@@ -390,13 +390,13 @@ def test_random_numbers_of_a_reward_depend_on_the_seed_and_its_name():
     assert len({tuple(drawn(seed)) for seed in [(), (0, 1), (0, 2), (1, 1)]} | {tuple(drawn((0, 1), "other"))}) == 5
 
 
-def test_a_column_that_cannot_be_copied_is_told():
+def test_a_column_that_cannot_be_copied_is_reported():
     answer = Trajectory.from_text("a", tokens=(5,), columns={"client": sys}, source="prompts.jsonl:3")
     with pytest.raises(UserError, match=r"prompts.jsonl:3: its columns cannot be copied for a reward: cannot pickle"):
         score([answer], [NamedReward("good", 1.0, length)])
 
 
-def test_an_exception_names_the_reward_and_the_batch_and_shows_the_users_frames(tmp_path):
+def test_an_exception_is_reported_with_the_reward_the_batch_and_the_users_frames(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import json, torch\n"

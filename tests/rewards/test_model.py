@@ -102,7 +102,7 @@ def test_a_classifier_scores_by_the_raw_logit_of_the_named_label():
     assert min(expected) < 0 or max(expected) > 1, "neither a sigmoid nor a softmax"
 
 
-def test_what_does_not_fit_is_cut_from_the_prompt():
+def test_too_long_inputs_are_truncated_in_the_prompt():
     model = causal()
     kept = ids("uvwxyz") + ids("answerthatislong") + [VOCABULARY["[EOS]"]]  # 23 of at most 24 tokens
     prompt = LETTERS[:20] + "uvwxyz"
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_cut_from_the_prompt():
         (2, "no label 2; expected one of 'NEGATIVE', 'POSITIVE'"),
     ],
 )
-def test_a_label_that_is_not_there_is_refused(label, message):
+def test_an_unknown_label_is_refused(label, message):
     with pytest.raises(UserError, match=message):
         ModelReward(encoder(), letters(encoder=True), label=label)
 
@@ -143,6 +143,6 @@ def test_scores_are_normalized_by_the_stored_mean_and_spread():
     assert ModelReward(model, tokenizer, normalize=True)(rows) == pytest.approx([(x - 0.5) / 2 for x in plain])
 
 
-def test_normalising_without_a_stored_scale_is_refused():
+def test_normalizing_without_a_stored_scale_is_refused():
     with pytest.raises(UserError, match="no stored score_mean and score_std"):
         ModelReward(causal(), letters(encoder=False), normalize=True)

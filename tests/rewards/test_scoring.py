@@ -55,7 +55,7 @@ async def async_reward(given: list[Trajectory]) -> list[float]:
 
 @given(st.lists(st.text("ab", max_size=3), min_size=1, max_size=5), st.integers(0, 9))
 @settings(max_examples=20, deadline=None)
-def test_an_async_reward_gives_the_bytes_of_a_sync_one(texts: list[str], seed: int) -> None:
+def test_an_async_reward_gives_the_same_bytes_as_a_sync_one(texts: list[str], seed: int) -> None:
     def reward(function: Any) -> list[NamedReward]:
         return [NamedReward("draws", 2.0, function), NamedReward("again", 1.0, function)]
 
@@ -66,7 +66,7 @@ def test_an_async_reward_gives_the_bytes_of_a_sync_one(texts: list[str], seed: i
     assert (random.getstate(), torch.get_rng_state().tolist()) == before
 
 
-def test_tasks_of_an_async_reward_draw_the_same_numbers_whatever_they_wait_for() -> None:
+def test_random_numbers_of_async_tasks_do_not_depend_on_timing() -> None:
     def reward(pauses: list[float]) -> Callable[..., Any]:
         async def judge(t: Trajectory) -> float:
             await asyncio.sleep(pauses[t.columns["n"]])
@@ -108,7 +108,7 @@ def test_async_rewards_run_while_others_are_sampled() -> None:
 
 @given(st.permutations(range(4)))
 @settings(max_examples=10, deadline=None)
-def test_the_order_in_which_groups_are_done_does_not_matter(order: list[int]) -> None:
+def test_the_order_in_which_groups_finish_does_not_matter(order: list[int]) -> None:
     rewards = [NamedReward("async", 1.0, async_reward), NamedReward("sync", 1.0, sync_reward)]
 
     def scored(order: list[int]) -> dict[int, Any]:
@@ -121,7 +121,7 @@ def test_the_order_in_which_groups_are_done_does_not_matter(order: list[int]) ->
     assert scored(order) == scored([0, 1, 2, 3])
 
 
-def test_what_an_async_reward_returns_is_checked() -> None:
+def test_the_result_of_an_async_reward_is_checked() -> None:
     async def short(given: list[Trajectory]) -> list[float]:
         return [1.0]
 
@@ -201,7 +201,7 @@ def test_exits_and_cancellations_of_an_async_reward_are_reported(failing: Any) -
 
 
 @pytest.mark.parametrize("name", ["waiting", "sleeping", "spinning"])
-def test_a_reward_that_takes_too_long_is_named_with_its_rows_and_its_limit(name: str, failing: Any) -> None:
+def test_a_reward_over_its_time_limit_is_reported_with_its_rows(name: str, failing: Any) -> None:
     began = time.perf_counter()
     error = failing(name, 0.2)
     assert 0.2 <= time.perf_counter() - began < 5
@@ -215,7 +215,7 @@ def test_an_async_reward_that_blocks_is_interrupted(failing: Any) -> None:
     assert "exceeded its time limit of 0.1 seconds" in str(failing("blocking", 0.1))
 
 
-def test_other_calls_end_with_the_one_that_fails() -> None:
+def test_if_a_call_fails_the_others_are_canceled() -> None:
     ended = []
 
     async def waits(given: list[Trajectory]) -> list[float]:

@@ -59,7 +59,7 @@ def value(reward: StepReward, text: str) -> float:
     return math.tanh((hidden @ layer.weight[0] + layer.bias[0]).item())
 
 
-def test_each_step_is_worth_what_it_adds(reward, answer):
+def test_each_step_is_rewarded_by_the_difference_of_values(reward, answer):
     score_ = reward()
     text = "3+4=7\n7-2=5\n"
     (rewards,) = score_([answer(text)])
@@ -74,15 +74,15 @@ def test_each_step_is_worth_what_it_adds(reward, answer):
     assert raw == pytest.approx(expected, abs=1e-6)
 
 
-def test_answers_of_any_length_are_scored_as_alone(reward, answer):
+def test_scores_do_not_depend_on_the_batch(reward, answer):
     score_ = reward(token_budget=60)
     answers = [answer("3+4=7\n7-2=5\n"), answer("9\n"), answer("1\n2\n3\n4\n"), answer("5\n", "length")]
     alone = [score_([one])[0] for one in answers]
-    for found, expected in zip(score_(answers), alone, strict=True):
-        assert found == pytest.approx(expected, abs=1e-5)
+    for values, expected in zip(score_(answers), alone, strict=True):
+        assert values == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_question_runs_once_for_its_answers(reward, answer, monkeypatch):
+def test_a_question_is_computed_once_for_its_answers(reward, answer, monkeypatch):
     widths = []
     score_ = reward()
     run = score_.network.values
@@ -95,7 +95,7 @@ def test_a_question_runs_once_for_its_answers(reward, answer, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["3+4=7\n7-2", "3+4=7", "", "\n\n"])
-def test_an_answer_without_an_end_of_its_last_step_fails(text, reward, answer):
+def test_an_answer_whose_last_step_does_not_end_fails(text, reward, answer):
     for finish in ("stop", "length"):
         if text or finish == "stop":
             (rewards,) = reward()([answer(text, finish)])
@@ -109,7 +109,7 @@ def test_an_answer_that_was_cut_off_fails_even_at_the_end_of_a_step(reward, answ
     assert raw[11] == -1.0
 
 
-def test_another_tokenizer_is_told(reward, answer):
+def test_another_tokenizer_is_refused(reward, answer):
     foreign = answer("3+4=7\n")
     other = Trajectory.from_text("what the policy wrote", QUESTION, tokens=foreign.tokens, source="p.jsonl:7")
     with pytest.raises(UserError, match=r"p\.jsonl:7: the value model's tokenizer decodes '3\+4=7"):
@@ -149,13 +149,13 @@ def test_steps_end_where_training_put_their_values(tiny_tokenizer):
 # --- in PPO --------------------------------------------------------------------------------------------------------
 
 
-def test_scores_keep_what_lies_on_tokens(answer):
+def test_scores_keep_token_rewards(answer):
     answers = [answer("ab"), answer("c")]
     rewards = [
-        NamedReward("steps", 2.0, lambda found: [[1.0] * len(a.tokens) for a in found]),
-        NamedReward("more", 1.0, lambda found: [(0.0,) * (len(a.tokens) - 1) + (0.5,) for a in found]),  # type: ignore
-        NamedReward("whole", 1.0, lambda found: [10.0 for _ in found]),
-        NamedReward("watched", 0.0, lambda found: [[7.0] * len(a.tokens) for a in found]),
+        NamedReward("steps", 2.0, lambda answers: [[1.0] * len(a.tokens) for a in answers]),
+        NamedReward("more", 1.0, lambda answers: [(0.0,) * (len(a.tokens) - 1) + (0.5,) for a in answers]),  # type: ignore
+        NamedReward("whole", 1.0, lambda answers: [10.0 for _ in answers]),
+        NamedReward("watched", 0.0, lambda answers: [[7.0] * len(a.tokens) for a in answers]),
     ]
     totals, by_name, tokens = score(answers, rewards)
     assert totals == [2 * 3 + 0.5 + 10, 2 * 2 + 0.5 + 10]
@@ -171,12 +171,12 @@ def test_scores_keep_what_lies_on_tokens(answer):
         ([[1.0, 0.0, 0.0], 1.0], "returned token scores for only some trajectories"),
     ],
 )
-def test_numbers_of_tokens_are_checked(returned, message, answer):
+def test_token_scores_are_checked(returned, message, answer):
     with pytest.raises(UserError, match=message):
         score([answer("ab"), answer("c")], [NamedReward("mine", 1.0, lambda _: returned)])
 
 
-def test_rewards_of_a_row_sum_up_to_its_score_wherever_they_lie():
+def test_token_rewards_add_up_to_the_score_of_their_row():
     mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
     steps = torch.tensor([[9.0, 0.5, 0.0, 0.25], [9.0, -1.0, 0.0, 9.0]])
     rewards = advantages.token_rewards(torch.tensor([2.0, -1.0]), torch.ones(2, 4), mask, 0.1, steps)
@@ -185,7 +185,7 @@ def test_rewards_of_a_row_sum_up_to_its_score_wherever_they_lie():
 
 
 @pytest.mark.parametrize("setting", [{"score_clip": 1.0}, {"score_normalize": True}])
-def test_settings_that_change_scores_alone_do_not_go_with_rewards_of_tokens(setting, make_trainer, tiny_llama, reward):
+def test_settings_that_change_only_scores_are_refused_with_token_rewards(setting, make_trainer, tiny_llama, reward):
     method = PPO(reward(), Sampling(max_new_tokens=4), kl_coef=0.0, reference=False, **setting)
     trainer = make_trainer(method, tiny_llama(), [Prompt(QUESTION, {}, f"p.jsonl:{i}") for i in range(4)])
     with pytest.raises(UserError, match="score_normalize and score_clip change the score of a completion"):
@@ -222,15 +222,15 @@ def test_the_recipe_of_the_page_trains_by_values_of_steps(tmp_path: Path) -> Non
     cut += ["stages.ppo.trainer.per_device_train_batch_size=8", f"out={tmp_path / 'run'}"]
     pipeline.run(config.load(str(tmp_path / "page.yaml"), cut))
     lines = read_metrics(tmp_path / "run" / "ppo")
-    found = [line["reward_values"] for line in lines if "reward_values" in line]
-    assert len(found) == 2 and all(-1 <= number <= 1 for number in found)
+    values = [line["reward_values"] for line in lines if "reward_values" in line]
+    assert len(values) == 2 and all(-1 <= number <= 1 for number in values)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "ppo" / "model").eos_token == "<eos>"
 
 
-def test_settings_that_do_not_fit_are_told(tmp_path: Path) -> None:
-    from burnish.config.schema import RewardSource
+def test_invalid_settings_are_reported(tmp_path: Path) -> None:
+    from burnish.config.schema import RewardFromFunction, RewardFromModel
 
-    with pytest.raises(ValueError, match="steps apply only to a reward with model:"):
-        RewardSource(function="a.py:b", steps="raw")
+    with pytest.raises(ValueError, match="steps: only for a reward with model:, but this one has function:"):
+        RewardFromFunction.model_validate({"function": "a.py:b", "steps": "raw"})
     with pytest.raises(ValueError, match="label and normalize apply only to a model with one score"):
-        RewardSource(model="somewhere", steps="raw", normalize=True)
+        RewardFromModel(model="somewhere", steps="raw", normalize=True)

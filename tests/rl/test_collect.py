@@ -120,7 +120,7 @@ def test_long_prompts_leave_prompts_and_rows_aligned(too_long: str, trainer_of: 
     assert all(a.prompt == rows[a.columns["number"]].messages for a in seen)
 
 
-def test_a_length_without_room_for_a_completion_is_told(trainer_of: Any) -> None:
+def test_a_max_length_without_room_for_a_completion_is_refused(trainer_of: Any) -> None:
     trainer = trainer_of(prompts(4), own={"truncation": Truncation(max_length=5)})
     with pytest.raises(UserError, match=r"max_length: 5 leaves no room for a prompt before a completion of 5 tokens"):
         trainer.train()
@@ -128,7 +128,7 @@ def test_a_length_without_room_for_a_completion_is_told(trainer_of: Any) -> None
         trainer_of(prompts(4), own={"truncation": Truncation(max_length=12)}).train()
 
 
-def test_prompts_that_are_all_dropped_are_told(trainer_of: Any) -> None:
+def test_dropping_all_prompts_is_an_error(trainer_of: Any) -> None:
     truncation = Truncation(max_length=12, too_long="drop")
     with pytest.raises(UserError, match="0 prompts do not fill one batch of 4"):
         trainer_of(prompts(4), own={"truncation": truncation}).train()
@@ -136,7 +136,7 @@ def test_prompts_that_are_all_dropped_are_told(trainer_of: Any) -> None:
         trainer_of(prompts(4), own={"truncation": truncation, "eval_dataset": prompts(4)}).evaluate()
 
 
-def test_a_reward_changes_neither_rollouts_nor_rows_nor_what_comes_after(trainer_of: Any, tiny_tokenizer: Any) -> None:
+def test_a_reward_cannot_change_rollouts_rows_or_later_results(trainer_of: Any, tiny_tokenizer: Any) -> None:
     def spoiling(answers: list[Trajectory]) -> list[float]:
         scores = tokens_reward(answers)
         answers.sort(key=lambda a: a.text)

@@ -18,8 +18,8 @@ def trajectory(score: float, finish_reason: str = "stop", tokens: int = 2) -> Tr
 
 
 def test_summary_by_hand() -> None:
-    found = summary([trajectory(1.0), trajectory(1.0, "length", 6), trajectory(4.0), trajectory(0.0, "context", 2)])
-    assert found == {
+    metrics = summary([trajectory(1.0), trajectory(1.0, "length", 6), trajectory(4.0), trajectory(0.0, "context", 2)])
+    assert metrics == {
         "score": 1.5,
         "score_std": 1.5,
         "ties": 0.25,
@@ -30,9 +30,9 @@ def test_summary_by_hand() -> None:
 
 
 def test_interval_by_hand() -> None:
-    found = interval("x", [1.0, 2.0, 3.0, 6.0])
+    metrics = interval("x", [1.0, 2.0, 3.0, 6.0])
     half = 1.959964 * math.sqrt(14 / 3 / 4)  # squares around 3: 4 + 1 + 0 + 9 over n - 1
-    assert found == pytest.approx({"x": 3.0, "x_low": 3 - half, "x_high": 3 + half})
+    assert metrics == pytest.approx({"x": 3.0, "x_low": 3 - half, "x_high": 3 + half})
     assert interval("x", [2.0]) == {"x": 2.0}
 
 

@@ -52,7 +52,7 @@ parts = st.lists(st.tuples(st.sampled_from(["turn", "context", "rewritten"]), id
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=5), parts)
-def test_what_was_sampled_is_kept_and_everything_aligns(prompt: list[int], parts: list[tuple[str, list[int]]]) -> None:
+def test_sampled_tokens_are_kept_and_arrays_align(prompt: list[int], parts: list[tuple[str, list[int]]]) -> None:
     trajectory = begin(ROW, prompt)
     sampled, sequences = [], [[(token, False) for token in prompt]]
     for kind, tokens in parts:
@@ -81,7 +81,7 @@ def test_what_was_sampled_is_kept_and_everything_aligns(prompt: list[int], parts
 # --- sampled tokens as tensors ------------------------------------------------------------------------------------
 
 
-def test_learned_arrays_go_back_to_where_they_came_from() -> None:
+def test_learned_arrays_round_trip() -> None:
     one = with_turn(begin(ROW, [5, 6]), completion([42, 2]), "42")
     two = with_turn(with_context(with_turn(begin(ROW, [5]), completion([7]), ""), [8, 8]), completion([9, 2]), "")
     three = with_turn(with_rewritten_history(with_turn(begin(ROW, [5]), completion([7]), ""), [8]), completion([9]), "")
@@ -101,7 +101,7 @@ def test_learned_arrays_go_back_to_where_they_came_from() -> None:
 
 
 @pytest.mark.parametrize("rewritten", [False, True])
-def test_advantages_step_over_what_was_not_sampled(rewritten: bool) -> None:
+def test_advantages_skip_tokens_that_were_not_sampled(rewritten: bool) -> None:
     """5 + 100 + 5 tokens, V = 0.5, R = 1, lambda 0.95: the last advantage of turn 1 is 0.3869, not -0.4947."""
     first = with_turn(begin(ROW, [1]), completion([7] * 5), "a")
     between = with_rewritten_history(first, [8] * 100) if rewritten else with_context(first, [8] * 100)

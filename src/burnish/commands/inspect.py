@@ -17,10 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
+from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.machine import matmul_rate, memory_bytes
+from burnish.methods.settings import PolicyGradientConfig
 from burnish.models import loading
 from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
@@ -299,8 +301,8 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     size = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None).itemsize
     assert stage.method is not None
     settings = method_spec(stage.method.name).config(**stage.method.settings)
-    networks = 2 if getattr(settings, "critic", None) == "separate" else 1
-    frozen = sum(reward.model is not None for reward in stage.reward)
+    networks = 2 if isinstance(settings, PolicyGradientConfig) and settings.critic.name == "separate" else 1
+    frozen = sum(isinstance(reward, RewardFromModel) for reward in stage.reward)
     frozen += int(
         bool(getattr(settings, "reference", False) or getattr(settings, "kl_coef", 0)) and stage.adapter is None
     )

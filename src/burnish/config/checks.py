@@ -14,6 +14,8 @@ from burnish.config.schema import (
     Data,
     PackageModel,
     Recipe,
+    RewardFromFunction,
+    RewardFromModel,
     RewardSource,
     Stage,
     StageData,
@@ -138,8 +140,7 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
         for index, part in enumerate(stage.data.parts("train")):
             yield ("data", "train", *((index, "from") if mixed else ())), part.source
         yield ("data", "eval"), stage.data.eval
-    for index, reward in enumerate(stage.reward):
-        yield ("reward", index, "model"), reward.model
+    yield from reward_models(stage.reward)
 
 
 def reference_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -156,8 +157,8 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             late = "is not an earlier stage" if source.stage in names else "is not a stage"
             text = f"{source.stage!r} {late}{did_you_mean(source.stage, earlier)}; {have}"
             yield Problem(("stages", index, *path, "stage"), text)
-        templates = [(("template",), stage.template)]
-        templates += [(("reward", i, "template"), reward.template) for i, reward in enumerate(stage.reward)]
+        templates: list[tuple[Keys, str | None]] = [(("template",), stage.template)]
+        templates += reward_templates(stage.reward)
         for path, name in templates:
             if name is not None and name not in PLAIN_TEMPLATES:
                 text = f"unknown template {name!r}{did_you_mean(name, PLAIN_TEMPLATES)}"
@@ -176,6 +177,21 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 ("stages", index, "trainer", "eval_strategy"), "there are no rows to evaluate: data.eval is missing"
             )
+
+
+def reward_models(rewards: list[RewardSource]) -> list[tuple[Keys, Any]]:
+    """The models that rewards name, with their keys."""
+    return [(("reward", i, "model"), r.model) for i, r in enumerate(rewards) if isinstance(r, RewardFromModel)]
+
+
+def reward_templates(rewards: list[RewardSource]) -> list[tuple[Keys, str | None]]:
+    """The templates that rewards name, with their keys."""
+    return [(("reward", i, "template"), r.template) for i, r in enumerate(rewards) if isinstance(r, RewardFromModel)]
+
+
+def reward_functions(rewards: list[RewardSource]) -> list[tuple[Keys, str]]:
+    """The functions that rewards name, with their keys."""
+    return [(("reward", i, "function"), r.function) for i, r in enumerate(rewards) if isinstance(r, RewardFromFunction)]
 
 
 def _tracker_problems(trainer: TrainerConfig) -> Iterator[str]:
@@ -224,8 +240,8 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
                 text = f"package {source.package!r} is not installed, and no hub: id is given for its model"
             if text:
                 yield Problem(("stages", index, *path), text)
-        functions = [(("run",), stage.run)]
-        functions += [(("reward", i, "function"), reward.function) for i, reward in enumerate(stage.reward)]
+        functions: list[tuple[Keys, str | None]] = [(("run",), stage.run)]
+        functions += reward_functions(stage.reward)
         if stage.method:
             functions += [(("method", key), name) for key, name in stage.method.functions.items()]
         for path, reference in functions:

@@ -9,7 +9,15 @@ from typing import Any
 import pydantic
 from pydantic import Field
 
-from burnish.config.checks import data_problem, function_problem, model_problem, renamed
+from burnish.config.checks import (
+    data_problem,
+    function_problem,
+    model_problem,
+    renamed,
+    reward_functions,
+    reward_models,
+    reward_templates,
+)
 from burnish.config.loading import document
 from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, locate
 from burnish.config.yaml import OVERRIDE, Document, Keys, Problem, complain, mistakes, override
@@ -82,7 +90,7 @@ def load_evaluation(arguments: Sequence[str]) -> Evaluation:
 def _problems(evaluation: Evaluation) -> Iterator[Problem]:
     """Files, models, functions and templates that do not exist."""
     models: list[tuple[Keys, Any]] = [(("against",), evaluation.against), (("reference",), evaluation.reference)]
-    models += [(("reward", i, "model"), reward.model) for i, reward in enumerate(evaluation.reward)]
+    models += reward_models(evaluation.reward)
     for path, source in models:
         if isinstance(source, StageModel):
             yield Problem(path, f"an evaluation has no stages: give the folder instead, runs/NAME/{source.stage}")
@@ -90,11 +98,11 @@ def _problems(evaluation: Evaluation) -> Iterator[Problem]:
             yield Problem(path, text)
     if text := data_problem(evaluation.data.eval):
         yield Problem(("data", "eval"), text)
-    for i, reward in enumerate(evaluation.reward):
-        if reward.function and (text := function_problem(evaluation.locate(reward.function))):
-            yield Problem(("reward", i, "function"), text)
+    for path, function in reward_functions(evaluation.reward):
+        if text := function_problem(evaluation.locate(function)):
+            yield Problem(path, text)
     names: list[tuple[Keys, str | None]] = [(("template",), evaluation.template)]
-    names += [(("reward", i, "template"), reward.template) for i, reward in enumerate(evaluation.reward)]
+    names += reward_templates(evaluation.reward)
     for path, name in names:
         if name is not None and name not in PLAIN_TEMPLATES:
             text = f"unknown template {name!r}{did_you_mean(name, PLAIN_TEMPLATES)}"

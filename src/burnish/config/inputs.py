@@ -11,7 +11,7 @@ from transformers.utils.hub import cached_file
 
 from burnish import files
 from burnish.config import Recipe, Stage, StageData, StageModel
-from burnish.config.schema import Data
+from burnish.config.schema import Data, RewardFromFunction, RewardFromModel
 from burnish.config.sources import references
 from burnish.data.readers import files_of
 from burnish.errors import UserError
@@ -86,7 +86,7 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
 def _from_stages(stage: Stage) -> list[StageModel | StageData]:
     """The sources of a stage that earlier stages create."""
     data = [part.source for split in ("train", "eval") for part in (stage.data.parts(split) if stage.data else [])]
-    models = [stage.model, *(reward.model for reward in stage.reward)]
+    models = [stage.model, *(reward.model for reward in stage.reward if isinstance(reward, RewardFromModel))]
     return [source for source in [*models, *data] if isinstance(source, StageModel | StageData)]
 
 
@@ -121,7 +121,7 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
     """Checksums of the user's files that define a stage's rewards, its method or parts of the method."""
-    names = [reward.function for reward in stage.reward if reward.function]
+    names = [reward.function for reward in stage.reward if isinstance(reward, RewardFromFunction)]
     if stage.method:
         names += [*([] if stage.method.name in METHODS else [stage.method.name]), *stage.method.functions.values()]
     sums = {}

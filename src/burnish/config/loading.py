@@ -1,4 +1,4 @@
-"""YAML and overrides to a checked recipe; the shipped recipes; the JSON schema."""
+"""Loads and checks recipes, lists the shipped ones, and creates their JSON schema."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def shipped() -> dict[str, str]:
-    """Names of the recipes in the package, with the first line of their comment."""
+    """The shipped recipes by name, each with the first line of its comment."""
     files = sorted(RECIPES.glob("*.yaml"))
     return {file.stem: file.read_text("utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
 def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, or a shipped one by its name, with ``key=value`` overrides, all of it checked.
+    """Load a recipe from a file or by the name of a shipped one, apply ``key=value`` overrides, and check it.
 
-    Raises UserError with one message that lists every mistake with its file, line and key. Nothing is loaded.
+    Models and rows are not loaded.
+
+    Raises:
+        UserError: one message that lists every mistake with its file, line and key.
     """
     written, file = document(reference)
     for text in overrides:
@@ -38,10 +41,10 @@ def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def document(reference: str | Path) -> tuple[Document, Path]:
-    """The keys of a recipe file or a shipped recipe, with their places; and the file.
+    """Read the keys of a recipe with their places. Also returns the path of the file.
 
     Raises:
-        UserError: there is no such file, or it is not YAML with keys.
+        UserError: if there is no such file, or it is not YAML with keys.
     """
     file = _file(reference)
     try:
@@ -62,11 +65,11 @@ def _file(reference: str | Path) -> Path:
     if path.is_dir():
         raise UserError(f"{reference}: this is a folder; a recipe is a YAML file or the name of a shipped one")
     near = did_you_mean(str(reference), [*shipped(), *(str(p) for p in path.parent.glob("*.y*ml"))])
-    raise UserError(f"{reference}: no such recipe{near}; shipped are {', '.join(shipped()) or 'none'}")
+    raise UserError(f"{reference}: no such recipe{near}; shipped recipes are {', '.join(shipped()) or 'none'}")
 
 
 def _with_stages(document: Document, name: str) -> Document:
-    """The document with a name, and with the level ``stages`` where a recipe of one stage left it out."""
+    """The document with ``name`` and ``stages``. A recipe with a single stage may omit both."""
     value = {"name": name, **document.value}
     if "stages" in value:
         return Document(value, document.places)
@@ -79,7 +82,7 @@ def _with_stages(document: Document, name: str) -> Document:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of recipes, with the settings of every method."""
+    """The JSON schema of recipes, including the settings of every method."""
     whole = Recipe.model_json_schema()
     blocks = whole["$defs"]
     methods = []

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock that allows only one process at a time to use a run's folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _held: set[IO[str]] = set()
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process alone, as ``RUN.lock`` in it, which names the process and its host.
+    """Lock a folder for this process. The file ``RUN.lock`` in it names the process and its host.
 
-    The lock is the operating system's (``flock``): it ends with the process, however that ends, so a file that a killed
-    process left behind locks nothing. Over NFS it holds between hosts wherever the mount supports locks.
+    The lock is the operating system's (``flock``). It is released when the process ends, however it ends, so a lock
+    file left by a killed process locks nothing. Over NFS, the lock works between hosts if the mount supports locks.
 
     Raises:
-        UserError: another process holds the folder, or its file system has no locks.
+        UserError: if another process has locked the folder, or its file system does not support locks.
     """
     path = folder / LOCK
     file = _open(path)
@@ -41,12 +41,12 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         _held.discard(file)
-        path.unlink(missing_ok=True)  # before the lock ends, so that it is never another process's file
+        path.unlink(missing_ok=True)  # before the lock is released, so that this never removes another process's file
         file.close()
 
 
 def _open(path: Path) -> IO[str]:
-    """The file, with the lock on it."""
+    """Open and lock the file."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -71,19 +71,19 @@ def _open(path: Path) -> IO[str]:
             same = False
         if same:
             return file
-        file.close()  # the run that held it has just ended and removed this file
+        file.close()  # the process that held the lock has just removed this file: try again
 
 
 def _owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_text("utf-8"))
         return f"process {owner['process']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is just being written or removed
+    except (OSError, ValueError, KeyError, TypeError):  # the file is being written or removed
         return "another process"
 
 
 def _let_go() -> None:
-    """A forked child must not hold its parent's lock after the parent has ended."""
+    """Close inherited lock files, so that a forked child does not keep its parent's lock."""
     for file in _held:
         file.close()
     _held.clear()

@@ -1,4 +1,4 @@
-"""The manifest of a run: its recipe with every default, the versions of packages, and the results of each stage."""
+"""The manifest of a run: its recipe with all defaults, package versions, and the results of each stage."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from burnish.errors import UserError
 
 MANIFEST = "manifest.json"
 REMOVING = ".manifest.json.removing"
-FORMAT = 1  # of a run's folder
+FORMAT = 1
+"""The format version of a run's folder."""
 VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
 
 def open_manifest(recipe: Recipe) -> dict[str, Any]:
-    """Read the manifest of a run, or make a new one.
+    """Read the manifest of a run, or create a new one.
 
     Raises:
-        UserError: the folder holds the run of another recipe or version of Burnish, or stages without a manifest.
+        UserError: if the folder contains a run of another recipe or Burnish version, or stages without a manifest.
     """
     path = recipe.folder / MANIFEST
     resolved = recipe.resolved()
@@ -39,7 +40,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
                 f"{recipe.folder} holds a run of another version of Burnish: start over with --fresh, or name another "
                 "folder with out=FOLDER"
             )
-        # a run that was moved is the same run
+        # ``out`` may differ, because a run can be moved.
         different = next(_differences(manifest["recipe"] | {"out": recipe.out}, resolved, ""), None)
         if different is not None:
             raise UserError(
@@ -94,7 +95,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest and check the names of its stages.
 
     Raises:
-        UserError: the file is not a manifest.
+        UserError: if the file is not a valid manifest.
     """
     try:
         manifest = json.loads(path.read_text("utf-8"))
@@ -107,7 +108,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Replace the manifest in the folder of a run."""
+    """Write the manifest of a run atomically."""
     files.write_text(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False))
 
 
@@ -118,7 +119,7 @@ def clear(folder: Path) -> None:
     killed in between, the next run removes the rest.
 
     Raises:
-        UserError: the manifest is not one, or a stage's folder is a link to somewhere else. Nothing was removed.
+        UserError: if the manifest is invalid, or a stage's folder is a symbolic link. Nothing is removed then.
     """
     for manifest in (folder / REMOVING, folder / MANIFEST):
         if not manifest.is_file():
@@ -126,7 +127,7 @@ def clear(folder: Path) -> None:
         places = [folder / entry["name"] for entry in read_manifest(manifest)["stages"]]
         if linked := [place for place in places if place.is_symlink()]:
             raise UserError(
-                f"{linked[0]} is a link to {os.readlink(linked[0])}, and --fresh removes only what lies in {folder}: "
+                f"{linked[0]} is a link to {os.readlink(linked[0])}, and --fresh removes only files inside {folder}: "
                 "remove the link yourself"
             )
         manifest.replace(folder / REMOVING)
@@ -139,7 +140,7 @@ def clear(folder: Path) -> None:
 
 
 def _differences(old: Any, new: Any, at: str) -> Iterator[str]:
-    """The keys in which two recipes differ, each as a sentence."""
+    """The differences between two recipes: ``seed was 0 and is 1``."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             yield from _differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))

@@ -1,4 +1,4 @@
-"""What the models and rewards of a recipe are: folders, hub ids, and functions that score completions."""
+"""Resolves the models and rewards of a recipe to folders, hub ids, and functions that score completions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import PackageModel, Recipe, RewardSource, StageModel
+from burnish.config.schema import PackageModel, Recipe, RewardFromFunction, RewardSource, StageModel
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.render.templates import set_template
@@ -17,7 +17,7 @@ from burnish.types import Config, Reward
 
 
 def model_reference(source: str | Config, folder: Path) -> str:
-    """The folder or hub id of a model; the hub id if a package is not installed."""
+    """The folder or hub id of a model. For a package that is not installed, the hub id."""
     if isinstance(source, StageModel):
         return str(folder / source.stage / "model")
     if isinstance(source, PackageModel):
@@ -29,12 +29,11 @@ def model_reference(source: str | Config, folder: Path) -> str:
 
 
 def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:
-    """Load a reward, with its name and weight; ``folder`` is that of the run, which holds the stages."""
-    if source.function is not None:
+    """Load a reward with its name and weight. ``folder`` is the run's folder, which contains the stages."""
+    if isinstance(source, RewardFromFunction):
         name = source.name or source.function.rpartition(":")[2]
         function = user_functions.load(recipe.locate(source.function))
         return NamedReward(name, source.weight, function, source.function, source.timeout or TIMEOUT)
-    assert source.model is not None
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:

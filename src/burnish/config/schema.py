@@ -169,12 +169,29 @@ class Data(Truncation, use_attribute_docstrings=True):
         return Truncation(**{name: getattr(self, name) for name in Truncation.model_fields})
 
 
-class RewardSource(Config, use_attribute_docstrings=True):
-    """A source of scores: ``{model: {stage: reward}}`` or ``{function: my_rewards.py:brevity, weight: 0.1}``."""
+class RewardPart(Config, use_attribute_docstrings=True):
+    """What every reward of a recipe may have. Each kind of reward is a subclass with keys of its own."""
 
-    model: ModelSource | None = None
-    function: str | None = None
-    """file.py:name (beside the recipe) or package.module:name."""
+    weight: float = 1.0
+    """Weight of this score in the reward. A score with weight 0 is logged but not used."""
+    name: str | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _own_keys(cls, given: Any) -> Any:
+        """Name the kind of reward that a key belongs to, if it is not this one."""
+        own = next(kind for kind, source in REWARDS.items() if source is cls)
+        for kind, other in REWARDS.items():
+            belongs = other.model_fields.keys() - cls.model_fields.keys()
+            if keys := [key for key in given if key in belongs]:
+                raise ValueError(f"{', '.join(keys)}: only for a reward with {kind}:, but this one has {own}:")
+        return given
+
+
+class RewardFromModel(RewardPart):
+    """Scores of a reward model, a classifier or a step-value model: ``{model: {stage: reward}, normalize: true}``."""
+
+    model: ModelSource
     label: int | str | None = None
     """The label of a classifier to use as the score."""
     template: str | None = None
@@ -183,28 +200,45 @@ class RewardSource(Config, use_attribute_docstrings=True):
     steps: Literal["differences", "raw"] | None = None
     """Reward each reasoning step at its end, using a step-value model. differences: the change in value; raw: the value
     itself."""
-    weight: float = 1.0
-    """Weight of this score in the reward. A score with weight 0 is logged but not used."""
-    name: str | None = None
-    timeout: float | None = Field(default=None, gt=0)
-    """Time limit in seconds for one call of the function. A longer call stops the run. Default: 600."""
 
     @pydantic.model_validator(mode="after")
-    def _one_kind(self) -> RewardSource:
-        if (self.model is None) == (self.function is None):
-            raise ValueError("a reward needs either model: or function:, and not both")
-        of_model = self.label is not None or self.template is not None or self.normalize or self.steps is not None
-        if self.function is not None and of_model:
-            raise ValueError(
-                "label, template, normalize and steps apply only to a reward with model:, not to one with function:"
-            )
-        if self.model is not None and self.timeout is not None:
-            raise ValueError("timeout applies only to a reward with function:, not to one with model:")
+    def _one_score_or_steps(self) -> RewardFromModel:
         if self.steps is not None and (self.label is not None or self.normalize):
             raise ValueError(
                 "label and normalize apply only to a model with one score per completion, not to one with steps:"
             )
         return self
+
+
+class RewardFromFunction(RewardPart):
+    """Scores of a function: ``{function: my_rewards.py:brevity, weight: 0.1}``."""
+
+    function: str
+    """file.py:name (beside the recipe) or package.module:name."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Time limit in seconds for one call of the function. A longer call stops the run. Default: 600."""
+
+
+REWARDS: dict[str, type[RewardPart]] = {"model": RewardFromModel, "function": RewardFromFunction}
+"""The kinds of rewards, by the key that each of them must have."""
+
+
+def _reward_kind(value: Any) -> str | None:
+    """The tag of a reward: the only kind whose key it has, or whose key it misspells."""
+    keys = value if isinstance(value, dict) else vars(value) if isinstance(value, RewardPart) else ()
+    kinds = [kind for kind in REWARDS if kind in keys]
+    kinds = kinds or [kind for kind in REWARDS if any(did_you_mean(str(key), [kind]) for key in keys)]
+    return f"<{kinds[0]}>" if len(kinds) == 1 else None
+
+
+RewardSource = Annotated[
+    Annotated[RewardFromModel, Tag("<model>")] | Annotated[RewardFromFunction, Tag("<function>")],
+    Discriminator(
+        _reward_kind,
+        custom_error_type="kind",
+        custom_error_message=f"a reward needs either {' or '.join(f'{kind}:' for kind in REWARDS)}, and not both",
+    ),
+]
 
 
 class Stage(Config, use_attribute_docstrings=True):

@@ -23,6 +23,7 @@ from burnish.config import (
 )
 from burnish.config.inputs import Checksums, of_code, of_model, of_rows
 from burnish.config.resolve import model_reference, named_reward
+from burnish.config.schema import RewardFromModel
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, StreamLoader
 from burnish.errors import UserError
@@ -138,7 +139,8 @@ class TrainingStage:
             UserError: if an input has changed since the stage started.
         """
         folder = self.recipe.folder
-        models = [self.source, *(model_reference(r.model, folder) for r in self.stage.reward if r.model)]
+        scorers = [reward.model for reward in self.stage.reward if isinstance(reward, RewardFromModel)]
+        models = [self.source, *(model_reference(scorer, folder) for scorer in scorers)]
         inputs = of_code(self.recipe, self.stage, checksums)
         for reference in models:
             inputs |= of_model(reference, folder, checksums)

@@ -14,22 +14,22 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from burnish.errors import UserError, did_you_mean
 
 Keys = tuple[str | int, ...]
-"""The way to a value: ``("stages", 0, "method")``."""
+"""The path to a value: ``("stages", 0, "method")``."""
 OVERRIDE = "command line"
 DEEPEST = 32
 
 
 @dataclass(frozen=True)
 class Document:
-    """Plain values and where each was written: ``Document({"seed": 1}, {(): "r.yaml", ("seed",): "r.yaml:3"})``."""
+    """Plain values and where they were written: ``Document({"seed": 1}, {(): "r.yaml", ("seed",): "r.yaml:3"})``."""
 
     value: Any
     places: dict[Keys, str]
     hidden: Keys = ()
-    """Start of every path that the text leaves out and messages do too."""
+    """A prefix of all paths that the file omits. Messages omit it too."""
 
     def where(self, path: Keys) -> str:
-        """Place of a key, or of the nearest block around it that was written."""
+        """The place of a key, or of the nearest enclosing block that was written."""
         return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
 
 
@@ -52,7 +52,7 @@ class _DuplicateKey(YAMLError):
 
 
 class _Constructor(RoundTripConstructor):
-    """Keeps dates as text, and names both lines of a key that is written twice."""
+    """Keeps dates as text, and reports both lines of a duplicate key."""
 
     def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
         if key in mapping:
@@ -68,7 +68,7 @@ def read(text: str, label: str) -> Document:
     """Parse YAML 1.2. ``label`` names the file in messages.
 
     Raises:
-        UserError: a syntax error, a key that is written twice, or a value that is no plain YAML, with its line.
+        UserError: if there is a syntax error, a duplicate key, or a value that is not plain YAML.
     """
     yaml = YAML()
     yaml.Constructor = _Constructor
@@ -86,7 +86,7 @@ def read(text: str, label: str) -> Document:
 
 
 def _plain(value: Any, path: Keys, places: dict[Keys, str], label: str) -> Any:
-    """Values of Python's own types for those of ruamel.yaml, which know their lines; ``places`` collects these."""
+    """Convert the values of ruamel.yaml to plain Python values, and collect their lines in ``places``."""
     at = next(places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in places)
     if len(path) > DEEPEST:
         raise UserError(f"{at}: more than {DEEPEST} blocks inside each other")
@@ -95,7 +95,7 @@ def _plain(value: Any, path: Keys, places: dict[Keys, str], label: str) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise UserError(f"{lines.get(key, at)}: a key must be text, got {shown(key)}: put it in quotes")
-            if key in lines:  # a key that << brings has no line here
+            if key in lines:  # a key from a merge (<<) has no line here
                 places[(*path, key)] = lines[key]
         return {str(key): _plain(item, (*path, str(key)), places, label) for key, item in value.items()}
     if isinstance(value, CommentedSeq):
@@ -111,7 +111,7 @@ def _plain(value: Any, path: Keys, places: dict[Keys, str], label: str) -> Any:
 
 
 def override(document: Document, text: str) -> Document:
-    """The document with one ``dotted.path=value``; a list is entered by index or by the ``name`` of an element."""
+    """Apply one ``dotted.path=value``. Elements of a list are addressed by index or by their ``name``."""
     keys, equals, written = text.partition("=")
     if not equals or not all(keys.split(".")):
         raise UserError(f"{OVERRIDE}: {text!r} is not key=value, for instance trainer.learning_rate=1e-5")
@@ -131,7 +131,7 @@ def _at(value: Any, path: Keys) -> Any:
 
 
 def _step(root: Any, path: Keys, key: str, text: str) -> str | int:
-    """The key or index that one part of an override means."""
+    """Resolve one part of an override's path to a key or an index."""
     block = _at(root, path)
     if isinstance(block, list):
         names = [item.get("name") if isinstance(item, dict) else None for item in block]
@@ -162,7 +162,7 @@ def _replace(value: Any, path: Keys, new: Any) -> Any:
 
 
 def dotted(path: Keys, root: Any = None) -> str:
-    """A path as an override writes it: ``stages.ppo.method.kl_coef``; a named list element goes by its name."""
+    """A path as in an override: ``stages.ppo.method.kl_coef``. List elements that have a name appear by name."""
     parts = []
     for depth, key in enumerate(path):
         element = find(root, path[: depth + 1]) if isinstance(key, int) else None
@@ -171,7 +171,7 @@ def dotted(path: Keys, root: Any = None) -> str:
 
 
 def find(root: Any, path: Keys) -> Any:
-    """The value at a path, None where there is none."""
+    """The value at a path, or None."""
     for key in path:
         if isinstance(root, dict) and isinstance(key, str):
             root = root.get(key)
@@ -183,7 +183,7 @@ def find(root: Any, path: Keys) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
+    """A value as shown in messages: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -218,7 +218,7 @@ _EXPECTED = {
 
 
 def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], value: Any) -> list[Problem]:
-    """The errors of pydantic as our messages, one for each key, also where a key may have one of several types."""
+    """Convert the errors of pydantic to our messages. A key that allows several types gets one message."""
     expected: dict[Keys, list[str]] = {}
     problems = []
     for detail in error.errors():
@@ -243,7 +243,7 @@ def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], v
 
 
 def _real(location: Keys, value: Any) -> Keys:
-    """The location of an error without the names that pydantic gives to the branches of a union."""
+    """The location of an error, without pydantic's names for the branches of unions."""
     path: Keys = ()
     for depth, key in enumerate(location):
         last = depth == len(location) - 1
@@ -255,12 +255,14 @@ def _real(location: Keys, value: Any) -> Keys:
 
 
 def _keys(annotation: Any, path: Keys) -> set[str]:
-    """Keys that a block may have, following a path through the fields of nested models, and the tags of unions."""
+    """The keys allowed in the block at a path, which leads through the fields of models and the tags of unions."""
     if path and isinstance(path[0], int):
         return _keys(annotation, path[1:])
     if path and (tag := str(path[0])).startswith("<"):
         branches = [get_args(branch) for branch in get_args(annotation)]
         chosen = [branch[0] for branch in branches if pydantic.Tag(tag) in branch[1:]]
+        if not chosen:  # the union is inside of a list
+            return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
         return set().union(*(_keys(branch, path[1:]) for branch in chosen))
     if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
         return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
@@ -271,7 +273,7 @@ def _keys(annotation: Any, path: Keys) -> set[str]:
 
 
 def complain(document: Document, problems: list[Problem]) -> None:
-    """Raise one UserError that lists every problem with its place, or none."""
+    """Raise one UserError that lists every problem with its place. Does nothing if there are no problems."""
     if not problems:
         return
     lines = []

@@ -1,15 +1,15 @@
-"""Faster attention and linear layers, and all changes that Burnish makes to the process or to a model for them.
+"""Faster attention and linear layers, and all changes to the process and to models that they need.
 
-Importing Burnish changes nothing. These functions do, and no other code does:
+Importing Burnish changes nothing. Only these functions do:
 
-- ``set_environment``: environment variables of a process that Burnish owns; the command line calls it.
-- ``prepare_process``: limits of oneDNN's caches (environment variables too), and two attention implementations in
-  transformers' registry. Loading a model calls it.
-- ``enable``: the class of a model's linear layers, for good.
-- ``use_packed_attention``: a model's attention implementation, until it is called again.
-- ``decoding_attention``: a model's attention implementation, within a context.
+- ``set_environment`` sets environment variables. Only the command line calls it.
+- ``prepare_process`` limits oneDNN's caches (also by environment variables), and registers two attention
+  implementations with transformers. Loading a model calls it.
+- ``enable`` changes the class of a model's linear layers permanently.
+- ``use_packed_attention`` changes a model's attention implementation until it is called again.
+- ``decoding_attention`` changes a model's attention implementation within a context.
 
-A model that is saved keeps no trace of them. Importing this file does not import torch.
+None of this affects a saved model. Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",  # tokenizers would print a warning in every forked data loader
-    "TQDM_DISABLE": "1",  # the GGUF reader would draw progress bars even into files
+    "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers print a warning in every forked data loader
+    "TQDM_DISABLE": "1",  # otherwise the GGUF reader writes progress bars even to files
 }
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""OpenMP threads that have nothing to do spin for a tenth of a millisecond, then sleep.
+"""Idle OpenMP threads spin for a tenth of a millisecond and then sleep.
 
-Threads that keep spinning slow down everything else on the machine; with threads that sleep at once, a step of many
-small products takes a quarter longer.
+Threads that keep spinning slow down everything else on the machine. If they sleep immediately, a step of many small
+matrix products takes a quarter longer.
 """
 
 CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "40", "LRU_CACHE_CAPACITY": "40"}
-"""Shapes that oneDNN, and PyTorch's layer above it, keep prepared kernels for; their default is 1,024.
+"""The number of shapes for which oneDNN, and PyTorch's layer above it, cache kernels. Their default is 1,024.
 
-Micro-batches have ever new lengths, and the kernels of 1,024 shapes took 300 MB. A pass through a model has 15 shapes
-of its own, up to 35 with adapters. A smaller limit than that would prepare every kernel anew in every layer.
+Micro-batches have many different lengths, and cached kernels for 1,024 shapes took 300 MB. One pass through a model has
+15 shapes, or up to 35 with adapters. With a smaller limit, every layer would create its kernels again.
 """
 
 
 def set_environment() -> None:
     """Set the environment variables of the command line, except those that the user has set.
 
-    Call it before torch is imported, which is when OpenMP reads them.
+    Call this before torch is imported, because OpenMP reads them at that time.
     """
     waiting = {} if "OMP_WAIT_POLICY" in os.environ else WAITING
     for name, value in (ENVIRONMENT | waiting | CACHE_LIMITS).items():
@@ -53,9 +53,9 @@ def set_environment() -> None:
 
 
 def prepare_process() -> None:
-    """Limit oneDNN's caches and register Burnish's attention with transformers. Call it before a model is used.
+    """Limit oneDNN's caches and register Burnish's attention with transformers. Call this before a model is used.
 
-    oneDNN reads its limits when it computes for the first time. Calling this again changes nothing.
+    oneDNN reads its limits at its first computation. Calling this function again has no effect.
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -65,17 +65,17 @@ def prepare_process() -> None:
 
     for name, value in CACHE_LIMITS.items():
         os.environ.setdefault(name, value)
-    # Without disable, a compiled model would be compiled again for every set of lengths.
+    # Without disable, torch.compile would recompile the model for every set of lengths.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.varlen))
     AttentionMaskInterface.register(attention.NAME, sdpa_mask)
     AttentionInterface.register(decoding.NAME, decoding.attend)
 
 
 def enable(model: nn.Module) -> nn.Module:
-    """Give a model Burnish's linear layers, where this machine has the kernels for them; returns the same model.
+    """Use Burnish's linear layers in a model, if this machine has the kernels for them. Returns the same model.
 
-    Layers of other classes, such as quantized ones, and layers whose forward another library has wrapped stay as they
-    are.
+    Layers of other classes, such as quantized layers, and layers whose forward was wrapped by another library are not
+    changed.
     """
     from torch import nn
 
@@ -99,7 +99,7 @@ def use_packed_attention(model: Any, on: bool) -> None:
 
 @contextmanager
 def decoding_attention(config: Any, on: bool = True) -> Iterator[None]:
-    """Let the model of this configuration use ``decoding.attend`` within the context, if ``on``."""
+    """Within the context, the model with this config uses ``decoding.attend``, if ``on``."""
     from burnish.kernels import decoding
 
     before = config._attn_implementation

@@ -1,7 +1,7 @@
-"""Attention over packed rows: a sequence attends to itself and the prompt it shares, without a mask over all pairs.
+"""Attention over packed rows: a sequence attends to itself and to the prompt it shares, without a (T, T) mask.
 
-``varlen`` is an attention implementation for transformers. A forward pass that passes it the ``runs`` of a row gets
-attention within these. Without them it is transformers' own ``sdpa``, so that the model can do all it could before.
+``varlen`` is an attention implementation for transformers. If a forward pass passes ``segments``, tokens attend only
+within their segment and its parent. Otherwise it calls transformers' own ``sdpa``, so the model works as before.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from burnish.math.tensors import upcast
 from burnish.types import Segments
 
 NAME = "burnish"
-"""The name of the implementation in ``config._attn_implementation``; it is not saved with a model."""
+"""The name of the implementation in ``config._attn_implementation``, which is not saved with a model."""
 
 UNKNOWN = frozenset({"softcap", "s_aux", "position_bias", "sliding_window"})
-"""Features of some models' attention that ``varlen`` does not have."""
+"""Attention features of some models that ``varlen`` does not support."""
 
 
 def varlen(
@@ -34,51 +34,51 @@ def varlen(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    runs: Segments | None = None,
+    segments: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each run, and from a run to the whole of its parent.
+    """Causal attention within each segment, and from a segment to all of its parent.
 
     Args:
         module: transformers' attention layer.
         query: (1, heads, T, size).
         key: (1, key heads, T, size).
         value: as ``key``.
-        attention_mask: used only without ``runs``.
+        attention_mask: used only without ``segments``.
         dropout: probability of dropping an attention weight.
-        scaling: factor of the products; None means 1 / sqrt(size).
-        runs: the sequences in the row of T tokens.
+        scaling: scale of the dot products; None means 1 / sqrt(size).
+        segments: the sequences in the row of T tokens.
         kwargs: other arguments of transformers' ``sdpa``.
 
     Returns:
         The states (1, T, heads, size), and None in place of the attention weights.
 
     Raises:
-        ValueError: the layer asks for a soft cap, a window, a bias or a sink.
+        ValueError: if the layer needs a soft cap, a sliding window, a bias or an attention sink.
     """
-    if runs is None:
+    if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if unknown := {name for name in UNKNOWN if kwargs.get(name) is not None}:
-        raise ValueError(f"packed attention has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"packed attention does not support {', '.join(sorted(unknown))}")
     dtype = computed_in(query.dtype, query.device)
     if has_kernel(dtype, query.device) and not dropout:
-        return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, runs), None
+        return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments), None
     if query.device.type == "cpu":
         # In half precision, the backward pass on a CPU takes three times as long as in float32, and is less accurate.
         with torch.autocast("cpu", enabled=False):
-            states = _by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, runs)
+            states = _by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, segments)
             return states.to(query.dtype), None
-    return _by_sequence(query, key, value, dropout, scaling, runs), None
+    return _by_sequence(query, key, value, dropout, scaling, segments), None
 
 
 def _by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, runs: Segments
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, segments: Segments
 ) -> Tensor:
-    """One call of PyTorch's attention for each run."""
+    """One call of PyTorch's attention per segment."""
     groups = query.shape[1] // key.shape[1]
-    parts = [x.split(runs.lengths, 2) for x in (query, repeat_kv(key, groups), repeat_kv(value, groups))]
+    parts = [x.split(segments.lengths, 2) for x in (query, repeat_kv(key, groups), repeat_kv(value, groups))]
     attended = []
-    for parent, q, k, v in zip(runs.parents, *parts, strict=True):
+    for parent, q, k, v in zip(segments.parents, *parts, strict=True):
         mask = None
         if parent is not None:
             k, v = (torch.cat([part[parent], own], 2) for part, own in zip(parts[1:], (k, v), strict=True))
@@ -95,7 +95,7 @@ def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether one call can compute all runs: on a GPU with the flash kernel, which needs half precision."""
+    """Whether one call can compute all segments: on a GPU with the flash kernel, which needs half precision."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -106,20 +106,20 @@ def _after(prefix: int, length: int, dtype: torch.dtype, device: torch.device) -
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
-def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, runs: Segments) -> Tensor:
-    """One call of the flash kernel; the keys of a parent are copied in front of those of each child."""
+def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, segments: Segments) -> Tensor:
+    """One call of the flash kernel. The keys of a parent are copied in front of the keys of each child."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    index, of_queries, of_keys, longest = _plan(runs, q.device)
+    index, of_queries, of_keys, longest = _plan(segments, q.device)
     if index is not None:
         k, v = k[index], v[index]
-    # With more keys than queries, the kernel aligns the causal mask at the last column, as needed here.
+    # If there are more keys than queries, the kernel aligns the causal mask at the last column, as needed here.
     out = varlen_attn(
         q,
         k,
         v,
         of_queries,
         of_keys,
-        max(runs.lengths),
+        max(segments.lengths),
         longest,
         scale=scaling,
         window_size=(-1, 0),
@@ -129,21 +129,21 @@ def on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, run
 
 
 @lru_cache(maxsize=8)
-def _plan(runs: Segments, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, int]:
-    """The columns to use as keys (None: all, in order), the offsets of each run's queries and keys, and the most keys.
+def _plan(segments: Segments, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, int]:
+    """Key columns (None: all, in order), offsets of queries and keys, and the largest number of keys of a segment.
 
-    It is cached, so that it is copied to the device once for all layers of a pass.
+    The result is cached, so that all layers of a pass share one copy on the device.
     """
     starts, seen, sources = [], [], []
     column = 0
-    for length, parent in zip(runs.lengths, runs.parents, strict=True):
+    for length, parent in zip(segments.lengths, segments.parents, strict=True):
         starts.append(column)
-        prefix = range(0) if parent is None else range(starts[parent], starts[parent] + runs.lengths[parent])
+        prefix = range(0) if parent is None else range(starts[parent], starts[parent] + segments.lengths[parent])
         sources += [*prefix, *range(column, column + length)]
         seen.append(len(prefix) + length)
         column += length
     of_queries, of_keys = (
-        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (runs.lengths, seen)
+        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (segments.lengths, seen)
     )
     index = torch.tensor(sources, device=device) if len(sources) > column else None
     return index, of_queries, of_keys, max(seen)

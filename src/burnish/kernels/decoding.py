@@ -1,4 +1,4 @@
-"""Attention of one query per row on a CPU, by matrix products that read only the part of the cache that rows need."""
+"""Attention with one query per row on a CPU, by matrix products that read only the cache columns in use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAME = "burnish_decoding"
 """The name of the implementation in ``config._attn_implementation`` during a decoding step."""
 
 UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""Features of some models' attention that are left to transformers."""
+"""Attention features of some models that are left to transformers."""
 
 ROWS = 16
-"""Rows that are computed together, up to the longest of them. Smaller groups take more calls."""
+"""Number of rows computed together, up to the longest of them. Smaller groups need more calls."""
 
 
 def attend(
@@ -38,8 +38,8 @@ def attend(
         key: (B, key heads, L, size).
         value: (B, key heads, L, size).
         attention_mask: (B, 1, 1, L), additive, with the lowest number for hidden columns.
-        scaling: factor of the products; None means 1 / sqrt(size).
-        columns: number of cache columns that each of the B rows uses; None means all, if the model does not pass it.
+        scaling: scale of the dot products; None means 1 / sqrt(size).
+        columns: the number of cache columns that each row uses; None means all columns.
         kwargs: other arguments of transformers' ``sdpa``.
 
     Returns:
@@ -48,7 +48,7 @@ def attend(
     if any(kwargs.get(name) is not None for name in UNKNOWN):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     rows, heads, _, size = query.shape
-    # Heads that share a key become several queries of it.
+    # Heads that share a key become several queries of the same key.
     scaled = query * (size**-0.5 if scaling is None else scaling)
     scaled = scaled.reshape(rows, key.shape[1], heads // key.shape[1], size)
     states = []
@@ -62,7 +62,7 @@ def attend(
 
 
 def is_faster(model: Any) -> bool:
-    """Whether a transformers model can use ``attend`` and gains by it: on a CPU in float32 or wider.
+    """Whether a transformers model can use ``attend`` and is faster with it: on a CPU in float32 or wider.
 
     A GPU's fused kernels are faster.
     """

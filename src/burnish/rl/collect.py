@@ -33,12 +33,13 @@ def collect(
     engine: Engine,
     run: Run,
     generator: Generator,
+    sampling_round: int = 0,
 ) -> list[Trajectory]:
     """Sample ``sampling.samples`` completions of each prompt in ``indices``, and score them.
 
     Processes share the work, and each returns all trajectories, in the order of ``indices`` and then of samples. Each
     completion has its own seed, derived from (run seed, prompt, sample, iteration), and each call of a reward from (run
-    seed, iteration, process, group, name).
+    seed, iteration, sampling round, process, group, name). Dynamic sampling has several rounds in an iteration.
     """
     samples = range(sampling.samples)
     mine = [i for i in indices[engine.rank :: engine.world_size] for _ in samples]
@@ -55,7 +56,7 @@ def collect(
         generator,
         run.tokenizer,
         version=iteration,
-        seed=(run.seed, iteration, engine.rank),
+        seed=(run.seed, iteration, sampling_round, engine.rank),
     )
     generator.drop_cache()
     parts = engine.gather(trajectories)

@@ -285,12 +285,12 @@ class RolloutLoader(StepLoader):
         if self.settings.dynamic_sampling:
             order = permutation(len(self.prompts), self.run.seed, self.iteration, 2)
             others = [i for i in order if i not in set(indices)]
-            for _ in range(self.settings.dynamic_sampling):
+            for sampling_round in range(1, self.settings.dynamic_sampling + 1):
                 equal = [k for k, group in enumerate(groups) if len({t.score for t in group}) == 1]
                 chosen = others[len(replaced) :][: len(equal)]
                 if not chosen:
                     break
-                fresh = self._completed(chosen)
+                fresh = self._completed(chosen, sampling_round)
                 replaced, drawn = replaced + chosen, drawn + fresh
                 by_place = dict(zip(equal, fresh, strict=False))  # there may be fewer prompts left than are needed
                 groups = [by_place.get(k, group) for k, group in enumerate(groups)]
@@ -302,14 +302,12 @@ class RolloutLoader(StepLoader):
             metrics |= {"replaced_prompts": float(len(replaced)), "score_drawn": sum(scores) / len(scores)}
         return [t for group in groups for t in group], metrics
 
-    def _completed(self, indices: list[int]) -> list[list[Trajectory]]:
+    def _completed(self, indices: list[int], sampling_round: int = 0) -> list[list[Trajectory]]:
         """Complete and score prompts. Returns the trajectories of each prompt."""
-        prompts = (self.rows, self.prompts, indices)
-        sampler, generator = self.sampler, self.sampler.bind(self.engine, self.run)
-        trajectories = collect(
-            *prompts, self.iteration, sampler.sampling, sampler.rewards, self.engine, self.run, generator
-        )
-        each = sampler.sampling.samples
+        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
+        generator = self.sampler.bind(self.engine, self.run)
+        trajectories = collect(*what, self.engine, self.run, generator, sampling_round)
+        each = self.sampler.sampling.samples
         return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 
     def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
