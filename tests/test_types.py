@@ -1,4 +1,4 @@
-"""Sequences and examples: what they hold, what they refuse, and that a checkpoint keeps them."""
+"""Sequences and examples: what they hold, what they refuse, and that they survive a checkpoint."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ from burnish.types import Example, Pair, Sequence
 VALUES = Sequence([1, 9, 8, 2], (False, False, True, True), "chat.jsonl:17", {"advantages": (0.0, 0.0, 0.5, -0.5)})
 
 
-def test_lists_and_tuples_become_read_only_arrays_of_one_dtype() -> None:
+def test_lists_and_tuples_become_read_only_arrays() -> None:
     assert VALUES.tokens.dtype == np.int64 and VALUES.loss_mask.dtype == np.bool_
     assert VALUES.arrays["advantages"].dtype == np.float64
     assert VALUES.tokens.tolist() == [1, 9, 8, 2] and len(VALUES) == 4
@@ -20,7 +20,7 @@ def test_lists_and_tuples_become_read_only_arrays_of_one_dtype() -> None:
             array[0] = 1
 
 
-def test_an_array_is_kept_without_a_copy_and_stays_writable_for_its_owner() -> None:
+def test_an_array_is_not_copied_and_stays_writable_for_its_owner() -> None:
     tokens = np.arange(3)
     sequence = Sequence(tokens, [False, True, True], "row")
     assert np.shares_memory(sequence.tokens, tokens) and tokens.flags.writeable

@@ -1,4 +1,4 @@
-"""The trainer and a method: a method gives examples, steps and terms, and sees the engine and the run."""
+"""What a method provides to the trainer, and the engine and the run that the trainer provides to a method."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ T = TypeVar("T")
 
 
 class StepLoader(Protocol):
-    """Yields one optimizer step at a time: the examples of all processes, the same list in each of them.
+    """Yields one optimizer step at a time: the examples of all processes, as the same list in every process.
 
-    Iterating continues from the loader's state, through the end of the current epoch. An empty list is a step that
-    changes nothing (an update epoch that was stopped early). Loaders are subclasses of it.
+    Iteration starts at the loader's state and ends with the current epoch. An empty list is a step without an update,
+    for example after PPO stopped an update epoch early. Loaders subclass this protocol.
     """
 
     def __len__(self) -> int:
-        """Optimizer steps an epoch."""
+        """Optimizer steps per epoch."""
         ...
 
     def __iter__(self) -> Iterator[list[Example]]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue from here, as plain values and tensors."""
+        """Everything needed to resume from here, as plain values and tensors."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Resume from a saved state."""
         ...
 
     def check(self) -> None:
-        """Called between a step's gradient and its update: an error that it raises stops the run before the update."""
+        """Called before the update of each step. An error raised here stops the run before the update."""
 
 
 class Engine(Protocol):
-    """Where the trained modules live, as methods and loaders see it (``burnish.training.engine.Engine``).
+    """The trained network and its processes, as methods and loaders see them (``burnish.training.engine.Engine``).
 
-    Every process calls it alike, and every process gets all the results.
+    All processes make the same calls, and all of them get all results.
     """
 
     @property
     def network(self) -> Network:
-        """What is trained: the policy, and the critic where there is one."""
+        """The network that is trained: the policy, and the critic if there is one."""
         ...
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """The rank of this process."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         ...
 
     @property
@@ -72,28 +72,28 @@ class Engine(Protocol):
 
     @property
     def precision(self) -> str:
-        """What passes compute in: no (as the weights are), bf16 or fp16."""
+        """The precision of forward passes: no (that of the weights), bf16 or fp16."""
         ...
 
     def run(self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]) -> list[Example]:
-        """Examples with the named (B, T) arrays that a function gives for their micro-batches, without gradient."""
+        """Apply a function to micro-batches without gradient, and return the examples with its (B, T) arrays added."""
         ...
 
     def evaluate(self, method: Method, examples: list[Example]) -> dict[str, float]:
-        """Means of a method's terms over examples, and the loss that they make."""
+        """The means of a method's terms over examples, and the resulting loss."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """A value of every process."""
+        """The value of every process, in the order of ranks."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's trained weights by name, each as a whole tensor."""
+        """The policy's trained weights by name, each as a full tensor."""
         ...
 
 
 class Run(Protocol):
-    """The run that a method is part of."""
+    """The run, as its method sees it."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -102,16 +102,16 @@ class Run(Protocol):
 
     @property
     def seed(self) -> int:
-        """The seed that all random choices depend on."""
+        """The seed of all random choices."""
         ...
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step, of all processes."""
+        """Rows of an optimizer step, over all processes."""
         ...
 
     def last(self) -> dict[str, float]:
-        """Means of the terms of the last optimizer step."""
+        """The means of the terms and metrics of the last optimizer step."""
         ...
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -119,73 +119,73 @@ class Run(Protocol):
         ...
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
-        """Write rows to samples.jsonl and show them."""
+        """Write rows to samples.jsonl and display them."""
         ...
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a recipe needs to know of a method; the specs of the shipped ones are known without importing torch.
+    """What a recipe needs to know about a method. The specs of our own methods can be read without importing torch.
 
     ``MethodSpec("sft", SFTConfig, kinds=(Conversation,), streams=True, implementation="burnish.methods.sft:SFT")``
 
-    ``config`` is the class of its settings, and ``kinds`` are the rows that it reads.
+    ``config`` is the class of its settings, and ``kinds`` are the row classes that it reads.
     """
 
     name: str
     config: type[Config]
     kinds: tuple[type, ...]
     task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
-    """The head that its model needs: of a language model, or of a classifier with one score."""
+    """The head of its model: that of a language model, or of a classifier with one score."""
     streams: bool = False
-    """It can learn from a ``RowStream``: ``examples`` takes a few rows at a time, and its steps need nothing else."""
+    """Whether it can train on a ``RowStream``: it encodes a few rows at a time, and its steps need nothing else."""
     too_long: str = "error"
-    """What happens to rows that are too long if ``data.too_long`` is not set."""
+    """What happens to rows over ``data.max_length`` if ``data.too_long`` is not set."""
     implementation: str = ""
-    """``package.module:Name`` of the class, for the methods that recipes call by their name alone."""
+    """``package.module:Name`` of the class, for methods that recipes refer to by name."""
 
 
 class Method(Protocol):
-    """A training algorithm. The trainer asks it for steps, sums its terms, and divides each by its global count.
+    """A training algorithm. The trainer asks it for steps, sums its terms, and divides each term by its global count.
 
-    A method is a subclass of this. A recipe's method is made from the settings of its block, ``SFT(learn="all")``; if
-    it reads ``Prompt`` rows, also from ``reward``, ``sampling`` and ``generator``.
+    Methods subclass this protocol. A recipe makes a method from the settings of its ``method:`` block, as in
+    ``SFT(learn="all")``. A method that reads ``Prompt`` rows also gets ``reward``, ``sampling`` and ``generator``.
     """
 
     spec: MethodSpec
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Which terms make the loss, with their weights; every other term is a metric."""
+        """The weights of the terms in the loss. All other terms are only logged."""
         ...
 
     @property
     def learning_rates(self) -> Mapping[str, float]:
-        """Of the parts of the network that have one of their own: ``{"critic": 1e-5}``; by default of none."""
+        """Separate learning rates for parts of the network: ``{"critic": 1e-5}``. There are none by default."""
         return {}
 
     def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Network:
-        """The network that is trained: the model, with what the method adds to it (a critic)."""
+        """The network to train: the model, with what the method adds to it, such as a critic."""
         ...
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
-        """Rows as the model will see them: tokens, and which of them are learned."""
+        """Encode rows as examples: their tokens, and which of them are learned."""
         ...
 
     def eval_examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
-        """Rows as ``evaluate`` reads them; by default as ``examples``."""
+        """Encode rows for ``evaluate``; by default as in ``examples``."""
         return self.examples(rows, tokenizer, truncation)
 
     def loader(self, examples: list[Example], engine: Engine, run: Run) -> StepLoader:
-        """The steps of a run over the examples of its rows."""
+        """The loader of a run's steps over its examples."""
         ...
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
-        """Terms and metrics of one micro-batch: sums, never means. A term names the unit that it is divided by."""
+        """The terms and metrics of one micro-batch, as sums. A term names the unit that it is divided by."""
         ...
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
-        """Metrics on examples that training does not see."""
+        """Metrics on held-out examples."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The nouns of Burnish: rows, sequences, micro-batches, loss terms; ``protocols.py`` says who hands them to whom.
+"""The data types of Burnish: rows, sequences, examples, micro-batches, trajectories and terms of a loss.
 
-One alignment rule holds everywhere: entry ``t`` of a per-token array belongs to token ``t``. Dimensions have one
-name each: B rows, T tokens, V vocabulary, N sequences, P pairs, G samples a prompt.
+One alignment rule holds everywhere: entry ``t`` of a per-token array belongs to token ``t``. Each dimension has one
+name: B rows, T tokens, V vocabulary, N sequences, P pairs, G samples per prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 class Config(pydantic.BaseModel):
-    """Base of every block of settings: unknown keys and wrong types are errors, values never change."""
+    """Base class of all settings. They are immutable; unknown keys and wrong types are errors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
@@ -33,7 +33,7 @@ class Config(pydantic.BaseModel):
 
 
 class Message(TypedDict):
-    """One turn: ``{"role": "user", "content": "What is 2 + 2?"}``. Roles are system, user, assistant and tool."""
+    """One message: ``{"role": "user", "content": "What is 2 + 2?"}``. Roles are system, user, assistant and tool."""
 
     role: str
     content: str
@@ -56,8 +56,8 @@ class Conversation:
 
     ``Conversation(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}), 1, "chat.jsonl:17")``
 
-    ``completion_start`` is the index of the first message of the completion where the row came as a prompt and a
-    completion, else None: then every assistant turn may be learned.
+    ``completion_start`` is the index of the first message of the completion, if the row has a prompt and a completion.
+    If it is None, all assistant turns may be learned.
     """
 
     messages: Messages
@@ -67,12 +67,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, the first preferred; chosen and rejected hold only what follows the prompt.
+    """Two answers to one prompt, of which ``chosen`` is preferred. The answers do not repeat the prompt.
 
     ``Preference(({"role": "user", "content": "Hi"},), ({"role": "assistant", "content": "Hello!"},),
     ({"role": "assistant", "content": "Go away."},), margin=None, p_chosen=None, source="pairs.jsonl:17")``
 
-    ``margin`` is how much better chosen is (at least 0); ``p_chosen`` in [0, 1] is the share of judges that chose it.
+    ``margin`` is how much better ``chosen`` is, at least 0. ``p_chosen`` is the share of judges that preferred it.
     """
 
     prompt: Messages
@@ -85,7 +85,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Ranking:
-    """K answers to one prompt with a score each, higher is better; ranks in a file (1 is best) arrive negated.
+    """Several answers to one prompt, each with a score; higher is better. Ranks (1 is best) are read as negated scores.
 
     ``Ranking(({"role": "user", "content": "Hi"},), (({"role": "assistant", "content": "Hello!"},),
     ({"role": "assistant", "content": "Go away."},)), (1.0, -1.0), "ranked.jsonl:17")``
@@ -99,7 +99,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to be answered; further columns of the row reach the reward untouched.
+    """A prompt to complete. Rewards receive the other columns of the row unchanged.
 
     ``Prompt(({"role": "user", "content": "12 + 30 ="},), {"answer": "42"}, "prompts.jsonl:17")``
     """
@@ -111,7 +111,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One answer to a prompt that somebody found good or bad (KTO).
+    """One answer to a prompt with a label, good or bad (KTO).
 
     ``Labelled(({"role": "user", "content": "Hi"},), ({"role": "assistant", "content": "Hello!"},), True, "k.jsonl:9")``
     """
@@ -124,7 +124,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Scored:
-    """A conversation with one number that says how good it was.
+    """A conversation with a reward.
 
     ``Scored(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}), 1.0, "scored.jsonl:17")``
     """
@@ -136,7 +136,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Steps:
-    """A solution in steps with the value Q in [-1, 1] of each; the last one is the outcome, 1 (correct) or -1.
+    """A solution in steps, each with a value Q in [-1, 1]. The last value is the outcome: 1 (correct) or -1.
 
     ``Steps(({"role": "user", "content": "2 + 3 * 4 = ?"},), ("3 * 4 = 12", "2 + 12 = 14"), (0.8, 1.0), "s.jsonl:9")``
     """
@@ -160,16 +160,16 @@ Row = Text | Conversation | Preference | Ranking | Prompt | Labelled | Scored | 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Sequence:
-    """Token ids with a mask of those that are learned, as read-only numpy arrays of one length T.
+    """Token ids and a mask of the learned ones, as read-only numpy arrays of the same length T.
 
     ``Sequence([1, 9, 8, 2], [False, False, True, True], "chat.jsonl:17", {"advantages": [0.0, 0.0, 0.5, -0.5]})``
 
-    ``tokens`` are int64, ``loss_mask`` is bool, and every entry of ``arrays``, further per-token numbers of a method,
-    is float64. The constructor also takes lists and tuples. The first token has no predecessor, so it is never
-    learned. Two sequences are equal if all of their contents are.
+    ``tokens`` is int64, ``loss_mask`` is bool, and ``arrays`` holds further per-token numbers of a method as float64.
+    The constructor also accepts lists and tuples. The first token has no predecessor, so it cannot be learned. Two
+    sequences are equal if all their contents are.
 
     Raises:
-        ValueError: arrays of different lengths, or a first token that is learned.
+        ValueError: the arrays differ in length, or the first token is in the mask.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -211,12 +211,12 @@ class Sequence:
     __hash__ = None  # type: ignore[assignment]
 
     def with_arrays(self, **arrays: npt.ArrayLike) -> Sequence:
-        """The same sequence with further per-token arrays."""
+        """A copy with further per-token arrays."""
         return Sequence(self.tokens, self.loss_mask, self.source, {**self.arrays, **arrays})
 
 
 def _read_only(values: npt.ArrayLike, dtype: type[T]) -> npt.NDArray[T]:
-    """A one-dimensional array that cannot be changed, without a copy if the values are an array of this dtype."""
+    """A read-only array of the values, without a copy if they are an array of this dtype."""
     array = np.asarray(values, dtype)
     if array.flags.writeable:
         array = array.view()
@@ -225,7 +225,7 @@ def _read_only(values: npt.ArrayLike, dtype: type[T]) -> npt.NDArray[T]:
 
 
 class Pair(NamedTuple):
-    """Sequence ``better`` of an example was preferred to sequence ``worse``: ``Pair(0, 1, weight=1.0)``."""
+    """Two sequences of an example by index, the first of them preferred: ``Pair(0, 1, weight=1.0)``."""
 
     better: int
     worse: int
@@ -239,12 +239,12 @@ Unit = Literal["tokens", "sequences", "pairs", "chosen_tokens", "step_ends", "tr
 
 @dataclass(frozen=True)
 class Example:
-    """What must stay together in one micro-batch: one sequence, or those that are compared.
+    """Sequences that must stay in one micro-batch: a single one, or several that are compared.
 
     ``Example((chosen, rejected), (Pair(0, 1),))``
 
-    An encoded prompt keeps its ``row``, which has what its rewards need. Neither a checkpoint nor the cache of encoded
-    rows stores it.
+    The example of a prompt has its ``row``, whose columns the rewards read. It is not stored in checkpoints or in the
+    cache of encoded rows.
     """
 
     sequences: tuple[Sequence, ...]
@@ -253,18 +253,21 @@ class Example:
 
     @property
     def source(self) -> str:
-        """Where the row came from: file and line."""
+        """The file and line of the row."""
         return self.sequences[0].source
 
     @cached_property
     def counts(self) -> dict[Unit, float]:
-        """What the example weighs in each unit that a term of a loss may be divided by.
+        """The example's count in each unit by which a term of a loss can be divided.
 
         ``{"tokens": 17.0, "sequences": 2.0, "pairs": 1.0, "chosen_tokens": 9.0, "step_ends": 0.0, ...}``
 
-        tokens: learned ones. sequences: those with a learned token. pairs: their weights. chosen_tokens: learned tokens
-        of the better sequence of each pair, times its weight. step_ends: ends of reasoning steps, where the array
-        ``outcomes`` is not 0. trajectories: 1 if any token is learned.
+        - tokens: learned tokens.
+        - sequences: sequences with a learned token.
+        - pairs: the sum of the pairs' weights.
+        - chosen_tokens: learned tokens of the better sequence of each pair, times the pair's weight.
+        - step_ends: ends of reasoning steps, where the array ``outcomes`` is not 0.
+        - trajectories: 1 if any token is learned.
         """
         learned = [float(sequence.loss_mask.sum()) for sequence in self.sequences]
         return {
@@ -293,36 +296,36 @@ class Example:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Example:
-        """The example that ``to_plain`` was called on."""
+        """The inverse of ``to_plain``."""
         sequences = tuple(Sequence(**sequence) for sequence in plain["sequences"])
         return cls(sequences, tuple(Pair(*pair) for pair in plain["pairs"]))
 
 
 def total_counts(examples: Iterable[Example]) -> dict[Unit, float]:
-    """What examples weigh together in each unit, rounded only once."""
+    """The counts of several examples together, rounded only once."""
     units: tuple[Unit, ...] = get_args(Unit)
     counts = [example.counts for example in examples]
     return {unit: math.fsum(each[unit] for each in counts) for unit in units}
 
 
 class Changed(NamedTuple):
-    """A row that was cut or dropped: ``Changed("chat.jsonl:17", "truncate_left: 1200 tokens, max_length 1024")``."""
+    """A truncated or dropped row: ``Changed("chat.jsonl:17", "truncate_left: 1200 tokens, max_length 1024")``."""
 
     source: str
     reason: str
 
 
 class Encoded(NamedTuple):
-    """Examples made from rows, and what was cut or dropped on the way."""
+    """The examples of rows, and which rows were truncated or dropped."""
 
     examples: list[Example]
     changed: list[Changed]
 
 
 class Segments(NamedTuple):
-    """Stretches of a packed row, in order: their lengths, and for each the earlier one that stands before it, or None.
+    """The segments of a packed row in order: their lengths, and for each the index of its shared prompt, or None.
 
-    Two answers behind their prompt, then padding: ``Segments((7, 3, 5, 1), (None, 0, 0, None))``.
+    A prompt, its two answers, and padding: ``Segments((7, 3, 5, 1), (None, 0, 0, None))``.
     """
 
     lengths: tuple[int, ...]
@@ -331,36 +334,44 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors that fit one forward pass. Several sequences may share a row (packing), or a row may be padded.
+    """The tensors of one forward pass. Each row is one padded sequence, or several packed ones.
 
-    tokens, segments, parents, positions, loss_mask, and every one of arrays: (B, T). ``segments`` is 0 on padding and
-    else numbers the sequences of a row from 1; ``positions`` restart with each. Where sequences share a prompt, it is
-    a segment of its own, and ``parents`` of their tokens is its number (else 0). ``starts`` and ``ends`` (N,) are the
-    flat index (row * T + column) of each sequence's first and last token, behind a shared prompt: the position of the
-    first one is how many tokens lie there. ``pairs`` (P, 2) indexes sequences; ``pair_weights``, ``margins`` and
-    ``p_better`` are (P,). ``packed`` says that a row may hold several sequences. ``counts`` is what the examples weigh
-    in each unit (``Example.counts``).
+    ``collate([Example((Sequence([5, 9, 12, 3], [False, False, True, True], "chat.jsonl:17"),))], pad_id=0)``
     """
 
     tokens: Tensor
+    """(B, T) token ids."""
     segments: Tensor
+    """(B, T) number of each token's segment in its row, from 1; 0 is padding. A shared prompt is its own segment."""
     parents: Tensor
+    """(B, T) number of the shared prompt that the token's sequence continues; 0 if it continues none."""
     positions: Tensor
+    """(B, T) position of each token in its sequence. After a shared prompt, positions continue those of the prompt."""
     loss_mask: Tensor
+    """(B, T) True on learned tokens."""
     starts: Tensor
+    """(N,) flat index, row * T + column, of each sequence's first token after its shared prompt."""
     ends: Tensor
+    """(N,) flat index of each sequence's last token."""
     arrays: Mapping[str, Tensor]
+    """(B, T) per-token numbers of a method, by name."""
     pairs: Tensor
+    """(P, 2) indices of the better and the worse sequence of each pair."""
     pair_weights: Tensor
+    """(P,) as in ``Pair``, like the next two."""
     margins: Tensor
     p_better: Tensor
     packed: bool
-    runs: Segments | None
+    """Whether a row may hold several sequences."""
+    row_segments: Segments | None
+    """The segments of the only row, if all sequences are packed into one."""
     sources: tuple[str, ...]
+    """The file and line of each sequence."""
     counts: Mapping[Unit, float]
+    """The counts of the examples together (``Example.counts``)."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on another device."""
+        """A copy on another device."""
         moved = {name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")}
         return replace(self, arrays={name: value.to(device) for name, value in self.arrays.items()}, **moved)
 
@@ -369,7 +380,7 @@ class MicroBatch:
 
 
 class Turn(NamedTuple):
-    """One message that the policy wrote, and why its generation ended: ``Turn("42", "stop")``."""
+    """One message generated by the policy, and why generation ended: ``Turn("42", "stop")``."""
 
     text: str
     finish_reason: str
@@ -377,20 +388,20 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample of the policy for a prompt: the turns that it took, their tokens, and how they were scored.
+    """One sample of the policy for a prompt: its turns, their tokens, and their scores.
 
     ``Trajectory(prompt=({"role": "user", "content": "12 + 30 ="},), turns=(Turn("42", "stop"),),
     sequences=(Sequence([5, 6, 42, 2], [False, False, True, True], "prompts.jsonl:17",
     {"sampler_logprobs": [0.0, 0.0, -0.1, -0.3]}),), finish_reason="stop", columns={"answer": "42"},
     source="prompts.jsonl:17", score=1.2, rewards={"exact": 1.0, "brevity": 2.0})``
 
-    A sequence is one growing list of token ids. Its ``loss_mask`` is True on sampled tokens only, not on those of the
-    prompt and of an environment. Its array ``sampler_logprobs`` holds the sampler's log-probabilities, 0 where nothing
-    was sampled, and if a reward scores tokens, ``step_rewards`` holds the part of the score that lies on each. Where a
-    chat template rewrites earlier turns, a new sequence begins; all of them are one trajectory, with one score.
+    A sequence grows turn by turn. Its ``loss_mask`` is True only on sampled tokens, not on those of the prompt or of an
+    environment. Its array ``sampler_logprobs`` holds the sampler's log-probabilities, and 0 for tokens that were not
+    sampled. If a reward scores tokens, the array ``step_rewards`` holds the share of the score of each token. If a chat
+    template rewrites earlier turns, a new sequence begins; all sequences form one trajectory, with one score.
 
-    ``finish_reason`` is stop, length, context, turns, done or error. ``score`` is the weighted sum of ``rewards``; it
-    is 0 before there are any.
+    ``finish_reason`` is stop, length, context, turns, done or error. ``score`` is the weighted sum of ``rewards``, or
+    0 before they are computed.
     """
 
     prompt: Messages
@@ -413,7 +424,7 @@ class Trajectory:
         columns: Mapping[str, Any] | None = None,
         source: str = "",
     ) -> Trajectory:
-        """A trajectory of one turn that nobody sampled, to try a reward on.
+        """A trajectory of one turn with the given text, to try out a reward.
 
         ``Trajectory.from_text("42", columns={"answer": "42"})``
         """
@@ -424,7 +435,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What the policy wrote; several turns are separated by line breaks."""
+        """The text of all turns of the policy, joined by line breaks."""
         return "\n".join(turn.text for turn in self.turns)
 
     @property
@@ -434,18 +445,19 @@ class Trajectory:
 
     @property
     def stopped(self) -> bool:
-        """Whether the policy ended the trajectory itself, rather than a limit."""
+        """Whether the policy ended the trajectory itself, and not a limit."""
         return self.finish_reason == "stop"
 
 
 Scoring = list[float] | list[list[float]]
-"""A number for each trajectory, or for each of its sampled tokens."""
+"""One number for each trajectory, or for each trajectory one number for each sampled token."""
 
 
 class Reward(Protocol):
-    """Scores trajectories, in their order: a finite number each, or for each a list of one number a sampled token.
+    """Scores trajectories: one finite number for each, or one list for each with a number for each sampled token.
 
-    A plain function is a reward, and so is an ``async def``. The trajectories are its own: it may change them.
+    A plain function is a reward, and so is an ``async def``. A reward gets its own copies of the trajectories and may
+    change them.
     """
 
     def __call__(self, trajectories: list[Trajectory], /) -> Scoring | Awaitable[Scoring]:
@@ -457,9 +469,9 @@ class Reward(Protocol):
 
 
 class Metric(NamedTuple):
-    """A sum and what it is divided by, both scalars: what a loss function returns, and what is only logged.
+    """A sum and the count to divide it by, both scalars. Loss functions return metrics.
 
-    ``Metric(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55; the mean of nothing is 0.
+    ``Metric(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55. The mean is 0 if the count is 0.
     """
 
     total: Tensor
@@ -467,19 +479,19 @@ class Metric(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """The quotient, 0 where the count is 0."""
+        """The sum divided by the count; 0 if the count is 0."""
         return self.total / self.count.where(self.count > 0, 1) * (self.count > 0)
 
     def over(self, unit: Unit) -> Term:
-        """The sum as a part of a loss, to be divided by the units of the whole optimizer step."""
+        """The sum as a term of a loss, which the trainer divides by the units of the whole optimizer step."""
         return Term(self.total, unit, self.count)
 
 
 class Term(NamedTuple):
-    """One part of a loss: a sum over a micro-batch, and the unit in which the trainer counts what it is divided by.
+    """A term of a loss: a sum over a micro-batch, and the unit whose count the trainer divides it by.
 
-    ``Term(torch.tensor(6.2), "tokens")``. ``count`` is how many units the sum covers, where the loss function knows it:
-    the trainer then checks that it divides by the same.
+    ``Term(torch.tensor(6.2), "tokens")``. ``count`` is the number of units in the sum, if the loss function knows it;
+    the trainer then checks that it divides by the same number.
     """
 
     total: Tensor

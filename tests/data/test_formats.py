@@ -1,4 +1,4 @@
-"""Shapes of labelled, scored and stepwise rows; columns that no shape has."""
+"""Shapes of labeled, scored and stepwise rows, and columns that no shape has."""
 
 import json
 from typing import Any
@@ -57,13 +57,13 @@ def test_a_reward_that_is_read_is_finite_in_float32(value: float) -> None:
 
 
 @pytest.mark.parametrize(("label", "expected"), [(True, True), (0, False), ("true", True), ("False", False)])
-def test_a_label_is_true_or_false(label: object, expected: bool) -> None:
+def test_a_label_can_be_written_in_several_ways(label: object, expected: bool) -> None:
     record = {"prompt": "Hi", "completion": "Hello", "label": label}
     assert parse(record, (Labelled,), "k.jsonl:1") == Labelled(HI, HELLO, expected, "k.jsonl:1")
 
 
 @pytest.mark.parametrize("label", ["good", 2, 0.5])
-def test_another_label_is_refused(label: object) -> None:
+def test_any_other_label_is_refused(label: object) -> None:
     with pytest.raises(BadRow, match=r"k\.jsonl:1: label: not true or false"):
         parse({"prompt": "Hi", "completion": "Hello", "label": label}, (Labelled,), "k.jsonl:1")
 
@@ -88,7 +88,7 @@ def test_steps_keep_their_values_and_the_last_one_is_the_outcome(as_text: bool) 
         ("3 * 4", "output: not a list"),
     ],
 )
-def test_faults_of_steps_name_their_key(output: object, message: str) -> None:
+def test_errors_in_steps_name_their_key(output: object, message: str) -> None:
     with pytest.raises(BadRow, match=r"s\.jsonl:1: " + message):
         parse({"instruction": "2 + 3 * 4 = ?", "output": output}, (Steps,), "s.jsonl:1")
 
@@ -134,7 +134,7 @@ KEPT = ("id", "source", "meta", "seed", "finish_reason", "round", "rewards", "ve
 OTHERS = [shape for shape in SHAPES if shape.kind is not Prompt]
 
 
-def test_every_shape_has_a_row_here() -> None:
+def test_every_shape_is_tested_here() -> None:
     assert set(FULL) == {shape.name for shape in SHAPES}
 
 
@@ -175,7 +175,7 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "kind", "said"),
+    ("record", "kind", "message"),
     [
         ({"prompt": "Hi", "completion": "a", "label": True}, Conversation, "r:1: label: unknown column"),
         (
@@ -192,8 +192,10 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
         ({"question": "Hi", "response": "a", "system": "s"}, Conversation, "did you mean 'system_prompt'?"),
     ],
 )
-def test_a_column_that_is_not_read_is_named_with_the_nearest(record: dict[str, Any], kind: type, said: str) -> None:
-    with pytest.raises(BadRow, match=said):
+def test_an_unread_column_is_named_with_the_most_similar_known_one(
+    record: dict[str, Any], kind: type, message: str
+) -> None:
+    with pytest.raises(BadRow, match=message):
         parse(record, (kind,), "r:1", keep=["score_chosen"] if "scor_chosen" in record else [])
 
 
@@ -202,7 +204,7 @@ def test_kept_columns_of_a_prompt_reach_the_rewards() -> None:
     assert row == Prompt(HI, {"system": "s", "tools": [1], "n": 2}, "r:1")
 
 
-def test_a_column_that_is_renamed_is_read() -> None:
+def test_a_renamed_column_is_read() -> None:
     record = {"question": "Hi", "answer": "Hello", "label": 1}
     keys = {"prompt": "question", "completion": "answer"}
     assert parse(record, (Labelled,), "r:1", keys=keys) == Labelled(HI, HELLO, True, "r:1")
@@ -223,11 +225,11 @@ def test_other_keys_of_a_message_are_refused(key: str) -> None:
     for value in (None, "", [], {}):
         assert parse(record(value), (Conversation,), "r:1") == expected
     as_text = {"messages": json.dumps(record("x")["messages"])}
-    for found in (record("x"), as_text):
-        assert parse(found, (Conversation,), "r:1", keep=[key]) == expected
+    for row in (record("x"), as_text):
+        assert parse(row, (Conversation,), "r:1", keep=[key]) == expected
 
 
-def test_messages_and_steps_keep_where_they_come_from() -> None:
+def test_messages_and_steps_may_carry_provenance_keys() -> None:
     record = {"messages": [{**HI[0], "id": 1, "meta": {"a": 1}}, {**HELLO[0], "weight": 1, "finish_reason": "stop"}]}
     assert parse(record, (Conversation,), "r:1") == Conversation(HI + HELLO, None, "r:1")
     step = {"step": "2", "Q": 1, "P": 0.5}
@@ -238,7 +240,7 @@ def test_messages_and_steps_keep_where_they_come_from() -> None:
     assert parse({"instruction": "1 + 1", "output": [step | {"depth": 3}]}, (Steps,), "r:1", keep=["depth"]) == steps
 
 
-def test_rows_with_columns_that_are_not_read_can_be_skipped() -> None:
+def test_rows_with_unread_columns_can_be_skipped() -> None:
     rows = [{"text": "a"}, {"text": "b", "titel": "c"}, {"text": "d", "lang": "en"}]
     result = load(rows, (Text,), on_bad_row="skip", keep=["lang"])
     assert [row.source for row in result.rows] == ["row 1", "row 3"]

@@ -65,6 +65,6 @@ def test_a_loader_resumes_from_its_state(steps):
     assert [numbers_of(step) for step in itertools.islice(stream(again), 9 - steps)] == straight[steps:]
 
 
-def test_no_rows_are_an_error():
+def test_an_empty_list_of_rows_is_an_error():
     with pytest.raises(UserError, match="no rows"):
         RowLoader([], 4, 0)

@@ -1,4 +1,4 @@
-"""Mixtures: every row is drawn, in the proportions that were asked for."""
+"""Mixtures draw every row, in the requested proportions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from burnish.types import Text
 SOURCES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0])), min_size=1, max_size=4)
 
 
-def test_without_weights_every_row_comes_once():
+def test_without_weights_every_row_is_drawn_once():
     assert epoch([3, 2], None, 0) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-def test_sources_take_turns_by_their_weights():
+def test_sources_take_turns_in_proportion_to_their_weights():
     """Of shares 2/3 and 1/3: behind by 2 and 1 thirds, then 1 and 2, then 3 and 0, and so on."""
     assert [source for source, _ in epoch([4, 2], [2, 1], 0)] == [0, 1, 0, 0, 1, 0]
     assert [source for source, _ in epoch([4, 2], [20, 10], 0)] == [0, 1, 0, 0, 1, 0]
@@ -31,7 +31,7 @@ def test_weights_like_the_sizes_draw_every_row_once():
     assert sorted(epoch([4, 2], [2, 1], 0)) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
 
 
-def test_a_source_that_runs_out_begins_again_in_another_order():
+def test_a_source_that_runs_out_is_reshuffled():
     draws = epoch([6, 30], [1, 1], 0)
     small = [row for source, row in draws if source == 0]
     assert len(draws) == 60 and len(small) == 30
@@ -63,23 +63,23 @@ def test_two_sources_keep_their_shares_at_every_draw(a, b):
 def test_rows_keep_where_they_came_from():
     first = Rows([Text("a", "a:1")], [Skipped("a:2", "empty text", "a:2: text: empty text")])
     second = Rows([Text("b", "b:1"), Text("c", "b:2")], [])
-    found = mix([first, second], ["a", "b"], [1, 1], 0)
-    assert Counter(row.source for row in found.rows) == {"a:1": 2, "b:1": 1, "b:2": 1}
-    assert found.skipped == first.skipped
-    assert found.mixed == (Mixed("a", 1, 2), Mixed("b", 2, 2))
+    mixture = mix([first, second], ["a", "b"], [1, 1], 0)
+    assert Counter(row.source for row in mixture.rows) == {"a:1": 2, "b:1": 1, "b:2": 1}
+    assert mixture.skipped == first.skipped
+    assert mixture.mixed == (Mixed("a", 1, 2), Mixed("b", 2, 2))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_seed_rules_the_order(seed):
+def test_the_order_depends_on_the_seed(seed):
     assert epoch([20, 20], [1, 1], 0) != epoch([20, 20], [1, 1], seed)
 
 
-def test_weights_that_would_repeat_the_others_beyond_reason_are_told():
-    found = [
+def test_weights_that_are_too_uneven_are_an_error():
+    sources = [
         Rows([Text(str(i), f"{name}:{i}") for i in range(size)], []) for name, size in (("big", 500), ("small", 2))
     ]
-    assert len(mix(found, ["big", "small"], [1.0, 1.0], 0).rows) == 999  # the last row of big is drawn first of a turn
+    assert len(mix(sources, ["big", "small"], [1.0, 1.0], 0).rows) == 999  # big is drawn first in each turn
     with pytest.raises(
         UserError, match="big: with these weights it takes 500,500 draws until all of its 500 rows have been drawn"
     ):
-        mix(found, ["big", "small"], [0.001, 1.0], 0)
+        mix(sources, ["big", "small"], [0.001, 1.0], 0)

@@ -1,4 +1,4 @@
-"""Rows: every shape of a file, every fault with its place, and nothing lost on the way."""
+"""Rows: every shape of a file, every error with its place, and no row or column lost silently."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_rankings_by_rank_and_by_score() -> None:
 
 
 @pytest.mark.parametrize("key", ["prompt", "query"])
-def test_prompts_keep_their_further_columns(key: str) -> None:
+def test_prompts_keep_their_other_columns(key: str) -> None:
     columns = {"answer": 42, "when": "2024-01-01", "nested": {"a": None}}
     assert parsed({key: "Hi"} | columns, (Prompt,), "a:1") == Prompt((USER,), columns, "a:1")
     assert parsed({key: [SYSTEM, USER]}, (Prompt,), "a:1") == Prompt((SYSTEM, USER), {}, "a:1")
@@ -130,7 +130,7 @@ PREFERENCES = (Preference, Ranking)
 
 
 @pytest.mark.parametrize(
-    ("record", "kinds", "place", "said"),
+    ("record", "kinds", "place", "message"),
     [
         ({"promt": "Hi", "completion": "x"}, CONVERSATIONS, "prompt", "'promt', 'completion': did you mean 'prompt'?"),
         ({"instructon": "Hi", "output": "x"}, CONVERSATIONS, "instruction", "'instructon', 'output': did you mean 'in"),
@@ -153,7 +153,7 @@ PREFERENCES = (Preference, Ranking)
         ({"chosen": [USER, YES], "rejected": [USER, YES]}, PREFERENCES, "rejected", "equal to chosen"),
         ({"chosen": "a", "rejected": "b"}, PREFERENCES, "chosen", "not a transcript"),
         ({"chosen": [YES], "rejected": [NO]}, PREFERENCES, "chosen", "no common prompt"),
-        ({"chosen": [USER], "rejected": [USER, NO]}, PREFERENCES, "chosen", "no answer of its own"),
+        ({"chosen": [USER], "rejected": [USER, NO]}, PREFERENCES, "chosen", "no answer after the common prompt"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "b", "margin": -1}, PREFERENCES, "margin", "below 0"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "b", "p_chosen": 1.5}, PREFERENCES, "p_chosen", "outside [0, 1]"),
         ({"prompt": "Hi", "completions": ["a", "b"], "scores": [1, float("nan")]}, PREFERENCES, "scores[1]", "finite"),
@@ -173,11 +173,11 @@ PREFERENCES = (Preference, Ranking)
         (["Hi"], (Prompt,), "not a record", "an object with keys"),
     ],
 )
-def test_faults_name_place_and_key(record: Any, kinds: tuple[type, ...], place: str, said: str) -> None:
+def test_errors_name_the_place_and_the_key(record: Any, kinds: tuple[type, ...], place: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(record, kinds, "chat.jsonl:17")
     assert str(caught.value).startswith(f"chat.jsonl:17: {place}")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_format_chooses_between_shapes_and_is_checked() -> None:
@@ -202,7 +202,7 @@ def test_renames_do_not_hide_a_column() -> None:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_are_counted_with_the_blank_ones(tmp_path: Path) -> None:
+def test_blank_lines_count_in_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"prompt": "Hi"}\r\n\n{"prompt": "a\u2028b", "n": 1}\n\n\n{"prompt": "Hi", "n": 2.5}')
     rows = loaded(path, (Prompt,))
@@ -210,7 +210,7 @@ def test_lines_are_counted_with_the_blank_ones(tmp_path: Path) -> None:
     assert rows[1].messages[0]["content"] == "a\u2028b"
 
 
-def test_rows_stay_as_they_are_written(tmp_path: Path) -> None:
+def test_values_are_read_exactly_as_written(tmp_path: Path) -> None:
     columns = [
         {"n": 1, "when": "2024-01-01", "x": [1, "a"]},
         {"n": 2.5, "when": "2024-01-02", "x": {"k": 1}},
@@ -261,7 +261,7 @@ GOOD = '{"prompt": "Hi", "completion": "Hello"}'
 
 @pytest.mark.parametrize(("bad", "key"), [(TWICE, "prompt"), (NESTED, "content")])
 @pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz", "json.gz"])
-def test_a_key_that_stands_twice_is_a_bad_row(tmp_path: Path, ending: str, bad: str, key: str) -> None:
+def test_a_duplicate_key_is_a_bad_row(tmp_path: Path, ending: str, bad: str, key: str) -> None:
     path = tmp_path / f"a.{ending}"
     lines = (GOOD, bad, GOOD)
     text = "[" + ",\n".join(lines) + "]" if ending.startswith("json.") or ending == "json" else "\n".join(lines)
@@ -273,7 +273,7 @@ def test_a_key_that_stands_twice_is_a_bad_row(tmp_path: Path, ending: str, bad: 
     assert result.reasons == {"duplicate key": 1}
 
 
-def test_a_key_that_stands_twice_in_a_cell_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_duplicate_key_in_a_csv_cell_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     cell = json.loads(NESTED)["messages"]
     text = NESTED.partition(": ")[2][:-1].replace('"', '""')
@@ -404,7 +404,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
         list(rows)
 
 
-def test_a_file_that_comes_into_a_folder_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_added_to_a_folder_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "train-1.jsonl", {"text": "a"})
     rows = read(tmp_path, (Text,))
     next(rows)

@@ -1,4 +1,4 @@
-"""Adapters start as their base, fold into it, and leave it as it was."""
+"""A new adapter changes nothing, can be merged into its base, and leaves the base unchanged."""
 
 import copy
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_merged_adapter_gives_the_logits_of_the_adapted_model(config, tiny_lla
 
 
 @pytest.mark.parametrize("config", KINDS, ids=str)
-def test_only_the_adapter_is_trained_and_the_base_keeps_its_bytes(config, tiny_llama):
+def test_only_the_adapter_is_trained_and_the_base_stays_unchanged(config, tiny_llama):
     base = tiny_llama()
     before = copy.deepcopy(base.state_dict())
     model = moved(add_adapter(base, config, "CAUSAL_LM"))
@@ -98,7 +98,7 @@ def test_without_the_adapter_the_model_is_its_base(tiny_llama):
     assert torch.equal(logits(model), adapted)
 
 
-def test_an_error_gives_the_adapter_back(tiny_llama):
+def test_an_error_restores_the_adapter(tiny_llama):
     model = moved(add_adapter(tiny_llama(), lora(r=4), "CAUSAL_LM")).eval()
     adapted = logits(model)
     with pytest.raises(KeyError), disabled(model):
@@ -107,13 +107,13 @@ def test_an_error_gives_the_adapter_back(tiny_llama):
     assert any(p.requires_grad for p in model.parameters())
 
 
-def test_a_plain_model_has_no_base(tiny_llama):
+def test_a_model_without_an_adapter_is_refused(tiny_llama):
     with pytest.raises(ValueError, match="expected a model with an adapter"), disabled(tiny_llama()):
         pass
 
 
 @pytest.mark.parametrize("kind", ["plain", "fresh adapter", "used adapter"])
-def test_a_reference_is_the_policy_as_it_was(kind, tiny_llama):
+def test_a_reference_stays_the_policy_at_its_start(kind, tiny_llama):
     policy = tiny_llama()
     if kind != "plain":
         policy = add_adapter(policy, lora(r=4), "CAUSAL_LM").eval()
@@ -132,7 +132,7 @@ def test_a_reference_is_the_policy_as_it_was(kind, tiny_llama):
     assert torch.equal(logits(policy), after) and not torch.allclose(after, start, atol=1e-3)
 
 
-def test_a_base_in_half_precision_stays_so_and_has_no_gradient(tiny_llama):
+def test_a_base_in_half_precision_keeps_its_dtype_and_has_no_gradient(tiny_llama):
     model = add_adapter(tiny_llama(dtype=torch.bfloat16), lora(r=4), "CAUSAL_LM").train()
     head(model)(hidden_states(model, BATCH)).sum().backward()
     base = {n: p for n, p in model.named_parameters() if "lora_" not in n}
@@ -142,7 +142,7 @@ def test_a_base_in_half_precision_stays_so_and_has_no_gradient(tiny_llama):
 
 
 @pytest.mark.parametrize("config", KINDS, ids=str)
-def test_a_merged_adapter_leaves_no_trace(config, tiny_llama):
+def test_merging_an_adapter_restores_the_plain_model(config, tiny_llama):
     model = moved(add_adapter(tiny_llama(), config, "CAUSAL_LM"), 0.1).eval()
     with disabled(model):
         torch.testing.assert_close(logits(model), logits(tiny_llama()), atol=0, rtol=0)
@@ -150,7 +150,7 @@ def test_a_merged_adapter_leaves_no_trace(config, tiny_llama):
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"),
+    ("targets", "message"),
     [
         (
             ["q_proj", "qproj"],
@@ -161,12 +161,12 @@ def test_a_merged_adapter_leaves_no_trace(config, tiny_llama):
         ([], "No `target_modules` passed"),
     ],
 )
-def test_targets_that_are_not_there_are_told(targets, said, tiny_llama):
-    with pytest.raises(UserError, match=said):
+def test_missing_targets_are_an_error(targets, message, tiny_llama):
+    with pytest.raises(UserError, match=message):
         add_adapter(tiny_llama(), lora(r=4, targets=targets), "CAUSAL_LM")
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], r".*\.q_proj", ["self_attn.q_proj"]])
-def test_targets_are_names_or_a_pattern(targets, tiny_llama):
+def test_targets_can_be_names_or_a_pattern(targets, tiny_llama):
     model = add_adapter(tiny_llama(), lora(r=4, targets=targets), "CAUSAL_LM")
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 2

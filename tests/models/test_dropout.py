@@ -1,4 +1,4 @@
-"""Masks depend on the tokens, the step and the seed alone, and are as good as random ones."""
+"""Masks depend only on the tokens, the step and the seed, and pass the tests of random ones."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ from builders import SIZES
 from burnish import SFT
 from burnish.models.adapters import add_adapter, without_warning
 from burnish.models.batching import collate
-from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mixed, token_keys
+from burnish.models.dropout import DropoutKeys, TokenDropout, disable_dropout, key_dropout, mix, token_keys
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, MicroBatch, Sequence
 
@@ -49,8 +49,8 @@ def test_the_hash_is_the_published_one():
 
     r = random.Random(0)
     numbers = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, *(r.randrange(2**32) for _ in range(200))]
-    found = mixed(torch.tensor(numbers).to(torch.int32))
-    assert [x % 2**32 for x in found.tolist()] == [lowbias32(x) for x in numbers]
+    hashed = mix(torch.tensor(numbers).to(torch.int32))
+    assert [x % 2**32 for x in hashed.tolist()] == [lowbias32(x) for x in numbers]
 
 
 @settings(deadline=None, max_examples=40)
@@ -58,11 +58,11 @@ def test_the_hash_is_the_published_one():
 def test_no_layout_changes_a_key(examples, packed, shared):
     alone = [keys_of(lay_out([[s]]))[0] for group in examples for s in group]
     for side in ("left", "right"):
-        found = keys_of(lay_out(examples, side=side, packed=packed, shared=shared, pad_to=20))
-        assert [key[-len(part) :] for key, part in zip(alone, found, strict=True)] == found
+        keys = keys_of(lay_out(examples, side=side, packed=packed, shared=shared, pad_to=20))
+        assert [key[-len(part) :] for key, part in zip(alone, keys, strict=True)] == keys
 
 
-def test_a_shared_prompt_has_the_keys_that_it_has_alone():
+def test_a_shared_prompt_has_the_same_keys_as_alone():
     prompt, answers = [5, 6, 7, 8], [[1, 2], [3]]
     example = [prompt + answer for answer in answers]
     batch = collate(
@@ -78,7 +78,7 @@ def test_a_shared_prompt_has_the_keys_that_it_has_alone():
     assert keys_of(batch) == [key[3:] for key in alone]
 
 
-def test_keys_differ_where_prefixes_seeds_or_steps_do():
+def test_keys_differ_if_prefixes_seeds_or_steps_differ():
     r = random.Random(0)
     rows = [[r.randrange(3) for _ in range(r.randint(1, 9))] for _ in range(60)]
     prefixes: dict[int, tuple[int, int, tuple[int, ...]]] = {}
@@ -100,16 +100,16 @@ def masks(p: float, width: int, *, layers: int = 1, steps: int = 1, length: int 
     made = [TokenDropout(p, keys).train() for _ in range(layers)]
     batch = lay_out([[[i % 3 for i in range(length)]]])
     ones = torch.ones(1, length, width)
-    found = []
+    masks = []
     for step in range(steps):
         with keys.of(batch, 0, step):
-            found.append(torch.cat([layer(ones) for layer in made]))
-    return torch.stack(found) > 0
+            masks.append(torch.cat([layer(ones) for layer in made]))
+    return torch.stack(masks) > 0
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("width", [1, 31, 64])
-def test_as_many_elements_are_kept_as_were_asked_for(p, width):
+def test_the_share_of_kept_elements_is_one_minus_p(p, width):
     kept = masks(p, width, layers=3, steps=4).double()
     spread = math.sqrt(p * (1 - p))
     assert abs(kept.mean() - (1 - p)) < 4.5 * spread / math.sqrt(kept.numel())
@@ -135,7 +135,7 @@ def test_masks_are_independent_over(dimension):
         assert abs((a * b).mean()) < 4.5 / math.sqrt(a.numel())
 
 
-def test_features_are_independent_in_all_pairs():
+def test_features_are_pairwise_independent():
     kept = masks(0.5, 64, layers=20, length=500)[0].double().flatten(0, 1) * 2 - 1
     n = len(kept)
     products = (kept.T @ kept / n).triu(1)
@@ -144,7 +144,7 @@ def test_features_are_independent_in_all_pairs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_what_is_kept_is_scaled_so_that_the_mean_stays(dtype):
+def test_kept_elements_are_scaled_so_that_the_mean_stays_the_same(dtype):
     keys = DropoutKeys()
     layer = TokenDropout(0.25, keys).train()
     x = torch.randn(2, 4, 7, dtype=dtype, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -157,7 +157,7 @@ def test_what_is_kept_is_scaled_so_that_the_mean_stays(dtype):
     torch.testing.assert_close(x.grad, kept.to(dtype) / 0.75)
 
 
-def test_evaluation_has_none_and_without_keys_it_is_that_of_torch():
+def test_evaluation_has_no_dropout_and_without_keys_it_is_that_of_torch():
     keys = DropoutKeys()
     layer, x = TokenDropout(0.5, keys), torch.ones(1, 4, 8)
     with keys.of(lay_out([[[1, 2, 3, 4]]]), 0, 0):
@@ -196,7 +196,7 @@ def test_evaluation_has_none_and_without_keys_it_is_that_of_torch():
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_what_acts_on_single_tokens_stays_and_all_else_is_named(config, layers, off, attention):
+def test_dropout_of_single_tokens_stays_and_all_other_dropout_is_named(config, layers, off, attention):
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
     with pytest.warns(UserWarning, match=f"dropout of the model is switched off: .*{off}"):
@@ -216,14 +216,14 @@ def test_what_acts_on_single_tokens_stays_and_all_else_is_named(config, layers, 
         torch.testing.assert_close(model(batch.tokens).logits, model.eval()(batch.tokens).logits)
 
 
-def test_a_model_without_dropout_is_left_alone(tiny_llama):
+def test_a_model_without_dropout_is_unchanged(tiny_llama):
     model = tiny_llama()
     keys = key_dropout([model])
     with keys.of(lay_out([[[1, 2]]]), 0, 0):
-        assert keys.now is None and keys.layers == 0
+        assert keys.current is None and keys.layers == 0
 
 
-def test_dropout_of_the_head_is_switched_off_as_it_sees_learned_tokens_alone(tiny_llama, make_trainer):
+def test_dropout_of_the_head_is_switched_off_because_it_sees_only_learned_tokens(tiny_llama, make_trainer):
     """A step ended in an error: the head's input has another shape than the tokens of the batch."""
     settings = {"r": 4, "dropout": 0.3, "targets": ["q_proj", "lm_head"]}
     model: Any = add_adapter(tiny_llama(), AdapterConfig.model_validate(settings), "CAUSAL_LM")
@@ -235,7 +235,7 @@ def test_dropout_of_the_head_is_switched_off_as_it_sees_learned_tokens_alone(tin
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_an_adapter_is_stored_as_ever(dora, tiny_llama, tmp_path):
+def test_an_adapter_is_saved_under_its_usual_names(dora, tiny_llama, tmp_path):
     config = AdapterConfig.model_validate({"r": 4, "dropout": 0.3, "dora": dora})
     model: Any = add_adapter(tiny_llama(), config, "CAUSAL_LM")
     names = list(model.state_dict())

@@ -1,4 +1,4 @@
-"""Hidden states, log-probabilities and scores are those of transformers, however a batch is laid out."""
+"""Hidden states, log-probabilities and scores equal those of transformers, in every layout."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ EXAMPLES = sequences(9, 3, 14)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", CAUSAL)
-def test_logits_are_those_of_each_sequence_alone(name, layout):
+def test_logits_are_the_same_as_for_each_sequence_alone(name, layout):
     model = causal(name)
     batch = collate(EXAMPLES, **layout)
     logits = head(model)(hidden_states(model, batch)).flatten(0, 1)
@@ -105,7 +105,7 @@ def test_logits_are_those_of_each_sequence_alone(name, layout):
 
 
 @torch.no_grad()
-def test_logits_are_float32_at_least(tiny_llama):
+def test_logits_are_at_least_float32(tiny_llama):
     for dtype, expected in [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]:
         model = tiny_llama(dtype=dtype)
         assert head(model)(hidden_states(model, collate(EXAMPLES, 0))).dtype == expected
@@ -113,7 +113,7 @@ def test_logits_are_float32_at_least(tiny_llama):
 
 @torch.no_grad()
 @pytest.mark.parametrize("changed", range(3))
-def test_changing_one_sequence_of_a_pack_leaves_the_others(changed):
+def test_changing_one_packed_sequence_leaves_the_others_unchanged(changed):
     model = causal("llama")
     other = [*EXAMPLES[:changed], sequences(14 if changed == 2 else len(ids(EXAMPLES[changed])[0]), 1)[0]]
     other += EXAMPLES[changed + 1 :]
@@ -123,7 +123,7 @@ def test_changing_one_sequence_of_a_pack_leaves_the_others(changed):
 
 
 @torch.no_grad()
-def test_a_pack_longer_than_the_attention_window_is_refused():
+def test_a_packed_sequence_longer_than_the_attention_window_is_refused():
     model = spread(hf.MistralForCausalLM(hf.MistralConfig(**TINY, sliding_window=10)))
     short = sequences(9, 10)
     batch = collate(short, 0, packed=True)
@@ -162,7 +162,7 @@ def test_only_masked_tokens_have_a_logprob():
     torch.testing.assert_close(some, every.where(mask, 0))
 
 
-def test_nothing_masked_gives_zeros_and_no_gradient():
+def test_an_empty_mask_gives_zeros_and_no_gradient():
     model, batch = causal("llama"), collate(EXAMPLES, 0)
     logprobs, entropies = token_logprobs(model, hidden_states(model, batch), batch, torch.zeros_like(batch.loss_mask))
     assert not logprobs.any() and not entropies.any()
@@ -171,14 +171,14 @@ def test_nothing_masked_gives_zeros_and_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "how", [SamplingTransform(), SamplingTransform(0.7, top_k=10), SamplingTransform(top_p=0.9)], ids=str
+    "transform", [SamplingTransform(), SamplingTransform(0.7, top_k=10), SamplingTransform(top_p=0.9)], ids=str
 )
-def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
+def test_a_head_in_chunks_gives_the_same_values_and_gradients(transform, monkeypatch):
     def run():
         model = causal("gemma2").double()
         batch = collate(EXAMPLES, 0)
         logprobs, entropies = token_logprobs(
-            model, hidden_states(model, batch), batch, batch.loss_mask, how, entropies="learned"
+            model, hidden_states(model, batch), batch, batch.loss_mask, transform, entropies="learned"
         )
         (logprobs.clamp(min=-20).sum() + 0.3 * entropies.sum()).backward()
         return [logprobs, entropies, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -199,12 +199,12 @@ def test_a_head_in_chunks_equals_one_in_whole_gradients_too(how, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", [hf.LlamaConfig, hf.GPTNeoXConfig, hf.Qwen2Config, hf.GPT2Config])
-def test_a_causal_classifier_is_read_at_the_last_attended_token(config, layout):
+def test_a_causal_classifier_is_read_at_the_last_token_of_each_sequence(config, layout):
     model = classifier(config)
-    found = scores(model, collate(EXAMPLES, **layout))
+    actual = scores(model, collate(EXAMPLES, **layout))
     base = backbone(model)
     expected = torch.stack([score_head(model)(base(ids(e)).last_hidden_state[0, -1])[0] for e in EXAMPLES])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -222,8 +222,8 @@ def test_a_causal_classifier_scores_as_transformers_does(config):
 def test_a_classifier_without_a_pad_id_scores_a_padded_batch():
     model = classifier(hf.GPTNeoXConfig, pad_token_id=None)
     assert model.config.pad_token_id is None  # type: ignore[union-attr]
-    found = scores(model, collate(EXAMPLES, 0))
-    for score, example in zip(found, EXAMPLES, strict=True):
+    batched = scores(model, collate(EXAMPLES, 0))
+    for score, example in zip(batched, EXAMPLES, strict=True):
         torch.testing.assert_close(score, model(ids(example)).logits[0, 0], atol=1e-5, rtol=1e-4)
 
 
@@ -232,13 +232,13 @@ def test_a_classifier_without_a_pad_id_scores_a_padded_batch():
 def test_a_last_token_that_is_the_pad_token_is_still_the_last(side):
     model = classifier(hf.LlamaConfig, pad_token_id=2)
     ended = [Example((Sequence((5, 8, 2), (False, True, True), "x"),)), *EXAMPLES]
-    found = scores(model, collate(ended, 2, side=side))
+    batched = scores(model, collate(ended, 2, side=side))
     alone = score_head(model)(backbone(model)(torch.tensor([[5, 8, 2]])).last_hidden_state[0, 2])[0]
-    torch.testing.assert_close(found[0], alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(batched[0], alone, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_pairs_score_alike_together_alone_and_packed():
+def test_a_pair_has_the_same_scores_together_alone_and_packed():
     model = classifier(hf.LlamaConfig)
     together = Example(tuple(e.sequences[0] for e in EXAMPLES))
     alone = torch.cat([scores(model, collate([e], 0)) for e in EXAMPLES])
@@ -255,13 +255,13 @@ def test_an_encoder_scores_as_transformers_does():
 
 
 @pytest.mark.parametrize("layout", [{"side": "left"}, {"packed": True}], ids=str)
-def test_an_encoder_refuses_what_it_cannot_read(layout):
-    with pytest.raises(ValueError, match="one sequence a row, padded on the right"):
+def test_an_encoder_refuses_packed_and_left_padded_rows(layout):
+    with pytest.raises(ValueError, match="one sequence per row, padded on the right"):
         scores(classifier(hf.BertConfig), collate(EXAMPLES, 0, **layout))
 
 
 @torch.no_grad()
-def test_a_named_label_is_its_column():
+def test_a_label_selects_its_column():
     model = classifier(hf.BertConfig, labels=3)
     batch = collate(EXAMPLES, 0)
     logits = model(input_ids=batch.tokens, attention_mask=(batch.segments > 0).long()).logits
@@ -307,7 +307,7 @@ GROUPED = {**HEADS, "num_key_value_heads": 1, "intermediate_size": 32}
     ],
     ids=lambda value: value.__name__.removesuffix("Config") if isinstance(value, type) else "",
 )  # fmt: skip
-def test_which_models_keep_the_sequences_of_a_row_apart(
+def test_trials_tell_which_models_can_pack_and_share(
     config: Any, settings: dict[str, Any], shared: bool, packed: bool, large: bool
 ) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Critics start from copies, heads start where they should, and a network saves and loads itself strictly."""
+"""Critics start as copies, heads start at known values, and a network saves and loads itself strictly."""
 
 import copy
 import math
@@ -58,8 +58,8 @@ def storages(model: nn.Module) -> set[int]:
 @torch.no_grad()
 def outputs(network: Network) -> list[torch.Tensor]:
     network.eval()
-    found = [head(network.policy)(hidden_states(network.policy, BATCH))]
-    return found if network.critic is None else [*found, network.values(BATCH)]
+    logits = head(network.policy)(hidden_states(network.policy, BATCH))
+    return [logits] if network.critic is None else [logits, network.values(BATCH)]
 
 
 # --- dropout and fresh heads ---------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def outputs(network: Network) -> list[torch.Tensor]:
     ],
     ids=lambda config: config.model_type,
 )
-def test_dropout_is_off_in_training_mode_too(config):
+def test_dropout_is_off_even_in_training_mode(config):
     model: Any = hf.AutoModelForCausalLM.from_config(config).train()
     tokens = BATCH.tokens
     assert not torch.equal(model(tokens).logits, model(tokens).logits)
@@ -94,7 +94,7 @@ def test_dropout_is_off_in_training_mode_too(config):
     torch.testing.assert_close(model(tokens).logits, model.eval()(tokens).logits)
 
 
-def test_dropout_of_an_adapter_is_off_too(tiny_llama):
+def test_the_dropout_of_an_adapter_is_also_off(tiny_llama):
     settings: dict[str, Any] = {"r": 4, "dropout": 0.5}
     model: Any = moved(add_adapter(tiny_llama(), AdapterConfig(**settings), "CAUSAL_LM")).train()
     assert not torch.equal(model(BATCH.tokens).logits, model(BATCH.tokens).logits)
@@ -102,7 +102,7 @@ def test_dropout_of_an_adapter_is_off_too(tiny_llama):
     assert torch.equal(model(BATCH.tokens).logits, model(BATCH.tokens).logits)
 
 
-def test_a_new_score_head_has_the_spread_of_its_formula():
+def test_a_new_score_head_has_the_documented_standard_deviation():
     sizes: dict[str, Any] = {**SIZES, "hidden_size": 4096, "num_hidden_layers": 0}
     model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes))
     init_score(model)
@@ -111,7 +111,7 @@ def test_a_new_score_head_has_the_spread_of_its_formula():
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_a_shared_head_starts_at_zero_and_is_precise(dtype, expected, tiny_llama):
+def test_a_shared_head_starts_at_zero_in_float32_or_wider(dtype, expected, tiny_llama):
     network = Network(tiny_llama(dtype=dtype), SharedCritic(32, dtype))
     values = network.values(BATCH)
     assert values.dtype == expected and values.shape == BATCH.tokens.shape and not values.any()
@@ -147,7 +147,7 @@ def test_a_critic_from_a_reward_model_gives_its_scores_and_shares_nothing(tiny_l
     assert all(p.requires_grad for p in critic.parameters())
 
 
-def test_a_reward_model_of_several_labels_gives_its_body_alone(tiny_llama):
+def test_a_reward_model_of_several_labels_gives_only_its_body(tiny_llama):
     reward = classifier(tiny_llama, seed=3, labels=3)
     critic = separate_critic(tiny_llama(), reward)
     assert torch.equal(backbone(critic).embed_tokens.weight, reward.model.embed_tokens.weight)  # type: ignore
@@ -155,7 +155,7 @@ def test_a_reward_model_of_several_labels_gives_its_body_alone(tiny_llama):
 
 
 @pytest.mark.parametrize("start", ["policy", "reward", "adapted reward"])
-def test_a_policy_with_an_adapter_gets_a_critic_with_one_of_its_own(start, tiny_llama):
+def test_a_policy_with_an_adapter_gets_a_critic_with_its_own_adapter(start, tiny_llama):
     policy: Any = moved(lora(tiny_llama()))
     reward: Any = None
     if start != "policy":
@@ -174,16 +174,16 @@ def test_a_policy_with_an_adapter_gets_a_critic_with_one_of_its_own(start, tiny_
         torch.testing.assert_close(hidden_states(critic, BATCH), hidden_states(body, BATCH), atol=1e-5, rtol=1e-5)
 
 
-def test_an_architecture_without_a_token_classifier_is_told():
+def test_an_architecture_without_a_token_classifier_is_an_error():
     model = hf.CohereForCausalLM(hf.CohereConfig(**SIZES))
-    with pytest.raises(UserError, match=r"CohereForCausalLM has no token-classification form.*critic: shared"):
+    with pytest.raises(UserError, match=r"CohereForCausalLM has no token-classification model.*critic: shared"):
         separate_critic(model)
 
 
 # --- the network ---------------------------------------------------------------------------------------------------
 
 
-def test_a_network_answers_for_its_policy(tiny_llama):
+def test_a_network_has_the_attributes_of_its_policy(tiny_llama):
     network = Network(tiny_llama(), SharedCritic(32))
     assert network.config is network.policy.config
     with pytest.raises(AttributeError, match="no_such"):
@@ -225,7 +225,7 @@ def test_a_network_is_loaded_as_it_was_saved(kind, tiny_llama, tmp_path):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / file).read_bytes()
 
 
-def test_plain_transformers_loads_a_policy_and_its_critic(tiny_llama, tmp_path):
+def test_transformers_alone_loads_a_policy_and_its_critic(tiny_llama, tmp_path):
     network = moved(network_of("separate", tiny_llama))
     network.save_pretrained(tmp_path)  # type: ignore[operator]
     logits, values = outputs(network)  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ def test_plain_transformers_loads_a_policy_and_its_critic(tiny_llama, tmp_path):
         torch.testing.assert_close(plain[seen[:, 1:]], values[:, 1:][seen[:, 1:]])
 
 
-def test_plain_transformers_loads_a_reward_model(tiny_llama, tmp_path):
+def test_transformers_alone_loads_a_reward_model(tiny_llama, tmp_path):
     model: Any = moved(classifier(tiny_llama))
     Network(model).save_pretrained(tmp_path)
     plain = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
@@ -249,7 +249,7 @@ def test_plain_transformers_loads_a_reward_model(tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["policy", "separate", "shared"])
-def test_weights_that_are_lacking_or_too_many_are_an_error(kind, tiny_llama, tmp_path):
+def test_missing_and_unexpected_weights_are_an_error(kind, tiny_llama, tmp_path):
     network = network_of(kind, tiny_llama)
     network.save_pretrained(tmp_path)
     file = {"policy": "model", "separate": "critic/model", "shared": "value_head"}[kind]

@@ -1,4 +1,4 @@
-"""Passes without gradient: bounded on every device, and repeated in smaller parts where memory runs out."""
+"""Passes without gradient: limited on every device, and repeated in smaller parts if memory runs out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def examples(n: int, length: int = 10) -> list[Example]:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes memory run out where a pass holds more than so many tokens; records how many each one had."""
+    """Makes memory run out if a pass has more than so many tokens; records the tokens of each pass."""
     seen: list[int] = []
 
     def limit(tokens: int) -> list[int]:
@@ -52,14 +52,14 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Any:
     return limit
 
 
-def test_a_pass_has_a_bound_where_none_is_given(tiny_llama: Any) -> None:
+def test_a_pass_has_a_default_budget(tiny_llama: Any) -> None:
     model = tiny_llama()
     sizes = [b.tokens.numel() for _, b, _ in Layout([model]).passes(lambda b: None, examples(500, 20))]
     assert len(sizes) > 1 and max(sizes) <= BUDGET_OF_PASS
 
 
 @pytest.mark.parametrize("pass_", ["logprobs", "model reward", "step reward", "evaluate", "annotate"])
-def test_passes_go_on_in_halves_where_memory_runs_out(
+def test_passes_continue_with_half_the_budget_when_memory_runs_out(
     pass_: str, tiny_llama: Any, tiny_tokenizer: Any, tiny_folder: Any, make_trainer: Any, full: Any
 ) -> None:
     """Only training steps were repeated: an evaluation or a reward ended the run."""
@@ -88,19 +88,19 @@ def test_passes_go_on_in_halves_where_memory_runs_out(
             return StepReward(network, tiny_tokenizer).values(answers)
         if pass_ == "evaluate":
             return [trainer.evaluate()["eval_loss"]]
-        found = trainer.engine.run(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
-        return [e.sequences[0].arrays["x"] for e in found]
+        results = trainer.engine.run(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))
+        return [e.sequences[0].arrays["x"] for e in results]
 
     expected = run()
     seen = full(60)
     with pytest.warns(UserWarning, match="out of memory: continuing with token_budget="):
-        found = run()
+        halved = run()
     assert len(seen) > 2 and max(seen) <= 60
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(halved, expected, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
 
 
-def test_padding_to_a_fixed_width_does_not_repeat_a_pass_for_ever(tiny_llama: Any, full: Any) -> None:
+def test_padding_to_a_fixed_width_does_not_repeat_a_pass_forever(tiny_llama: Any, full: Any) -> None:
     model = tiny_llama()
     layout = Layout([model], pad_to=128, packed=False)
     seen = full(300)

@@ -1,4 +1,4 @@
-"""What is loaded is whole and what was asked for; whatever is not is told in one message."""
+"""Models are loaded whole and as requested; anything else is an error with one message."""
 
 import copy
 import json
@@ -73,36 +73,36 @@ def lora(model: Any, task: Any) -> Any:
 # --- references ----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_stands_for_itself_or_for_the_model_in_it(tmp_path):
+def test_a_folder_refers_to_itself_or_to_the_model_in_it(tmp_path):
     inner = tmp_path / "stage" / "model"
     inner.mkdir(parents=True)
     (inner / "config.json").write_text("{}")
     assert resolve(str(inner)) == resolve(str(tmp_path / "stage")) == str(inner)
 
 
-def test_an_adapter_is_a_model_too(tmp_path):
+def test_an_adapter_folder_is_also_a_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert resolve(str(tmp_path)) == str(tmp_path)
 
 
-def test_a_name_of_the_hub_stays_one():
+def test_a_hub_id_is_returned_unchanged():
     assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize("reference", ["./nowhere", "/nowhere", "~/nowhere", "runs/a/model"])
-def test_a_path_that_is_not_there_is_told(reference, tmp_path, monkeypatch):
+def test_a_missing_path_is_an_error(reference, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"{reference}: not a model: expected a folder with config.json"):
         resolve(reference)
 
 
-def test_a_file_that_is_no_model_is_told(tmp_path):
+def test_a_file_that_is_not_a_model_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match="not a model"):
         resolve(str(tmp_path / "notes.txt"))
 
 
-def test_a_folder_without_a_model_says_what_it_has(tmp_path):
+def test_a_folder_without_a_model_is_an_error_that_names_its_content(tmp_path):
     with pytest.raises(UserError, match=r"it has no config\.json"):
         resolve(str(tmp_path))
     for name in ("a.gguf", "b.gguf"):
@@ -157,11 +157,11 @@ def test_two_processes_that_convert_one_file_do_not_collide(tmp_path, monkeypatc
     monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", read(tiny_llama()))
     monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", read(tiny_tokenizer, first))
     assert convert_gguf(file) == done[0]
-    assert [p.name for p in done[0].parent.iterdir()] == [done[0].name]  # nothing is left of the one that came second
+    assert [p.name for p in done[0].parent.iterdir()] == [done[0].name]  # the second process left nothing behind
     assert (done[0] / "model.safetensors").is_file() and (done[0] / "tokenizer.json").is_file()
 
 
-def test_a_broken_gguf_file_is_told(tmp_path, monkeypatch):
+def test_a_broken_gguf_file_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "m.gguf").write_bytes(b"nonsense" * 10)
     with pytest.raises(UserError, match=r"m\.gguf: cannot be read as a GGUF model"):
@@ -184,7 +184,7 @@ def test_a_tokenizer_keeps_its_pad_token(llama):
     assert load_tokenizer(str(llama)).pad_token == "<|pad|>"
 
 
-def test_a_tokenizer_without_one_pads_by_an_unused_token_or_by_its_end(tiny_tokenizer, tmp_path):
+def test_a_tokenizer_without_a_pad_token_pads_with_a_spare_token_or_eos(tiny_tokenizer, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     tiny_tokenizer.pad_token = None
     tiny_tokenizer.save_pretrained(tmp_path)
@@ -197,7 +197,7 @@ def test_a_tokenizer_without_one_pads_by_an_unused_token_or_by_its_end(tiny_toke
     assert load_tokenizer(str(tmp_path)).pad_token == "<|im_end|>"
 
 
-def test_a_model_without_a_tokenizer_is_told(tiny_llama, tmp_path):
+def test_a_model_without_a_tokenizer_is_an_error(tiny_llama, tmp_path):
     with pytest.raises(UserError, match="cannot be loaded as AutoTokenizer"):
         load_tokenizer(saved(tiny_llama(), tmp_path))
 
@@ -207,7 +207,7 @@ def test_a_model_without_a_tokenizer_is_told(tiny_llama, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_policy_is_loaded_in_the_dtype_asked_for(dtype, llama, tiny_llama):
+def test_a_policy_is_loaded_in_the_requested_dtype(dtype, llama, tiny_llama):
     model: Any = load_policy(str(llama), dtype=dtype)
     assert model.dtype == dtype
     for name, value in tiny_llama().to(dtype).state_dict().items():
@@ -215,14 +215,14 @@ def test_a_policy_is_loaded_in_the_dtype_asked_for(dtype, llama, tiny_llama):
 
 
 @torch.no_grad()
-def test_a_policy_with_an_adapter_goes_on_with_it(llama, tmp_path):
+def test_a_policy_with_an_adapter_keeps_training_it(llama, tmp_path):
     model = lora(hf.AutoModelForCausalLM.from_pretrained(llama), "CAUSAL_LM")
     again: Any = load_policy(saved(model, tmp_path / "adapter")).eval()
     torch.testing.assert_close(again(BATCH.tokens).logits, model(BATCH.tokens).logits)
     assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
 
 
-def test_an_adapter_without_a_base_is_told(tiny_llama, tmp_path):
+def test_an_adapter_without_a_base_is_an_error(tiny_llama, tmp_path):
     with pytest.raises(UserError, match="does not name its base model"):
         load_policy(saved(lora(tiny_llama(), "CAUSAL_LM"), tmp_path))
 
@@ -242,15 +242,15 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_an_adapter_that_is_damaged_or_another_models_is_told(said, llama, tmp_path):
+@pytest.mark.parametrize("message", DAMAGE)
+def test_an_adapter_that_is_damaged_or_of_another_model_is_an_error(message, llama, tmp_path):
     folder = Path(saved(lora(hf.AutoModelForCausalLM.from_pretrained(llama), "CAUSAL_LM"), tmp_path / "adapter"))
-    DAMAGE[said](folder / "adapter_config.json", folder / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=said):
+    DAMAGE[message](folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=message):
         load_policy(str(folder))
 
 
-def test_weights_are_never_made_up(llama):
+def test_missing_weights_are_never_made_up(llama):
     weights = load_file(llama / "model.safetensors")
     for name in ("up_proj", "down_proj", "gate_proj"):
         del weights[f"model.layers.1.mlp.{name}.weight"]
@@ -260,13 +260,13 @@ def test_weights_are_never_made_up(llama):
         load_policy(str(llama))
 
 
-def test_tied_weights_are_not_lacking(tiny_llama, tmp_path):
+def test_tied_weights_are_not_missing(tiny_llama, tmp_path):
     model: Any = load_policy(saved(tiny_llama(tie_word_embeddings=True), tmp_path))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("damage", ["weights", "config", "shapes"])
-def test_a_damaged_model_is_told(damage, llama, tiny_llama):
+def test_a_damaged_model_is_an_error(damage, llama, tiny_llama):
     weights = llama / "model.safetensors"
     if damage == "weights":
         weights.write_bytes(weights.read_bytes()[:1000])
@@ -274,18 +274,18 @@ def test_a_damaged_model_is_told(damage, llama, tiny_llama):
         (llama / "config.json").write_text("{")
     else:
         tiny_llama(intermediate_size=48).config.save_pretrained(llama)
-    with pytest.raises(UserError, match=f"{llama}: cannot be loaded as AutoModelForCausalLM: ") as told:
+    with pytest.raises(UserError, match=f"{llama}: cannot be loaded as AutoModelForCausalLM: ") as error:
         load_policy(str(llama))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_an_encoder_is_no_policy(tmp_path):
+def test_an_encoder_is_not_a_policy(tmp_path):
     model = classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES))
     with pytest.raises(UserError, match="it has no weights for"):
         load_policy(saved(model, tmp_path))
 
 
-def test_logits_that_would_not_be_the_models_own_are_refused(llama, monkeypatch):
+def test_a_head_that_burnish_cannot_reproduce_is_refused(llama, monkeypatch):
     monkeypatch.setattr(loading, "head", lambda model: lambda hidden: 2 * head(model)(hidden))
     with pytest.raises(UserError, match="LlamaForCausalLM changes its logits after the head"):
         load_policy(str(llama))
@@ -306,7 +306,7 @@ def test_a_policy_becomes_a_reward_model_with_a_new_head(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("labels", [1, None])
-def test_a_trained_reward_model_is_loaded_as_it_is(labels, tiny_llama, tmp_path):
+def test_a_trained_reward_model_is_loaded_unchanged(labels, tiny_llama, tmp_path):
     model = classifier(hf.LlamaForSequenceClassification, copy.deepcopy(tiny_llama().config)).eval()
     again = load_reward_model(saved(model, tmp_path), labels=labels).eval()
     torch.testing.assert_close(scores(again, BATCH), scores(model, BATCH))
@@ -319,12 +319,12 @@ def test_dropout_of_reward_models_is_off(tmp_path):
     assert not hasattr(again, "score")
 
 
-def test_a_model_without_a_score_is_no_reward(llama):
+def test_a_model_without_a_score_head_is_not_a_reward_model(llama):
     with pytest.raises(UserError, match=r"it has no weights for score\.weight"):
         load_reward_model(str(llama), labels=None)
 
 
-def test_another_number_of_labels_is_told(tmp_path):
+def test_a_wrong_number_of_labels_is_an_error(tmp_path):
     folder = saved(classifier(hf.BertForSequenceClassification, hf.BertConfig(**SIZES), labels=3), tmp_path)
     with pytest.raises(UserError, match="requested number of labels"):
         load_reward_model(folder, labels=1)
@@ -334,7 +334,7 @@ def test_another_number_of_labels_is_told(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("labels", [1, None])
-def test_a_reward_model_with_an_adapter_goes_on_with_it(labels, llama, tmp_path):
+def test_a_reward_model_with_an_adapter_keeps_training_it(labels, llama, tmp_path):
     base = hf.AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
     model = lora(base, "SEQ_CLS")
     again = load_reward_model(saved(model, tmp_path / "adapter"), labels=labels).eval()
@@ -378,10 +378,10 @@ def test_summary_of_a_policy(llama):
         "head": [105, 32],
     }
     adapted = lora(model, "CAUSAL_LM")
-    said = summary(adapted, load_tokenizer(str(llama)))
+    facts = summary(adapted, load_tokenizer(str(llama)))
     # rank 4 times the two sides of every matrix
     factors = 4 * 2 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 64))
-    assert said["trainable"] == factors and said["parameters"] == body + 105 * 32 + factors
+    assert facts["trainable"] == factors and facts["parameters"] == body + 105 * 32 + factors
 
 
 def test_summary_names_the_head_of_every_classifier(llama, tiny_tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""An adapter is folded into the base that it was trained on, and into no other."""
+"""An adapter is merged only into the base that it was trained on."""
 
 import hashlib
 import json
@@ -68,14 +68,14 @@ def logits(model: Any) -> torch.Tensor:
 # --- the hash of a base --------------------------------------------------------------------------------------------
 
 
-def test_the_hash_is_that_of_names_types_shapes_and_bytes(tmp_path):
+def test_the_hash_covers_names_dtypes_shapes_and_bytes(tmp_path):
     save_file({"b": torch.tensor([[1.0, 2.0]]), "a": torch.tensor(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     a = hashlib.sha256(b"a torch.int8 []\n" + bytes([3])).hexdigest()
     b = hashlib.sha256(b"b torch.float32 [1, 2]\n" + bytes.fromhex("0000803f00000040")).hexdigest()
     assert bases.weights_hash(str(tmp_path)) == hashlib.sha256(f"a {a}\nb {b}\n".encode()).hexdigest()
 
 
-def test_the_hash_does_not_depend_on_files_but_on_every_weight(sft, tmp_path):
+def test_the_hash_depends_on_every_weight_but_not_on_the_files(sft, tmp_path):
     whole = tmp_path / "whole"
     hf.AutoModelForCausalLM.from_pretrained(sft).save_pretrained(whole)
     assert bases.weights_hash(str(whole)) == bases.weights_hash(str(sft))
@@ -100,8 +100,8 @@ def test_a_folder_without_safetensors_cannot_be_hashed(tmp_path):
 def test_a_merged_model_gives_the_logits_of_the_adapter(settings, sft, tmp_path):
     adapted = trained(sft, tmp_path / "adapter", **settings)
     before = {path.name: path.read_bytes() for path in sft.iterdir()}
-    said: list[str] = []
-    out = merge(str(tmp_path / "adapter"), say=said.append)
+    lines: list[str] = []
+    out = merge(str(tmp_path / "adapter"), say=lines.append)
     assert out == tmp_path / "adapter-merged"
     merged: Any = hf.AutoModelForCausalLM.from_pretrained(out).eval()
     torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=1e-5)
@@ -111,16 +111,16 @@ def test_a_merged_model_gives_the_logits_of_the_adapter(settings, sft, tmp_path)
     assert merged.generation_config.temperature == 0.7
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == load_tokenizer(str(sft)).chat_template
-    told = "\n".join(said)
-    assert str(sft) in told and str(out) in told and "MiB" in told and "note" not in told
+    text = "\n".join(lines)
+    assert str(sft) in text and str(out) in text and "MiB" in text and "note" not in text
 
 
-def test_the_classic_mistake_is_refused(sft, raw, tmp_path):
+def test_merging_into_the_pretrained_model_instead_of_the_fine_tuned_one_is_refused(sft, raw, tmp_path):
     trained(sft, tmp_path / "adapter")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         merge(str(tmp_path / "adapter"), base=str(raw))
     hashes = [bases.weights_hash(str(folder))[:12] for folder in (sft, raw)]
-    assert all(part in str(told.value) for part in (str(sft), str(raw), *hashes))
+    assert all(part in str(error.value) for part in (str(sft), str(raw), *hashes))
     assert not (tmp_path / "adapter-merged").exists()
 
 
@@ -142,7 +142,7 @@ def test_a_base_that_has_changed_since_is_refused_wherever_the_adapter_is_used(s
             use(str(tmp_path / "adapter"))
 
 
-def test_a_run_with_relative_paths_can_be_used_from_anywhere_and_moved(sft, tmp_path, monkeypatch):
+def test_a_run_with_relative_paths_can_be_moved_and_used_from_anywhere(sft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(sft, Path("work/runs/x/sft"))
     monkeypatch.chdir("work")
@@ -170,23 +170,23 @@ def test_a_base_that_was_moved_is_the_same_base(sft, tmp_path):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_an_adapter_of_another_tool_is_merged_and_it_is_said(named, sft, tmp_path):
+def test_an_adapter_of_another_tool_is_merged_with_a_note(named, sft, tmp_path):
     base = hf.AutoModelForCausalLM.from_pretrained(sft)
     model: Any = wrap(base, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM"))
     model.save_pretrained(tmp_path / "adapter")
-    said: list[str] = []
+    lines: list[str] = []
     if not named:
         path = tmp_path / "adapter" / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
         with pytest.raises(UserError, match=r"its base that it does not name is not there: say where .* --base"):
             merge(str(tmp_path / "adapter"))
-    out = merge(str(tmp_path / "adapter"), base=None if named else str(sft), say=said.append)
-    assert said[0].startswith("note: ") and "does not record" in said[0]
+    out = merge(str(tmp_path / "adapter"), base=None if named else str(sft), say=lines.append)
+    assert lines[0].startswith("note: ") and "does not record" in lines[0]
     merged: Any = hf.AutoModelForCausalLM.from_pretrained(out).eval()
     torch.testing.assert_close(logits(merged), logits(model.eval()), atol=1e-5, rtol=1e-5)
 
 
-def test_the_score_head_of_a_reward_model_comes_along(sft, tmp_path):
+def test_the_score_head_of_a_reward_model_is_kept(sft, tmp_path):
     adapted = trained(sft, tmp_path / "adapter", task="SEQ_CLS")
     merged: Any = hf.AutoModelForSequenceClassification.from_pretrained(merge(str(tmp_path / "adapter"))).eval()
     head = adapted.base_model.model.score.modules_to_save["default"].weight
@@ -194,7 +194,7 @@ def test_the_score_head_of_a_reward_model_comes_along(sft, tmp_path):
     torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=1e-5)
 
 
-def test_a_value_head_comes_along(sft, tmp_path):
+def test_a_value_head_is_kept(sft, tmp_path):
     critic = SharedCritic(32)
     torch.nn.init.normal_(critic.score.weight)
     trained(sft, tmp_path / "adapter", critic=critic)
@@ -202,7 +202,7 @@ def test_a_value_head_comes_along(sft, tmp_path):
     assert torch.equal(stored["score.weight"], critic.score.weight)
 
 
-def test_a_base_in_half_precision_is_merged_in_float32_and_stored_as_it_was(sft, tmp_path):
+def test_a_base_in_half_precision_is_merged_in_float32_and_saved_in_its_dtype(sft, tmp_path):
     half = tmp_path / "half"
     base = hf.AutoModelForCausalLM.from_pretrained(sft, dtype=torch.bfloat16)
     base.save_pretrained(half)
@@ -224,7 +224,7 @@ def test_nothing_is_overwritten(sft, tmp_path):
     assert (tmp_path / "thesis" / "thesis.txt").read_text() == "mine"
 
 
-def test_what_is_no_adapter_is_told(sft, tmp_path):
+def test_a_folder_that_is_not_an_adapter_is_an_error(sft, tmp_path):
     with pytest.raises(UserError, match=r"sft: not an adapter: expected a folder with adapter_config\.json"):
         merge(str(sft))
     trained(sft, tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Noise on the embeddings depends on the tokens, the step, the seed and the sequence's own length alone."""
+"""Noise on the embeddings depends only on the tokens, the step, the seed and the length of the sequence."""
 
 import math
 from typing import Any
@@ -51,17 +51,17 @@ def noise_of(batch: MicroBatch, seed: int = 0, step: int = 0, **table: Any) -> l
     st.sampled_from(["left", "right"]),
     st.sampled_from([0, 50]),
 )
-def test_no_layout_changes_it(sequences, packed, side, pad_to):
-    found = noise_of(lay_out(sequences, packed=packed, side=side, pad_to=pad_to))
-    for sequence, noise in zip(sequences, found, strict=True):
+def test_no_layout_changes_the_noise(sequences, packed, side, pad_to):
+    noises = noise_of(lay_out(sequences, packed=packed, side=side, pad_to=pad_to))
+    for sequence, noise in zip(sequences, noises, strict=True):
         torch.testing.assert_close(noise, noise_of(lay_out([sequence]))[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_its_strength_is_that_of_the_sequences_own_length(packed):
+def test_its_strength_depends_on_the_length_of_the_sequence(packed):
     lengths = [3, 100, 9, 30]
-    found = noise_of(lay_out([[i % 7 for i in range(n)] for n in lengths], packed=packed), width=256)
-    for n, noise in zip(lengths, found, strict=True):
+    noises = noise_of(lay_out([[i % 7 for i in range(n)] for n in lengths], packed=packed), width=256)
+    for n, noise in zip(lengths, noises, strict=True):
         strongest = ALPHA / math.sqrt(n * 256)
         assert 0.99 * strongest < noise.abs().max() <= strongest
 
@@ -101,7 +101,7 @@ def test_it_is_independent_of_the_masks_of_dropout():
                 assert abs((kept * x).mean()) < 4.5 / math.sqrt(3 * kept.numel())
 
 
-def test_the_random_state_plays_no_part():
+def test_the_random_state_does_not_matter():
     batch = lay_out([[1, 2, 3]])
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -118,15 +118,15 @@ def test_the_random_state_plays_no_part():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_it_is_the_same_in_each_dtype_and_keeps_it(dtype):
+def test_it_is_the_same_in_every_dtype_and_keeps_the_dtype(dtype):
     batch = lay_out([[1, 2, 3], [4, 5]])
-    for exact, found in zip(noise_of(batch), noise_of(batch, dtype=dtype), strict=True):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-9)
+    for exact, rounded in zip(noise_of(batch), noise_of(batch, dtype=dtype), strict=True):
+        assert rounded.dtype == dtype
+        torch.testing.assert_close(rounded.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-9)
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_it_ends_with_the_pass_also_by_an_error(lora, tiny_llama):
+def test_it_ends_with_the_context_even_after_an_error(lora, tiny_llama):
     model: Any = tiny_llama()
     if lora:
         model = add_adapter(model, AdapterConfig.model_validate({"r": 4}), "CAUSAL_LM")
@@ -143,7 +143,7 @@ def test_it_ends_with_the_pass_also_by_an_error(lora, tiny_llama):
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0])
-def test_without_alpha_there_is_none(alpha):
+def test_without_alpha_there_is_no_noise(alpha):
     model, batch = Table(), lay_out([[1, 2, 3]])
     with EmbeddingNoise(model, alpha).of(batch, 0, 0):
         assert not model.embeddings(batch.tokens).any()

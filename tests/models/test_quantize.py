@@ -1,4 +1,4 @@
-"""A base in fewer bits is frozen, gives the adapter the gradient of the weights that it stands for, or is refused."""
+"""A quantized base is frozen, and the adapter has the gradient of the dequantized weights."""
 
 import copy
 import importlib
@@ -92,8 +92,8 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes, which is not installed: pip install"):
         load_policy("no/such-model", quantized="nf4")
 
@@ -107,7 +107,7 @@ def test_without_kernels_for_the_machine_it_is_refused(monkeypatch):
         quantize.require("int8", "a.b")
 
 
-def test_what_is_asked_of_bitsandbytes():
+def test_the_settings_for_bitsandbytes():
     four, eight = quantize.settings("nf4"), quantize.settings("int8")
     assert four.load_in_4bit and four.bnb_4bit_quant_type == "nf4" and four.bnb_4bit_use_double_quant
     assert eight.load_in_8bit and not eight.load_in_4bit
@@ -127,17 +127,17 @@ def test_four_bits_are_the_nearest_level_of_each_block(bnb):
     assert 0 < (twice - nearest).abs().max() < 0.02 * largest.max()  # the largest of a block in 8 bits
 
 
-@pytest.mark.parametrize("how", CHECKPOINTING, ids=str)
-def test_the_gradient_of_the_adapter_is_that_of_the_weights_that_are_meant(how, base, bnb):
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
+def test_the_adapter_has_the_gradient_of_the_dequantized_weights(checkpointing, base, bnb):
     model = adapted(base, "nf4")
     expected = gradient(meant(model, bnb))
     with torch.no_grad():
         hidden_states(model, BATCH)  # a pass without gradient must leave the way of the gradient open
-    if how is not None:
-        Network(model).activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    found = gradient(model.train())
-    assert all("lora_" in name for name in found) and distance(found, expected) < 1e-5
-    first = {name: g for name, g in found.items() if "layers.0" in name}
+    if checkpointing is not None:
+        Network(model).activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)
+    actual = gradient(model.train())
+    assert all("lora_" in name for name in actual) and distance(actual, expected) < 1e-5
+    first = {name: g for name, g in actual.items() if "layers.0" in name}
     assert first and all(g.norm() > 0 for g in first.values())
 
 
@@ -148,7 +148,7 @@ def test_eight_bits_have_the_gradient_of_their_weights_up_to_the_rounding_of_act
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_only_matrices_are_quantized_and_nothing_of_the_base_is_trained(kind, base, bnb):
+def test_only_matrices_are_quantized_and_the_base_is_not_trained(kind, base, bnb):
     model = adapted(base, kind, dora=kind == "nf4")
     inner = model.get_base_model()
     quantized = [n for n, m in inner.named_modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
@@ -191,6 +191,6 @@ def test_a_reward_model_has_a_score_head_in_full_precision(base, bnb):
     assert score.weight.grad is not None
 
 
-def test_a_quantized_policy_has_no_critic_of_its_own(base, bnb):
+def test_a_quantized_policy_cannot_have_a_separate_critic(base, bnb):
     with pytest.raises(UserError, match="use critic: shared"):
         separate_critic(adapted(base, "nf4"))

@@ -1,4 +1,4 @@
-"""Encoders and causal models alike become reward models: fresh, trained, saved, and scored by plain transformers."""
+"""Encoders and causal models become reward models, and transformers alone computes the same scores."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def backbone(request, tmp_path) -> Path:
     return tmp_path / "backbone"
 
 
-def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
+def test_it_learns_and_its_scores_equal_those_of_transformers_in_a_batch_and_alone(
     backbone, make_trainer, tiny_tokenizer, tmp_path
 ):
     model: Any = load_reward_model(str(backbone))
@@ -59,5 +59,5 @@ def test_it_learns_and_scores_a_batch_as_one_by_one_as_plain_transformers_does(
     ids = [answer.tokens.tolist() for answer in Renderer(tokenizer).answers(rows)]
     batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
     with torch.no_grad():
-        found = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0]
-    assert found.tolist() == pytest.approx(alone, abs=1e-5)
+        together = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0]
+    assert together.tolist() == pytest.approx(alone, abs=1e-5)

@@ -1,4 +1,4 @@
-"""A value head beside its model: saved, loaded strictly, read by search as by training."""
+"""A step-level value head: it is saved with its model, and search and training read the same values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_it_starts_small_and_without_dropout(tiny_llama):
     assert torch.equal(values(network), values(network))
 
 
-def test_what_is_saved_is_what_is_loaded(tiny_llama, tiny_tokenizer, tmp_path):
+def test_a_saved_head_is_loaded_unchanged(tiny_llama, tiny_tokenizer, tmp_path):
     network = made(tiny_llama, delimiter=" ; ")
     network.save_pretrained(tmp_path)
     loaded = load_value_model(str(tmp_path))
@@ -70,7 +70,7 @@ def test_another_process_gives_the_same_values(tiny_llama, tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
-def test_an_adapter_and_its_head_go_on_together(tiny_llama, tmp_path):
+def test_an_adapter_and_its_head_resume_together(tiny_llama, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "base")
     base: Any = type(tiny_llama()).from_pretrained(tmp_path / "base")
     torch.manual_seed(0)
@@ -109,13 +109,13 @@ def test_the_critic_of_ppo_is_not_a_step_value_head(tiny_llama, tmp_path):
         load_value_model(str(tmp_path))
 
 
-def test_a_model_without_a_head_is_told(tiny_llama, tmp_path):
+def test_a_model_without_a_head_is_an_error(tiny_llama, tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no value_head.safetensors: expected a model trained by .* step_value"):
         load_value_model(str(tmp_path))
 
 
-def test_a_damaged_file_is_told(tiny_llama, tmp_path):
+def test_a_damaged_file_is_an_error(tiny_llama, tmp_path):
     made(tiny_llama).save_pretrained(tmp_path)
     (tmp_path / VALUE_HEAD).write_bytes(b"no")
     with pytest.raises(UserError, match="cannot be read"):

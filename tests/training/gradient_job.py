@@ -75,13 +75,13 @@ def answers(seed: int) -> Example:
 
 def completions(*arrays: str) -> list[Example]:
     """Nine completions of three prompts in turn, with arrays of numbers, which prompts have none of."""
-    found = []
+    examples = []
     for i in range(9):
         start, s = sequence(700 + i % 3).tokens.tolist(), sequence(800 + i, *arrays)
         numbers = {name: [0.0] * (len(start) + 1) + values[1:].tolist() for name, values in s.arrays.items()}
         mask = [False] * len(start) + s.loss_mask.tolist()
-        found.append(Example((Sequence(start + s.tokens.tolist(), mask, s.source, numbers),)))
-    return found
+        examples.append(Example((Sequence(start + s.tokens.tolist(), mask, s.source, numbers),)))
+    return examples
 
 
 def solved(seed: int) -> Example:
@@ -283,7 +283,7 @@ def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:
     made = cases(torch.float64)
     rollouts, solutions = made["ppo separate"][2], made["step_value"][2]
     wrong, right = ([e for i, e in enumerate(solutions) if i % 2 == odd] for odd in (0, 1))
-    found = {}
+    weights = {}
     # tokens are learned in the third step of step_value alone, and in that of PPO, where else only the critic learns
     for name, steps in (
         ("ppo separate", [rollouts] * 4),
@@ -308,13 +308,13 @@ def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:
             return RowLoader(rollouts, len(rollouts), 0, finish)
 
         trainer(folder, method, model, loader, len(steps), Keep(), token_budget=60).train()
-        found |= {f"{name}, step {i}": state for i, state in enumerate(after, 1)}
-    return found
+        weights |= {f"{name}, step {i}": state for i, state in enumerate(after, 1)}
+    return weights
 
 
 def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch.Tensor]:
     """Run one step of each method and return the gradient that the optimizer would see."""
-    found = {}
+    by_method = {}
 
     for name, (method, model, examples) in cases(dtype).items():
         grads: list[torch.Tensor] = []
@@ -330,8 +330,8 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
         # as strong as the embeddings, whose standard deviation is 0.02
         neftune = 0.5 if "noise" in name else None
         trainer(folder, method, model, loader, 1, Keep(), neftune, **layout).train()
-        found[name] = grads[0]
-    return found
+        by_method[name] = grads[0]
+    return by_method
 
 
 if __name__ == "__main__":
@@ -342,5 +342,5 @@ if __name__ == "__main__":
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]) / "gradients.pt")
     torch.distributed.barrier()
-    # without taking gloo down: its destructor, which holds the interpreter, may wait for a thread that needs it
+    # exit without destroying gloo: its destructor holds the interpreter lock and may wait for a thread that needs it
     os._exit(0)

@@ -1,14 +1,14 @@
 """Trains an adapter with dropout, in as many processes as there are; run by test_processes.py.
 
 ``python -m torch.distributed.run --nproc-per-node 2 resume_job.py KIND OUT [CHECKPOINT]`` saves the weights in
-OUT/end.pt. KIND is rows (with noise from the random state of each process), stream (pre-training on text that is read
-while the run goes on) or kto.
+OUT/end.pt. KIND is rows, stream (pre-training on text that is read during the run) or kto.
 """
 
 import os
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -38,24 +38,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def llama(**settings: Any) -> LlamaForCausalLM:
+    """A Llama of one layer, for ``tokenizer()``."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 102, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, pad_token_id=0, **settings))
+
+
 def stream() -> RowStream:
-    """Texts of 1 to 13 characters, seven of them shuffled at a time."""
+    """Texts of 1 to 13 characters, seven of which are shuffled at a time."""
     texts = [{"text": "y" * (1 + 5 * i % 13)} for i in range(12)]
     return RowStream([Source("texts", lambda: read(texts, (Text,)))], shuffle_buffer=7)
 
 
 def main(kind: str, out: str, start: str | None) -> None:
     """Train to the end."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=102,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=0,
-    )
-    adapted = add_adapter(LlamaForCausalLM(config), AdapterConfig.model_validate({"r": 4, "dropout": 0.3}), "CAUSAL_LM")
+    adapted = add_adapter(llama(), AdapterConfig.model_validate({"r": 4, "dropout": 0.3}), "CAUSAL_LM")
     trainer = Trainer(
         model=adapted,
         args=TrainingArguments(
@@ -82,7 +80,7 @@ def main(kind: str, out: str, start: str | None) -> None:
     if trainer.is_world_process_zero():
         torch.save(trainer.network.state_dict(), Path(out) / "end.pt")
     trainer.accelerator.wait_for_everyone()
-    # without taking gloo down: its destructor, which holds the interpreter, may wait for a thread that needs it
+    # exit without destroying gloo: its destructor holds the interpreter lock and may wait for a thread that needs it
     sys.stderr.flush()
     os._exit(0)
 

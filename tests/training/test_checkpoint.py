@@ -227,12 +227,12 @@ def test_a_critics_learning_rate_survives_a_resume(make, tiny_llama, tmp_path):
 
     def rates(trainer: Trainer) -> dict[str, set[float]]:
         names = {id(p): name.split(".")[0] for name, p in trainer.network.named_parameters()}
-        found: dict[str, set[float]] = {}
+        rates_by_part: dict[str, set[float]] = {}
         optimizer: Any = trainer.optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found.setdefault(names[id(parameter)], set()).add(group["initial_lr"])
-        return found
+                rates_by_part.setdefault(names[id(parameter)], set()).add(group["initial_lr"])
+        return rates_by_part
 
     first = trainer()
     first.train()

@@ -22,7 +22,7 @@ ROWS = [
 ]
 
 
-def test_rows_are_encoded_once_however_often_they_are_evaluated(make_trainer: Any, tiny_llama: Any) -> None:
+def test_rows_are_encoded_only_once_for_all_evaluations(make_trainer: Any, tiny_llama: Any) -> None:
     calls: list[int] = []
 
     class Counted(SFT):
@@ -39,7 +39,7 @@ def test_rows_are_encoded_once_however_often_they_are_evaluated(make_trainer: An
     assert [len(split.examples) for split in (trainer.train_examples, trainer.eval_examples)] == [5, 2]
 
 
-def test_held_out_text_has_its_own_chop_length(make_trainer: Any, tiny_llama: Any) -> None:
+def test_held_out_text_has_a_separate_chop_length(make_trainer: Any, tiny_llama: Any) -> None:
     rows, method = [Text("a" * 19, "t:1")], Pretrain(packing="chop", chop_length=4, eval_chop_length=10)
     trainer = make_trainer(method, tiny_llama(), rows, own={"eval_dataset": rows})
     lengths = [
@@ -48,7 +48,7 @@ def test_held_out_text_has_its_own_chop_length(make_trainer: Any, tiny_llama: An
     assert lengths == [[4] * 5, [10, 10]]  # 19 letters and the end token
 
 
-def test_a_pass_adds_arrays_without_gradient_and_leaves_the_mode_as_it_was(make_trainer: Any, tiny_llama: Any) -> None:
+def test_a_pass_adds_arrays_without_gradient_and_restores_the_mode(make_trainer: Any, tiny_llama: Any) -> None:
     model = tiny_llama()
     engine = make_trainer(SFT(), model, ROWS).engine
     engine.network.train()
@@ -66,7 +66,7 @@ def test_a_pass_adds_arrays_without_gradient_and_leaves_the_mode_as_it_was(make_
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked for by peft
-def test_weights_are_those_that_are_trained(make_trainer: Any, tiny_llama: Any) -> None:
+def test_weights_yields_only_trained_weights(make_trainer: Any, tiny_llama: Any) -> None:
     model = tiny_llama()
     whole = dict(make_trainer(SFT(), model, ROWS).engine.weights())
     assert whole.keys() == dict(model.named_parameters()).keys()

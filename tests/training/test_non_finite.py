@@ -1,4 +1,4 @@
-"""No run goes on with NaN: it stops at the first loss, gradient or weight that is not finite, and keeps the rest."""
+"""A run stops at the first loss, gradient or weight that is not finite, and keeps its last good checkpoint."""
 
 import math
 import warnings
@@ -17,19 +17,19 @@ from burnish.training import checkpoint
 from burnish.types import Conversation, Example, Messages, Preference, Scored, Steps, Text
 
 
-def said(i: int) -> Messages:
+def messages(i: int) -> Messages:
     return ({"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)})
 
 
-CHATS = [Conversation(said(i), None, f"chat:{i}") for i in range(12)]
-PAIRS = [Preference(said(i)[:1], said(i)[1:], said(i + 1)[1:], None, None, f"pair:{i}") for i in range(12)]
+CHATS = [Conversation(messages(i), None, f"chat:{i}") for i in range(12)]
+PAIRS = [Preference(messages(i)[:1], messages(i)[1:], messages(i + 1)[1:], None, None, f"pair:{i}") for i in range(12)]
 METHODS: dict[str, tuple[Any, list[Any]]] = {
     "sft": (SFT, CHATS),
     "pretrain": (Pretrain, [Text(f"text {i}", f"text:{i}") for i in range(12)]),
     "reward": (RewardModel, PAIRS),
     "dpo": (DPO, PAIRS),
-    "reinforce": (Reinforce, [Scored(said(i), 1.0, f"scored:{i}") for i in range(12)]),
-    "step_value": (StepValue, [Steps(said(i)[:1], (f"{i}", "1"), (0.5, 1.0), f"steps:{i}") for i in range(12)]),
+    "reinforce": (Reinforce, [Scored(messages(i), 1.0, f"scored:{i}") for i in range(12)]),
+    "step_value": (StepValue, [Steps(messages(i)[:1], (f"{i}", "1"), (0.5, 1.0), f"steps:{i}") for i in range(12)]),
 }
 
 
@@ -42,10 +42,8 @@ def model(tiny_llama: Any, tiny_folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_learning_rate_that_is_far_too_high_stops_the_run(
-    name: str, model: Any, make_trainer: Any, tmp_path: Path
-) -> None:
-    """Every method went on with NaN, said "done", and rotated its finite checkpoints away."""
+def test_a_far_too_high_learning_rate_stops_the_run(name: str, model: Any, make_trainer: Any, tmp_path: Path) -> None:
+    """Otherwise a run would continue with NaN, report success, and remove its finite checkpoints."""
     method, rows = METHODS[name]
     trainer = make_trainer(
         method(), model(name), rows, lr=1e20, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=8
@@ -100,7 +98,7 @@ def test_the_rows_and_the_last_good_checkpoint_are_named(
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_a_step_that_is_left_out_changes_nothing_and_is_counted(
+def test_a_skipped_step_changes_nothing_and_is_counted(
     kind: str, tiny_llama: Any, make_trainer: Any, weights: Any
 ) -> None:
     """Three steps of four rows, twice: the run equals one whose loader gives nothing in the place of the bad step."""
@@ -124,7 +122,7 @@ def test_a_step_that_is_left_out_changes_nothing_and_is_counted(
     assert sum(not math.isfinite(line["loss"]) for line in lines) == (2 if kind == "loss" else 0)
 
 
-def test_the_mean_loss_of_several_steps_is_of_those_that_were_taken(tiny_llama: Any, make_trainer: Any) -> None:
+def test_the_logged_loss_is_the_mean_over_steps_that_were_not_skipped(tiny_llama: Any, make_trainer: Any) -> None:
     def losses(method: Any, **own: Any) -> list[float]:
         trainer = make_trainer(method, tiny_llama(), CHATS, lr=0.0, own=own, logging_steps=3)
         with warnings.catch_warnings():
@@ -141,7 +139,7 @@ def test_the_mean_loss_of_several_steps_is_of_those_that_were_taken(tiny_llama: 
     assert any(rest == pytest.approx((sum(single) - single[i]) / 2, rel=1e-5) for i in range(3))
 
 
-def test_a_run_in_which_nothing_is_finite_stops_all_the_same(tiny_llama: Any, make_trainer: Any) -> None:
+def test_a_run_without_any_finite_step_stops_even_with_skip(tiny_llama: Any, make_trainer: Any) -> None:
     every = {row.source for row in CHATS}
     trainer = make_trainer(
         Bad(every, "loss"), tiny_llama(), CHATS, batch=1, own={"on_non_finite": "skip"}, num_train_epochs=2
@@ -151,7 +149,7 @@ def test_a_run_in_which_nothing_is_finite_stops_all_the_same(tiny_llama: Any, ma
         trainer.train()
 
 
-def test_good_steps_before_do_not_hide_bad_ones_in_a_row(tiny_llama: Any, make_trainer: Any) -> None:
+def test_a_good_step_before_skipped_ones_does_not_reset_their_count(tiny_llama: Any, make_trainer: Any) -> None:
     """One good step since the last line of the log reset the count at every bad one."""
     trainer = make_trainer(
         Bad({row.source for row in CHATS[1:]}, "loss"),
@@ -167,12 +165,12 @@ def test_good_steps_before_do_not_hide_bad_ones_in_a_row(tiny_llama: Any, make_t
         trainer.train()
 
 
-def test_a_setting_that_is_none_is_told(tiny_llama: Any, make_trainer: Any) -> None:
+def test_an_unknown_value_of_the_setting_is_an_error(tiny_llama: Any, make_trainer: Any) -> None:
     with pytest.raises(UserError, match="on_non_finite: expected error or skip, got 'Skip'"):
         make_trainer(SFT(), tiny_llama(), CHATS, own={"on_non_finite": "Skip"})
 
 
-def test_what_was_left_out_is_part_of_a_checkpoint(
+def test_the_count_of_skipped_steps_is_part_of_a_checkpoint(
     tiny_llama: Any, make_trainer: Any, weights: Any, tmp_path: Path
 ) -> None:
     def train(start: str | None = None) -> tuple[bytes, list[dict[str, Any]]]:
@@ -185,15 +183,13 @@ def test_what_was_left_out_is_part_of_a_checkpoint(
         return weights(trainer.network), trainer.state.log_history
 
     expected, log = train()
-    found, again = train(str(tmp_path / "run" / "checkpoint-5"))
+    resumed, again = train(str(tmp_path / "run" / "checkpoint-5"))
     keys = ("step", "loss", "non_finite_steps")
     last = [[{k: str(line.get(k)) for k in keys} for line in lines if "loss" in line][-3:] for lines in (log, again)]
-    assert found == expected and last[0] == last[1] and "non_finite_steps" in again[-2]
+    assert resumed == expected and last[0] == last[1] and "non_finite_steps" in again[-2]
 
 
-def test_a_model_with_weights_that_are_not_finite_is_refused(
-    tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_model_with_non_finite_weights_is_refused(tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """A base with NaN was trained, saved, and reported as done."""
     for value in (math.nan, math.inf):
         broken = tiny_llama()
@@ -206,7 +202,7 @@ def test_a_model_with_weights_that_are_not_finite_is_refused(
                 load(str(tmp_path))
 
 
-def test_held_out_rows_whose_loss_is_not_finite_stop_the_run(tiny_llama: Any, make_trainer: Any) -> None:
+def test_a_non_finite_evaluation_loss_stops_the_run(tiny_llama: Any, make_trainer: Any) -> None:
     trainer = make_trainer(Bad({"chat:7"}, "loss"), tiny_llama(), CHATS[:4], own={"eval_dataset": CHATS[4:8]})
     with pytest.raises(UserError, match="step 0: the loss on held-out rows is inf"):
         trainer.evaluate()

@@ -1,4 +1,4 @@
-"""A run of two processes goes on with the bytes it would have had, each with its own random state."""
+"""Runs of two processes: they resume exactly, each process with its own random state."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def run(kind: str, *arguments: object, processes: int = 2, job: Path = JOB) -> A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "stream", "kto"])
-def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
+def test_two_processes_resume_with_the_same_bytes(kind, tmp_path):
     straight = run(kind, tmp_path / "straight")
     folder = tmp_path / "straight" / "checkpoint-2"
     names = {path.name for path in folder.iterdir()}
@@ -40,7 +40,7 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
     ends = [sorted((tmp_path / run).glob("checkpoint-*"))[-1] / RESUME_STATE for run in ("straight", "again")]
     states = [torch.load(path, weights_only=True) for path in ends]
     assert states[0] == states[1]
-    # one process goes on in the same order with as many rows a step
+    # a single process resumes with the same order and the same rows per step
     alone = run(kind, tmp_path / "alone", folder, processes=1)
     if kind == "stream":  # dropout needs no random state; the noise of rows is drawn from that of each process
         assert all(torch.allclose(value, alone[name], atol=1e-4) for name, value in straight.items())
@@ -50,17 +50,17 @@ def test_two_processes_go_on_with_the_same_bytes(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["separate", "shared"])
-def test_a_critic_that_learns_alone_leaves_the_policy_as_it_is_on_two_processes(kind, tmp_path):
-    """Absent gradients that became zeros would count as steps of Adam, and decay the weights."""
+def test_critic_warmup_leaves_the_policy_unchanged_on_two_processes(kind, tmp_path):
+    """If missing gradients became zeros, Adam would count a step and decay the weights."""
     folders = [tmp_path / str(processes) for processes in (1, 2)]
     for folder in folders:
         folder.mkdir()
     one, two = (run(kind, folder, processes=n, job=WARMUP_JOB) for n, folder in enumerate(folders, start=1))
     assert len(one) == len(two) == 12
-    for step, (expected, found) in enumerate(zip(one, two, strict=True)):
+    for step, (expected, actual) in enumerate(zip(one, two, strict=True)):
         for name, weight in expected.items():
-            torch.testing.assert_close(found[name], weight, atol=1e-9, rtol=1e-9, msg=f"{step}: {name}")
+            torch.testing.assert_close(actual[name], weight, atol=1e-9, rtol=1e-9, msg=f"{step}: {name}")
             if name.startswith("policy."):
-                assert torch.equal(weight, one[0][name]) == (step < 8) and torch.equal(found[name], two[0][name]) == (
+                assert torch.equal(weight, one[0][name]) == (step < 8) and torch.equal(actual[name], two[0][name]) == (
                     step < 8
                 ), f"{step}: {name}"

@@ -112,7 +112,7 @@ def test_any_preset_with_any_loss_any_estimator_and_any_reduction() -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What two processes found."""
+    """The results of two processes."""
     folder = tmp_path_factory.mktemp("both")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -126,7 +126,7 @@ def test_two_processes_give_the_gradient_of_one(straight, both):
             assert distance(gradient, straight[dtype][name]) < tolerance, (dtype, name)
 
 
-def test_what_has_no_gradient_in_one_process_has_none_in_two(both, tmp_path):
+def test_parameters_without_a_gradient_in_one_process_have_none_in_two(both, tmp_path):
     """Zeros instead would count as a step of Adam, and decay."""
     for name, weights in job.partial_steps(str(tmp_path)).items():
         for part, weight in weights.items():

@@ -20,7 +20,7 @@ CHECKPOINTING = {
 
 
 def test_the_gradient_equals_that_of_the_loss_of_transformers(make, tiny_llama, tiny_tokenizer):
-    found = gradient(make, per_device_train_batch_size=10)
+    ours = gradient(make, per_device_train_batch_size=10)
     model = tiny_llama()
     ids, labels = [], []
     for row in ROWS:
@@ -32,7 +32,7 @@ def test_the_gradient_equals_that_of_the_loss_of_transformers(make, tiny_llama, 
     pad = torch.nn.utils.rnn.pad_sequence
     tokens, targets = pad(ids, True, 0), pad(labels, True, -100)
     model(tokens, attention_mask=pad([torch.ones_like(i) for i in ids], True, 0), labels=targets).loss.backward()
-    assert distance(found, {f"policy.{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}) < 1e-5
+    assert distance(ours, {f"policy.{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}) < 1e-5
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -228,8 +228,8 @@ def test_noise_is_added_only_in_training_passes_and_leaves_nothing_behind(make, 
     embeddings = trainer.network.policy.get_input_embeddings()
     attributes = list(vars(embeddings))
     trainer.train()
-    found = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    assert found == [plain["eval_loss"]] * 6
+    losses_held_out = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert losses_held_out == [plain["eval_loss"]] * 6
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     quiet = make(**(options | {"neftune_noise_alpha": None}))
     quiet.train()
@@ -239,7 +239,7 @@ def test_noise_is_added_only_in_training_passes_and_leaves_nothing_behind(make, 
     saved = tmp_path / "out" / "checkpoint-6"
     assert "neftune" not in (saved / "config.json").read_text()
     assert weights(trainer) == weights(make())
-    # training goes on with noise where it is called again
+    # a second call of train adds noise again
     trainer.args.max_steps = 7
     trainer.state.log_history.clear()
     trainer.train()

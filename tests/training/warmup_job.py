@@ -1,4 +1,4 @@
-"""Trains PPO whose critic learns alone in the first iterations; run by test_processes.py.
+"""Trains PPO with a critic warmup, in which only the critic learns; run by test_processes.py.
 
 ``python -m torch.distributed.run --nproc-per-node N warmup_job.py KIND OUT`` saves the weights after each step in
 OUT/end.pt. KIND is the critic: shared or separate.
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from resume_job import tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from resume_job import llama, tokenizer
+from transformers import TrainerCallback, TrainingArguments
 
 from burnish import PPO, Trainer
 from burnish.generate.sampling import Sampling
@@ -25,17 +25,7 @@ def reward(answers: list[Any]) -> list[float]:
 
 
 def main(kind: str, out: str) -> None:
-    """Train for three iterations of four prompts, the first two of them for the critic alone."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=102,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
+    """Train for three iterations of four prompts. Only the critic learns in the first two."""
     steps: list[dict[str, torch.Tensor]] = []
 
     class Keep(TrainerCallback):
@@ -45,7 +35,7 @@ def main(kind: str, out: str) -> None:
     processes = int(os.environ["WORLD_SIZE"])
     critic: Any = {"name": kind, "warmup": 2}
     trainer = Trainer(
-        model=LlamaForCausalLM(config).double(),
+        model=llama(initializer_range=0.2).double(),
         args=TrainingArguments(
             out,
             use_cpu=True,
@@ -68,7 +58,7 @@ def main(kind: str, out: str) -> None:
     if trainer.is_world_process_zero():
         torch.save(steps, Path(out) / "end.pt")
     trainer.accelerator.wait_for_everyone()
-    # without taking gloo down: its destructor, which holds the interpreter, may wait for a thread that needs it
+    # exit without destroying gloo: its destructor holds the interpreter lock and may wait for a thread that needs it
     sys.stderr.flush()
     os._exit(0)
 

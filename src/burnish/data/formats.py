@@ -34,13 +34,13 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
 }
-# Columns that training ignores without data.keep. Those in the second line are in files that Burnish writes.
+# Columns that training ignores without data.keep. Files that Burnish writes have those in the second line.
 PROVENANCE = frozenset(
     {"id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P"}
     | {"finish_reason", "logprob", "logprob_mean", "step", "kind", "score"}
 )
-TWICE = "duplicate key"
-LARGEST = (2 - 2**-23) * 2.0**127  # of float32, the dtype of rewards, margins and scores
+DUPLICATE = "duplicate key"
+LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32; rewards, margins and scores are float32
 EXACT = 1e-6  # a Q this close to 1 or -1 counts as 1 or -1
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
@@ -50,17 +50,17 @@ Record = Mapping[str, Any]
 class Decoder(json.JSONDecoder):
     """A JSON decoder that notices duplicate keys, of which ``json`` silently keeps the last.
 
-    ``twice`` lists the duplicate keys of the text that was decoded last.
+    ``duplicates`` lists the duplicate keys of the last decoded text.
     """
 
     def __init__(self) -> None:
-        self.twice: list[str] = []
+        self.duplicates: list[str] = []
         super().__init__(object_pairs_hook=self._object)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)
         if len(record) < len(pairs):
-            self.twice += [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+            self.duplicates += [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         return record
 
     def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
@@ -69,7 +69,7 @@ class Decoder(json.JSONDecoder):
         Raises:
             JSONDecodeError: the text is not JSON, is nested too deeply, or has a number with too many digits.
         """
-        self.twice = []
+        self.duplicates = []
         try:
             return super().raw_decode(s, idx)
         except json.JSONDecodeError:
@@ -142,8 +142,8 @@ def _list(value: Any, at: At) -> list[Any]:
             value = decoder.decode(value)
         except ValueError:
             raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
-        if decoder.twice:
-            raise at.bad(TWICE, repr(decoder.twice[0]))
+        if decoder.duplicates:
+            raise at.bad(DUPLICATE, repr(decoder.duplicates[0]))
     if not isinstance(value, list | tuple):
         raise at.bad("not a list", f"got {shown(value)}")
     return list(value)
@@ -178,7 +178,7 @@ def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, adv
 def empty(value: Any) -> bool:
     """Whether a value is null, empty, or the JSON text of an empty list or object.
 
-    Files with fixed columns have every key in every row, so that an empty value means nothing.
+    Files with fixed columns have every key in every row, so an empty value stands for a missing key.
     """
     return value is None or (isinstance(value, str | list | tuple | dict) and (not value or value in ("[]", "{}")))
 
@@ -191,12 +191,12 @@ def _messages(value: Any, at: At) -> Messages:
 
 
 def _turns(value: Any, at: At, role: str) -> Messages:
-    """Messages, or a string as one turn of ``role``."""
+    """The messages in ``value``, or a single message by ``role`` if it is a string."""
     return ({"role": role, "content": _text(value, at)},) if isinstance(value, str) else _messages(value, at)
 
 
 def _with_system(record: Record, row: At, messages: Messages, key: str = "system") -> Messages:
-    """The messages, with the record's system prompt, if it has one, as the first."""
+    """The messages, after the record's system prompt if it has one."""
     system = record.get(key)
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
@@ -245,7 +245,7 @@ def _read_messages(record: Record, row: At, key: str = "messages") -> Conversati
 
 
 def _read_whole_prompt(record: Record, row: At) -> Conversation:
-    """OpenRLHF's message list without an output: ``prompt`` holds the whole conversation."""
+    """A row as in OpenRLHF without an output key: ``prompt`` holds the whole conversation."""
     if isinstance(record["prompt"], str):
         raise row.inside("completion").bad("missing key", missing(record, ("completion",)))
     return _read_messages(record, row, "prompt")
@@ -339,16 +339,18 @@ def _read_pair(record: Record, row: At) -> Preference:
     same = next(i for i, (a, b) in enumerate(itertools.zip_longest(chosen, rejected)) if a != b)
     for key, answer in (("chosen", chosen[same:]), ("rejected", rejected[same:])):
         if not answer:
-            raise row.inside(key).bad("no answer of its own", "it is the beginning of the other conversation")
+            raise row.inside(key).bad("no answer after the common prompt", "the other conversation continues it")
         if answer[0]["role"] != "assistant":
-            raise row.inside(key).bad("differs from the other before an answer", f"in turn {same}, by the user")
+            raise row.inside(key).bad(
+                "differs before an answer", f"chosen and rejected first differ in a user turn, {same}"
+            )
     if same == 0:
         raise row.inside("chosen").bad("no common prompt", "the first messages of chosen and rejected differ")
     return _compared(record, row, chosen[:same], chosen[same:], rejected[same:])
 
 
 def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
-    """Completions with scores, or with ranks: the lowest is the best, so their ``sign`` is -1."""
+    """Completions with scores, or with ranks. The lowest rank is the best, so ``sign`` is -1 for ranks."""
     prompt = _turns(record["prompt"], row.inside("prompt"), "user")
     at = row.inside("completions")
     answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
@@ -414,9 +416,9 @@ def _read_steps(record: Record, row: At) -> Steps:
 
 
 class Shape(NamedTuple):
-    """A shape of rows: its name in ``format``, its row class, the columns it needs and the columns it may have.
+    """A shape of rows: its name in ``format``, its row class, its required and its optional columns.
 
-    A prompt may have any other column too, which rewards can read.
+    A prompt may also have any other column, for rewards to read.
     """
 
     name: str

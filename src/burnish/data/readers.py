@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from burnish.data.formats import TWICE, BadRow, Decoder
+from burnish.data.formats import DUPLICATE, BadRow, Decoder
 from burnish.data.recognition import parse
 from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
 
 __all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "read"]
 
-Located = tuple[str, Any]  # a place and what stands there
+Located = tuple[str, Any]  # the place of a record, and the record
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
 FIELD_LIMIT = 2**31 - 1
 
@@ -63,37 +63,21 @@ class Rows:
         return Counter(skipped.reason for skipped in self.skipped)
 
 
-def load(
-    source: Any,
-    kinds: tuple[type[Any], ...],
-    *,
-    format: str | None = None,
-    keys: Mapping[str, str] | None = None,
-    keep: Collection[str] = (),
-    on_bad_row: Literal["error", "skip"] = "error",
-    limit: int | None = None,
-) -> Rows:
+def load(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Rows:
     """Read all rows of a source.
 
     Args:
-        source: a .jsonl, .json or .csv file (also .gz) or a .parquet file; a folder of such files, or one that
-            ``datasets`` saved; a hub id, ``owner/name`` or ``owner/name/config``; or a list of dicts, or a
-            ``datasets.Dataset``. A folder or hub id may end in ``:split``; the default is train.
-        kinds: the row classes to read, such as ``(Preference, Ranking)``.
-        format: the name of a shape, needed if the keys fit several.
-        keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
-        keep: columns to ignore. Without this, a column that nothing reads is an error. Prompts keep all columns.
-        on_bad_row: ``skip`` skips bad rows and lists them; ``error`` stops at the first one.
-        limit: the largest number of good rows to read.
+        source: as in ``read``.
+        kinds: as in ``read``.
+        options: further arguments of ``read``, such as ``on_bad_row="skip"``.
 
     Raises:
-        UserError: the source cannot be read, changes while it is read, or has no good row; or a row is bad and
-            ``on_bad_row`` is ``error``.
+        UserError: as in ``read``, or the source has no good row.
     """
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for row in read(source, kinds, format=format, keys=keys, keep=keep, on_bad_row=on_bad_row, limit=limit):
+    for row in read(source, kinds, **options):
         if isinstance(row, Skipped):
             skipped.append(row)
         else:
@@ -117,10 +101,22 @@ def read(
     limit: int | None = None,
     streaming: bool = False,
 ) -> Iterator[Row | Skipped]:
-    """Iterate over the rows of a source, with skipped rows in their places; the arguments are those of ``load``.
+    """Iterate over the rows of a source, with skipped rows in their places.
 
     JSON lines and parquet files are read lazily, as are hub ids if ``streaming`` is set. A JSON list, a csv file and a
     saved data set are read whole at the start.
+
+    Args:
+        source: a .jsonl, .json or .csv file (also .gz) or a .parquet file; a folder of such files, or one that
+            ``datasets`` saved; a hub id, ``owner/name`` or ``owner/name/config``; or a list of dicts, or a
+            ``datasets.Dataset``. A folder or hub id may end in ``:split``; the default is train.
+        kinds: the row classes to read, such as ``(Preference, Ranking)``.
+        format: the name of a shape, needed if the keys fit several.
+        keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
+        keep: columns to ignore. Without this, a column that nothing reads is an error. Prompts keep all columns.
+        on_bad_row: ``skip`` yields a ``Skipped`` for a bad row; ``error`` stops at the first one.
+        limit: maximum number of good rows to read.
+        streaming: read hub ids lazily.
 
     Raises:
         UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
@@ -145,7 +141,7 @@ def read(
 
 
 def _records(source: Any, streaming: bool = False) -> Iterator[Located]:
-    """Records with their places. The record of an unreadable line is a ``BadRow``."""
+    """The records of a source with their places. An unreadable line gives a ``BadRow`` in place of a record."""
     if not isinstance(source, str | Path):
         return _numbered(source, "row ")
     path = Path(source)
@@ -182,8 +178,8 @@ def files_of(source: Any) -> list[Path]:
 class Unchanged:
     """Checks that the files of a source do not change while they are read.
 
-    Files are compared by inode, size and time of modification. Used as a context, it checks them at the end, also if
-    the context ends with a UserError: the error may come from a file that was only half written.
+    Files are compared by inode, size and modification time. As a context manager, it checks them at the end, even
+    after a UserError, which may be due to a file that was only half written.
     """
 
     def __init__(self, source: Any) -> None:
@@ -261,8 +257,8 @@ def _jsonl(path: Path) -> Iterator[Located]:
 
 
 def _once(record: Any, decoder: Decoder, place: str) -> Any:
-    """The record that was just decoded, or a ``BadRow`` if it has a key twice."""
-    return BadRow(place, decoder.twice[0], TWICE, "write the key once") if decoder.twice else record
+    """The record that was just decoded, or a ``BadRow`` if it has a duplicate key."""
+    return BadRow(place, decoder.duplicates[0], DUPLICATE, "write the key once") if decoder.duplicates else record
 
 
 def _around(text: str, position: int) -> str:
@@ -313,14 +309,14 @@ def _past_space(text: str, position: int) -> int:
 
 
 def _csv(path: Path) -> Iterator[Located]:
-    """Rows of a csv file with a header. Every cell is text as it is written; an empty cell is a missing value."""
+    """Rows of a csv file with a header. Cells are text, exactly as in the file; an empty cell is a missing value."""
     csv.field_size_limit(FIELD_LIMIT)
     reader = csv.reader(io.StringIO(_whole(path), newline=""), strict=True)
     try:
         header = next(reader, [])
-        twice = [name for name, count in Counter(header).items() if count > 1]
-        if twice:
-            raise UserError(f"{path}:1: {twice[0]}: two columns have this name")
+        duplicates = [name for name, count in Counter(header).items() if count > 1]
+        if duplicates:
+            raise UserError(f"{path}:1: {duplicates[0]}: two columns have this name")
         start = reader.line_num + 1
         for cells in reader:
             place, start = f"{path}:{start}", reader.line_num + 1

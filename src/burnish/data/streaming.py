@@ -1,4 +1,4 @@
-"""Rows that are read while a run goes on, for data that does not fit in memory."""
+"""Rows that are read during training, for data that does not fit in memory."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from burnish.render.encode import sort_changes, without_cache
 from burnish.types import Encoded, Example, Row
 
 logger = logging.getLogger(__name__)
-NAMED = 1000  # rows that are left out or cut and kept by name; all are counted
+MAX_NAMED = 1000  # all skipped and truncated rows are counted, but only so many are listed by name
 
 
 class Source(NamedTuple):
-    """Something that rows come from: ``Source("big.jsonl", lambda: rows.read("big.jsonl", (Text,)), weight=2.0)``."""
+    """A source of rows: ``Source("big.jsonl", lambda: readers.read("big.jsonl", (Text,)), weight=2.0)``."""
 
     name: str
     read: Callable[[], Iterator[Row | Skipped]]
+    """Starts to read from the first row."""
     weight: float | None = None
+    """The relative share of this source."""
     files: Unchanged | None = None
-    """What is read, as it was when the run began; None is not checked."""
+    """Checks that the files do not change during the run; None checks nothing."""
 
 
 class RowStream:
-    """Rows without end: each source is read in its order, and one that runs out begins again.
+    """An endless stream of rows. Each source is read in order, and read again from its start when it runs out.
 
-    Sources without weights come one after another; with weights, rows are drawn in those proportions
-    (``mixing.next_source``). Where it stands is a few numbers; to go on from there, sources are read up to it again.
+    Without weights, the sources follow one another. With weights, rows are drawn in these proportions
+    (``mixing.next_source``). The state of a stream is a few numbers; to resume, the sources are read again up to it.
 
     Args:
-        sources: where rows come from; all have a weight, or none.
-        shuffle_buffer: rows that are read, encoded and shuffled together.
+        sources: the sources; either all of them have a weight, or none.
+        shuffle_buffer: how many rows are read, encoded and shuffled together.
     """
 
     def __init__(self, sources: list[Source], shuffle_buffer: int = 2048) -> None:
@@ -45,41 +47,41 @@ class RowStream:
         self.shuffle_buffer = shuffle_buffer
         self.weights = [source.weight for source in sources if source.weight is not None]
         assert len(self.weights) in (0, len(sources))
-        self.load_state_dict({"at": [0] * len(sources), "drawn": [0] * len(sources), "current": 0})
+        self.load_state_dict({"read": [0] * len(sources), "drawn": [0] * len(sources), "current": 0})
 
     def state_dict(self) -> dict[str, Any]:
-        """Records read of each source since it began, rows drawn of each, and which comes next."""
-        return {"at": list(self.at), "drawn": list(self.drawn), "current": self.current}
+        """For each source the records read since its start and the rows drawn in total, and the current source."""
+        return {"read": list(self.read), "drawn": list(self.drawn), "current": self.current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.at, self.drawn, self.current = list(state["at"]), list(state["drawn"]), state["current"]
+        """Resume from a saved state."""
+        self.read, self.drawn, self.current = list(state["read"]), list(state["drawn"]), state["current"]
         self._open: list[Iterator[Row | Skipped] | None] = [None] * len(self.sources)
 
     def take(self, count: int) -> tuple[list[Row], list[Skipped]]:
-        """The next rows, and those left out on the way.
+        """The next ``count`` rows, and the rows skipped on the way.
 
         Raises:
-            UserError: a source has no good row or has changed, or a row is bad and is not to be skipped.
+            UserError: a source has no good row, a file has changed, or a row is bad and bad rows are not skipped.
         """
         rows: list[Row] = []
         skipped: list[Skipped] = []
-        fruitless = 0  # sources that ended one after another with no row between
+        exhausted = 0  # sources that have ended since the last row
         while len(rows) < count:
             if self.weights:
                 self.current = next_source(self.weights, self.drawn)
             record = next(self._records(self.current), None)
             if record is None:
-                fruitless += 1
-                self._begin_again(fruitless, skipped)
+                exhausted += 1
+                self._restart(exhausted, skipped)
                 continue
-            self.at[self.current] += 1
+            self.read[self.current] += 1
             if isinstance(record, Skipped):
                 skipped.append(record)
             else:
                 rows.append(record)
                 self.drawn[self.current] += 1
-                fruitless = 0
+                exhausted = 0
         self._check_files()
         return rows, skipped
 
@@ -92,26 +94,32 @@ class RowStream:
         records = self._open[index]
         if records is None:
             self._check_files()
-            records = self._open[index] = itertools.islice(self.sources[index].read(), self.at[index], None)
+            records = self._open[index] = itertools.islice(self.sources[index].read(), self.read[index], None)
         return records
 
-    def _begin_again(self, fruitless: int, skipped: list[Skipped]) -> None:
-        if not self.drawn[self.current] or fruitless > len(self.sources):
-            found = f": every row was skipped, the first as {skipped[0].message}" if skipped else ""
-            raise UserError(f"{self.sources[self.current].name}: no rows{found}")
-        self.at[self.current], self._open[self.current] = 0, None
+    def _restart(self, exhausted: int, skipped: list[Skipped]) -> None:
+        """Read the current source from its start next time, and move on to the next one if there are no weights."""
+        if not self.drawn[self.current] or exhausted > len(self.sources):
+            reason = f": every row was skipped, the first one because of {skipped[0].message}" if skipped else ""
+            raise UserError(f"{self.sources[self.current].name}: no rows{reason}")
+        self.read[self.current], self._open[self.current] = 0, None
         if not self.weights:
             self.current = (self.current + 1) % len(self.sources)
 
 
 class StreamLoader(StepLoader):
-    """Steps of ``rows_per_step`` examples from a stream, as many as the run has; together they are its one epoch.
+    """Yields steps of ``rows_per_step`` examples from a stream. All steps of the run are one epoch.
 
-    ``shuffle_buffer`` rows are read, encoded and put in a seeded order, then the next ones; examples that are too few
-    for a step wait for them. The state is where the stream stood before these rows, what waited then, and the steps
-    since: to go on, the rows are read and encoded again.
+    The loader reads, encodes and shuffles ``stream.shuffle_buffer`` rows at a time. Examples that do not fill a step
+    wait for the next rows. The state is the stream's position before the current rows, the examples that waited then,
+    and the number of steps since; to resume, the current rows are read and encoded again.
 
-    ``told`` counts rows that were read, skipped and cut, and names the first 1,000 of them.
+    Args:
+        stream: the rows.
+        encode: turns rows into examples.
+        rows_per_step: examples of a step, over all processes.
+        seed: the seed of the order.
+        steps: steps of the run.
     """
 
     def __init__(
@@ -121,9 +129,9 @@ class StreamLoader(StepLoader):
         self.rows_per_step, self.seed, self.steps = rows_per_step, seed, steps
         self.done = self.chunk = self.step = 0
         self.waiting: list[Example] = []
-        self.place = stream.state_dict()
-        self.told: dict[str, Any] = {"rows": 0, "skipped": 0, "cut": 0, "names": {"skipped": [], "cut": []}}
-        self.told_before = self.told
+        self.position = stream.state_dict()
+        self.report: dict[str, Any] = {"rows": 0, "skipped": 0, "cut": 0, "names": {"skipped": [], "cut": []}}
+        self.report_before = self.report  # before the current rows
 
     def __len__(self) -> int:
         return self.steps
@@ -138,64 +146,66 @@ class StreamLoader(StepLoader):
                 if self.done == self.steps:
                     return
             self.waiting = examples[whole * self.rows_per_step :]
-            self.place, self.chunk, self.step = self.stream.state_dict(), self.chunk + 1, 0
-            self.told_before = self.told
+            self.position, self.chunk, self.step = self.stream.state_dict(), self.chunk + 1, 0
+            self.report_before = self.report
 
     def _read(self) -> list[Example]:
-        """Examples of the rows from ``place`` on, in their order."""
-        if self.stream.state_dict() != self.place:
-            self.stream.load_state_dict(self.place)
+        """The shuffled examples of the rows after ``position``."""
+        if self.stream.state_dict() != self.position:
+            self.stream.load_state_dict(self.position)
         rows, skipped = self.stream.take(self.stream.shuffle_buffer)
         with without_cache():
             encoded = self.encode(rows)
         if not encoded.examples:
             first = encoded.changed[0]
-            raise UserError(f"nothing is left of {len(rows)} rows, the first as {first.source}: {first.reason}")
+            reason = f"{first.source}: {first.reason}"
+            raise UserError(f"all {len(rows)} rows were dropped, the first one because of {reason}")
         if skipped:
             logger.warning("%d rows were skipped, the first: %s", len(skipped), skipped[0].message)
-        left_out, cut = sort_changes(encoded.changed)
-        names = {"skipped": [f"{s.source}: {s.reason}" for s in skipped] + left_out, "cut": cut}
-        before = self.told_before
-        self.told = {"rows": before["rows"] + len(rows)} | {
-            kind: before[kind] + len(found) for kind, found in names.items()
+        dropped, truncated = sort_changes(encoded.changed)
+        names = {"skipped": [f"{s.source}: {s.reason}" for s in skipped] + dropped, "cut": truncated}
+        before = self.report_before
+        self.report = {"rows": before["rows"] + len(rows)} | {
+            kind: before[kind] + len(new) for kind, new in names.items()
         }
-        self.told["names"] = {kind: (before["names"][kind] + found)[:NAMED] for kind, found in names.items()}
+        self.report["names"] = {kind: (before["names"][kind] + new)[:MAX_NAMED] for kind, new in names.items()}
         return [encoded.examples[i] for i in permutation(len(encoded.examples), self.seed, self.chunk)]
 
     def counts(self) -> dict[str, Any]:
-        """Rows that were read, and those skipped and cut: the first of them by name, and how many in all."""
-        return {"rows": self.told["rows"], **self.told["names"]} | {
-            f"{kind} in all": self.told[kind] for kind in ("skipped", "cut")
+        """The number of rows read, skipped and truncated, and the names of the first skipped and truncated ones."""
+        return {"rows": self.report["rows"], **self.report["names"]} | {
+            f"{kind} in all": self.report[kind] for kind in ("skipped", "cut")
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the rows in hand, what waited before them, the steps since, and what was told."""
+        """The position before the current rows, the examples that waited then, the steps since, and the counts."""
         return {
-            "place": self.place,
+            "position": self.position,
             "waiting": [example.to_plain() for example in self.waiting],
-            "told": self.told,
-            "told_before": self.told_before,
-            **{name: getattr(self, name) for name in COUNTS},
+            "report": self.report,
+            "report_before": self.report_before,
+            "done": self.done,
+            "chunk": self.chunk,
+            "step": self.step,
+            "rows_per_step": self.rows_per_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.place, self.told, self.told_before = state["place"], state["told"], state["told_before"]
+        """Resume from a saved state."""
+        self.position = state["position"]
         self.waiting = [Example.from_plain(plain) for plain in state["waiting"]]
-        for name in COUNTS:
-            setattr(self, name, state[name])
-
-
-COUNTS = ("done", "chunk", "step", "rows_per_step")
+        self.report, self.report_before = state["report"], state["report_before"]
+        self.done, self.chunk, self.step = state["done"], state["chunk"], state["step"]
+        self.rows_per_step = state["rows_per_step"]
 
 
 def check(method: Method, steps: int) -> None:
-    """Whether a method can learn from a stream in a run of so many steps.
+    """Check that a method can train on a stream for this number of steps.
 
     Raises:
-        UserError: it makes its own steps from all rows, or the run has no end.
+        UserError: the method needs all rows at once, or the number of steps is not set.
     """
     if not method.spec.streams:
-        raise UserError(f"method {method.spec.name!r} needs all of its rows at once: take data.stream away")
+        raise UserError(f"method {method.spec.name!r} needs all of its rows at once: remove data.stream")
     if steps <= 0:
-        raise UserError("a stream has no end: set trainer.max_steps to the steps of the run")
+        raise UserError("a stream has no end: set trainer.max_steps to the number of steps of the run")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from burnish.errors import UserError
 from burnish.generate.local import check_requests, load_named
-from burnish.generate.protocol import Completion, Handle, Request
+from burnish.generate.protocol import Completion, Handle, PlanQueue, Request
 from burnish.generate.stopping import completes_stop
 from burnish.kernels import attention
 from burnish.models.forward import SamplingTransform, evaluating, unwrap
@@ -60,8 +59,7 @@ class ContinuousGenerator:
         self.model, self.tokenizer, self.slots = model, tokenizer, slots
         self.max_batch_tokens, self.page_size = max_batch_tokens, page_size
         self.version = 0
-        self._submitted = 0
-        self._plans: deque[tuple[Handle, list[Request]]] = deque()
+        self._plans = PlanQueue()
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
         """Load weights, except those that are the model's own tensors."""
@@ -85,11 +83,7 @@ class ContinuousGenerator:
                 "{name: local}"
             )
         check_requests(requests, self.model, self.tokenizer, critic=None)
-        first = self._submitted
-        self._submitted += len(requests)
-        if requests:
-            self._plans.append((first, list(requests)))
-        return list(range(first, self._submitted))
+        return self._plans.submit(requests)
 
     def poll(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
         """Complete the oldest plan. It always runs to its end, whatever the timeout, because it uses global state."""

@@ -1,4 +1,4 @@
-"""A key/value cache in which every row has its own length, so that rows come and go without padding."""
+"""A key/value cache in which every row has its own length, so that rows can be added and removed without padding."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from burnish.kernels import attention
 from burnish.models.forward import backbone, unwrap
 
 BLOCK = 64
-"""The number of columns is a multiple of it."""
+"""The number of columns is a multiple of this."""
 
 
 @dataclass
 class Cursor:
-    """Where a pass over the first B slots puts its keys.
+    """Where a forward pass over the first B slots writes its keys and values.
 
-    Those of slot ``rows[i]`` (B, 1) go to the columns ``positions[i]`` (B, T); ``length`` columns are in use.
+    Those of slot ``rows[i]`` (B, 1) go to the columns ``positions[i]`` (B, T). ``length`` columns are in use.
     """
 
     slots: int
@@ -33,7 +33,7 @@ class Cursor:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, (slots, heads, capacity, size), in which each row has its own length."""
+    """The keys and values (slots, heads, capacity, size) of one layer. Each row has its own length."""
 
     is_sliding = False
     keys: Tensor
@@ -44,8 +44,8 @@ class SlotLayer(CacheLayerMixin):
         self.cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for all slots."""
-        # Zeros, since what is masked is still multiplied: an uninitialised NaN would pass through the mask.
+        """Allocate memory for all slots."""
+        # Zeros, because masked values are still multiplied by 0, and an uninitialized NaN would stay NaN.
         self.keys, self.values = (
             new.new_zeros(self.cursor.slots, new.shape[1], self.cursor.capacity, new.shape[3])
             for new in (key_states, value_states)
@@ -53,7 +53,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, heads, T, size) at the cursor, and return all those of the rows it is at."""
+        """Write keys and values (B, heads, T, size) at the cursor, and return all keys and values of its rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         at = self.cursor
@@ -63,20 +63,20 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:live, :, : at.length], self.values[:live, :, : at.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns, and the first of them."""
+        """The number of columns, and the index of the first one."""
         return self.cursor.length, 0
 
     def get_seq_length(self) -> int:
-        """Columns before this step's, in the longest row."""
+        """The number of columns before those of this step, in the longest row."""
         return max(self.cursor.length - 1, 0)
 
     def get_max_length(self) -> int:
-        """No limit: the cache grows."""
+        """-1: the cache grows without limit."""
         return -1
 
 
 class SlotCache(Cache):
-    """The cache of all layers: what a forward pass reads and extends."""
+    """The cache of all layers, which a forward pass reads and extends."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         nowhere = torch.zeros(0, dtype=torch.long, device=device)
@@ -85,14 +85,14 @@ class SlotCache(Cache):
         super().__init__(layers=list(self.stores))
 
     def at(self, positions: Tensor, length: int) -> None:
-        """The next keys of slot i go to the columns ``positions[i]`` (B, T), all of them below ``length``."""
+        """Set the cursor: the next keys of slot i go to the columns ``positions[i]`` (B, T), all below ``length``."""
         self.reserve(length=length)
         self.cursor.positions = positions
         self.cursor.rows = torch.arange(len(positions), device=positions.device)[:, None]
         self.cursor.length = length
 
     def reserve(self, slots: int = 0, length: int = 0) -> None:
-        """Make room for as many slots and columns; what the cache holds is kept."""
+        """Grow the cache to at least this many slots and columns. Its content is kept."""
         at = self.cursor
         if slots <= at.slots and length <= at.capacity:
             return
@@ -107,7 +107,7 @@ class SlotCache(Cache):
                 store.values[: len(values), :, : values.shape[2]] = values
 
     def copy(self, prefix: DynamicCache, prompts: Tensor, start: int) -> None:
-        """Slot ``start + i`` begins with the keys and values of row ``prompts[i]`` of ``prefix``."""
+        """Copy the keys and values of row ``prompts[i]`` of ``prefix`` to the start of slot ``start + i``."""
         width = prefix.get_seq_length()
         self.reserve(length=width)
         here = slice(start, start + len(prompts))
@@ -120,7 +120,7 @@ class SlotCache(Cache):
             store.values[here, :, :width] = values[prompts]
 
     def place(self, source: Tensor, target: Tensor, length: int) -> None:
-        """The first ``length`` columns of slots ``target`` become what those of slots ``source`` were."""
+        """Copy the first ``length`` columns of slots ``source`` to slots ``target``. They may overlap."""
         for store in self.stores:
             if store.is_initialized:
                 store.keys[target, :, :length] = store.keys[source, :, :length]
@@ -128,10 +128,10 @@ class SlotCache(Cache):
 
 
 def layer_windows(model: Any) -> tuple[int, dict[str, int | None]]:
-    """Number of layers with a cache, and the attention window (None: all tokens) of each type of layer.
+    """The number of layers with a cache, and the attention window (None: all tokens) of each type of layer.
 
     Raises:
-        UserError: if the model's attention cannot be cached row by row.
+        UserError: if the model's attention does not support this cache.
     """
     config = unwrap(model).config.get_text_config(decoder=True)
     name = type(unwrap(model)).__name__

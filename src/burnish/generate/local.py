@@ -1,9 +1,8 @@
-"""The generator of this process: a transformers causal language model, plain or with an adapter, on a CPU or a GPU."""
+"""A generator in this process, for transformers causal language models, with or without an adapter, on a CPU or GPU."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -14,27 +13,28 @@ from torch import Tensor
 
 from burnish import kernels
 from burnish.errors import UserError
-from burnish.generate.protocol import Completion, Handle, Request
+from burnish.generate.protocol import Completion, Handle, PlanQueue, Request
 from burnish.generate.session import DecodingSession
 from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import SharedCritic, StepValueHead, load_weights
 
 
 class LocalGenerator:
-    """Generates with the live weights of a model of this process.
+    """Generates with the live weights of a model in this process.
 
-    ``complete(LocalGenerator(model, tokenizer), [Request((1, 9, 8), seed=5)])`` is a list of one ``Completion``.
+    ``complete(LocalGenerator(model, tokenizer), [Request((1, 9, 8), seed=5)])`` returns a list of one ``Completion``.
 
-    Each completion's tokens are drawn with its own seed, so that they do not depend on what it shares a batch with, but
-    for rounding. A request whose tokens begin with what an earlier one has read computes only the rest, until
+    Each completion is drawn with its own seed, so its tokens do not depend on the rest of the batch, except through
+    rounding. If a request begins with tokens that are in the cache, only the rest is computed. The cache is kept until
     ``update_weights`` or ``drop_cache``. Log-probabilities are those of the warped distribution before the pad id and
-    early stop ids are taken out of it, which is what a forward pass over the result gives.
+    early stop ids are masked, as in a forward pass over the completed text.
 
     Args:
-        model: a causal language model. Its own parameters may be given to ``update_weights``: they are not copied.
-        tokenizer: its pad id is never sampled, and it decodes where stop strings are looked for. None does neither.
-        critic: the head that values of sampled tokens come from, where requests ask for them.
-        slots: rows that are decoded together, at most.
+        model: a causal language model. Passing its own parameters to ``update_weights`` copies nothing.
+        tokenizer: decodes tokens to detect stop strings. Its pad id is never sampled. With None, there are no stop
+            strings and every id can be sampled.
+        critic: the head that computes values of sampled tokens, for requests with ``return_values``.
+        slots: maximum number of rows decoded together.
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class LocalGenerator:
     ) -> None:
         self.model, self.tokenizer, self.critic, self.slots = model, tokenizer, critic, slots
         self.version = 0
-        self._submitted = 0
-        self._plans: deque[tuple[Handle, list[Request]]] = deque()
-        self._current: Handle | None = None  # that of the first request of the plan that is being decoded
+        self._plans = PlanQueue()
+        self._current: Handle | None = None  # the handle of the first request of the plan that is being decoded
         self._session: DecodingSession | None = None
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
-        """Load weights where they differ from the model's own, and drop the cache."""
+        """Load weights, except those that are the model's own tensors, and drop the cache."""
         self.drop_cache()
         load_named(self.model, weights)
         self.version = version
@@ -57,20 +56,16 @@ class LocalGenerator:
         """Queue a plan of requests.
 
         Raises:
-            UserError: an empty prompt or one that fills the context window; stop strings without a tokenizer; values
-                without a critic.
+            UserError: if a prompt is empty or fills the context window, or if a request has stop strings without a
+                tokenizer or asks for values without a critic.
         """
         if version != self.version:
             raise ValueError(f"requests for weights of version {version}: the generator holds version {self.version}")
         check_requests(requests, self.model, self.tokenizer, self.critic)
-        first = self._submitted
-        self._submitted += len(requests)
-        if requests:
-            self._plans.append((first, list(requests)))
-        return list(range(first, self._submitted))
+        return self._plans.submit(requests)
 
     def poll(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
-        """Decode until a completion is done, at least by one token; plans one after the other."""
+        """Decode until a completion is finished or the time is over, but at least one token. Plans run one by one."""
         end = None if timeout is None else time.monotonic() + timeout
         done: list[tuple[Handle, Completion]] = []
         try:
@@ -86,7 +81,7 @@ class LocalGenerator:
         return done
 
     def _begun(self) -> bool:
-        """Whether a plan is being decoded; begins the next one where the one before it is complete."""
+        """Whether a plan is being decoded. Begins the next plan if the current one is complete."""
         if self._session is not None and self._session.busy:
             return True
         self._current = None
@@ -100,33 +95,33 @@ class LocalGenerator:
         return True
 
     def tokens_so_far(self, handle: Handle) -> list[int]:
-        """Tokens of a request that is being decoded."""
+        """The tokens sampled so far for a request that is being decoded."""
         assert self._session is not None and self._current is not None
         return self._session.tokens_of(handle - self._current)
 
     def cancel(self) -> None:
-        """Give up all requests in flight; the cache keeps what was read."""
+        """Cancel all requests in flight. The cache is kept."""
         self._plans.clear()
         if self._session is not None:
             self._session.cancel()
 
     def drop_cache(self) -> None:
-        """Forget keys and values of earlier requests."""
+        """Drop the keys and values of earlier requests."""
         if self._plans or (self._session is not None and self._session.busy):
             raise RuntimeError("requests are in flight: poll them all first")
         self._session = None
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drop the cache and all requests in flight."""
         self._plans.clear()
         self._session = None
 
 
 def load_named(model: Any, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
-    """Copy named tensors, or an adapter's folder, into a model; tensors that are the model's own stay as they are.
+    """Load named tensors, or an adapter's folder, into a model. Tensors that are the model's own are not copied.
 
     Raises:
-        ValueError: a name or a shape that the model does not have.
+        ValueError: if the model has no parameter of a tensor's name and shape.
     """
     if isinstance(weights, Path):
         load_weights(model, weights)
@@ -142,16 +137,16 @@ def load_named(model: Any, weights: Iterable[tuple[str, Tensor]] | Path) -> None
 
 
 def check_requests(requests: SequenceOf[Request], model: Any, tokenizer: Any, critic: Any) -> None:
-    """Check that requests can be served: their prompts fit the model, and there is what their settings need.
+    """Check that a generator with this model, tokenizer and critic can serve requests.
 
     Raises:
-        UserError: a prompt is empty or fills the context window; stop strings without a tokenizer; values without a
-            critic.
+        UserError: if a prompt is empty or fills the context window, or if a request has stop strings without a
+            tokenizer or asks for values without a critic.
     """
     if tokenizer is None and any(request.sampling.stop for request in requests):
         raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
     if critic is None and any(request.return_values for request in requests):
-        raise UserError("values need a critic that is a head on the policy: pass critic=, or ask for no values")
+        raise UserError("values need a critic that is a head on the policy: pass critic=, or remove return_values")
     context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
     for index, request in enumerate(requests):
         if not request.tokens:
@@ -159,5 +154,5 @@ def check_requests(requests: SequenceOf[Request], model: Any, tokenizer: Any, cr
         if context is not None and len(request.tokens) >= context:
             raise UserError(
                 f"request {index}: a prompt of {len(request.tokens)} tokens leaves no room in the model's context "
-                f"window of {context}: cut the prompts to fewer tokens"
+                f"window of {context}: shorten the prompt"
             )

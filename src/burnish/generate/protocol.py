@@ -6,6 +6,7 @@ This module does not import torch, so that recipes, rewards and other processes 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -98,6 +99,20 @@ class Generator(Protocol):
     def close(self) -> None:
         """Release all resources. Requests in flight are lost."""
         ...
+
+
+class PlanQueue(deque[tuple[Handle, list[Request]]]):
+    """Submitted plans, oldest first. Each is the handle of its first request, and its requests."""
+
+    submitted = 0
+
+    def submit(self, requests: SequenceOf[Request]) -> list[Handle]:
+        """Append a plan, unless it is empty, and return the handles of its requests."""
+        handles = list(range(self.submitted, self.submitted + len(requests)))
+        self.submitted += len(requests)
+        if requests:
+            self.append((handles[0], list(requests)))
+        return handles
 
 
 class GeneratorFactory(Protocol):

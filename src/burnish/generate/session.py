@@ -1,8 +1,8 @@
 """Decoding with slots: a fixed number of rows share one key/value cache in which every row has its own length.
 
-No prompt is padded on the left. A prompt is read once for all its samples; a finished row leaves, and a waiting request
-takes its place. A slot keeps the keys and values of the row that left it, so that a later request that goes on from
-there reads only what is new.
+There is no left padding. A prompt is computed once for all its samples. A finished row is evicted, and a waiting
+request is admitted to its slot. A slot keeps the keys and values of an evicted row, so that a later request with the
+same beginning computes only the rest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from burnish.models.forward import SamplingTransform, backbone, head, unwrap
 from burnish.models.heads import head_values
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens, padding included, that are read in one forward pass; more would only cost memory."""
+"""Maximum number of prompt tokens, including padding, in one forward pass. More would only need more memory."""
 
 FULL_PREFILL = 1024
-"""Prompt tokens of one forward pass from which on padding costs more than another pass."""
+"""From this many prompt tokens in a forward pass on, padding costs more than another pass."""
 
 REUSED = 16
-"""A prompt that shares fewer first tokens with a slot is read from its beginning."""
+"""Minimum number of first tokens that a prompt must share with a slot to reuse its cache."""
 
 RUNNING, LIMIT, STOP = range(3)
 
@@ -41,11 +41,11 @@ NOTHING = np.zeros(0, dtype=np.int64)
 
 
 class DecodingSession:
-    """Slots of one model, of which the first ``live`` are being decoded.
+    """The slots of one model. The first ``live`` slots are being decoded.
 
     A plan is a list of requests that are completed together: ``begin(requests)``, then ``step()`` while ``busy``. There
-    are as many slots as the largest plan so far needs, and at most ``max_slots``. A slot is one entry of every tensor
-    of ``state``; ``held`` are the tokens whose keys and values a slot that is not live still has.
+    are as many slots as the largest plan so far needs, but at most ``max_slots``. A slot is one entry of every tensor
+    in ``state``. ``held[slot]`` are the tokens whose keys and values a slot that is not live still holds.
     """
 
     def __init__(self, model: Any, tokenizer: Any, critic: Any, max_slots: int, version: int) -> None:
@@ -66,16 +66,16 @@ class DecodingSession:
 
     @property
     def slots(self) -> int:
-        """How many rows the cache has room for."""
+        """The number of rows that the cache has room for."""
         return len(self.held)
 
     @property
     def busy(self) -> bool:
-        """Whether requests of the plan are not complete yet."""
+        """Whether some requests of the plan are not complete yet."""
         return bool(self.waiting or self.live)
 
     def begin(self, requests: list[Request]) -> None:
-        """Start a plan; the one before it is complete."""
+        """Start a plan. The previous one must be complete."""
         assert not self.busy
         self.requests = requests
         self.places = min(self.max_slots, len(requests))
@@ -93,7 +93,7 @@ class DecodingSession:
         self._admit_held()
 
     def _prepare_state(self) -> None:
-        """Tables of what differs between requests, and a column for everything that is known of a slot."""
+        """Create tables of the settings that differ between requests, and the state of all slots."""
         samplings = [request.sampling for request in self.requests]
         longest = max(sampling.longest for sampling in samplings)
         self.transforms = _distinct(_transform(request) for request in self.requests)
@@ -114,7 +114,7 @@ class DecodingSession:
         exact = torch.promote_types(self.dtype, torch.float32)
         self.state = {
             "request": column(),
-            "position": column(),  # of the next input: how many tokens the cache holds
+            "position": column(),  # position of the next input, which is the number of tokens in the cache
             "input": column(),
             "count": column(),
             "limit": column(),
@@ -123,7 +123,7 @@ class DecodingSession:
             "stop_set": column(),
             "ended": column(),
             "return_values": column(dtype=torch.bool),
-            # one entry more than there are tokens, for what is computed behind the last of them
+            # One more entry than there can be tokens, because the value after the last token is computed too.
             "uniforms": column(longest + 1, dtype=torch.float64),
             "tokens": column(longest + 1),
             "logprobs": column(longest + 1, dtype=exact),
@@ -132,18 +132,18 @@ class DecodingSession:
         self.limits = [0] * len(self.requests)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Append a token to every row, and return the completions that are done, by the index of their request."""
+        """Append a token to every row. Returns finished completions, with the indices of their requests."""
         for groups in self._next():
             self._admit(groups)
         return self._evict(self._sample(self._decode()))
 
     def tokens_of(self, index: int) -> list[int]:
-        """Tokens sampled so far for a request that is being decoded."""
+        """The tokens sampled so far for a request that is being decoded."""
         row = self.state["request"][: self.live].tolist().index(index)
         return self.state["tokens"][row, : int(self.state["count"][row])].tolist()
 
     def cancel(self) -> None:
-        """Give up the plan; what its rows have read is kept."""
+        """Cancel the plan. The keys and values of its rows are kept."""
         self.waiting.clear()
         self._hold(list(range(self.live)))
         self.live = self.length = 0
@@ -151,9 +151,9 @@ class DecodingSession:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def _next(self) -> list[list[list[int]]]:
-        """The groups of equal prompts that take their places now, in batches of similar length."""
+        """The groups of equal prompts to admit now, in batches of similar length."""
         free = self.places - self.live
-        if self.live and free < self.places // 8:  # reading a prompt alone costs as much as reading several
+        if self.live and free < self.places // 8:  # a pass over one prompt takes as long as one over several
             return []
         batches, width = list[list[list[int]]](), 0
         while self.waiting and len(self.waiting[0]) <= free:
@@ -167,14 +167,14 @@ class DecodingSession:
         return batches
 
     def _admit(self, groups: list[list[int]]) -> None:
-        """Read each group's prompt once, but for its last token, and give all its requests a slot that begins so."""
+        """Compute each group's prompt once, without its last token, and copy it to the slots of all its requests."""
         prompts = [self.requests[members[0]].tokens for members in groups]
         width = max(len(prompt) for prompt in prompts) - 1
         if width > 0:
             inputs = torch.tensor([[*prompt[:-1], *[0] * (width + 1 - len(prompt))] for prompt in prompts])
             positions = torch.arange(width, device=self.device)[None]
             prefix = DynamicCache()
-            # Padding is on the right, where a causal model does not look, so that no mask is needed for it.
+            # Padding is on the right, where causal attention does not see it, so it needs no mask.
             self.body(
                 input_ids=inputs.to(self.device),
                 attention_mask=self._mask(positions, width) if any(self.windows.values()) else None,
@@ -187,7 +187,7 @@ class DecodingSession:
         self._start([index for group in groups for index in group])
 
     def _start(self, members: list[int]) -> None:
-        """Give requests the next slots, whose cache holds their prompts but for the last token."""
+        """Start requests in the next slots, whose cache holds their prompts without the last token."""
         here = slice(self.live, self.live + len(members))
         requests = [self.requests[index] for index in members]
         draws = [_draws(request) for request in requests]
@@ -220,7 +220,7 @@ class DecodingSession:
     # --- reuse ----------------------------------------------------------------------------------------------------
 
     def _admit_held(self) -> None:
-        """Admit the requests that begin with what a slot still holds, and read only the rest of their prompts."""
+        """Admit requests that begin with tokens that a slot still holds, and compute only the rest of their prompts."""
         matches: list[tuple[list[int], int, int]] = []
         taken, room = set[int](), self.places
         for members in self.waiting:
@@ -243,7 +243,7 @@ class DecodingSession:
         prompts = [self.requests[members[0]].tokens for members, _, _ in matches]
         self._extend(prompts, [count for _, _, count in matches])
         groups = [members for members, _, _ in matches]
-        # the other samples of a prompt, behind the first ones
+        # The other samples of each prompt come after the first ones.
         copies = [row for row, members in enumerate(groups) for _ in members[1:]]
         width = max(len(prompt) for prompt in prompts)
         targets = range(len(groups), len(groups) + len(copies))
@@ -253,14 +253,14 @@ class DecodingSession:
         self.waiting = deque(members for members in self.waiting if members[0] not in admitted)
 
     def _extend(self, prompts: list[tuple[int, ...]], counts: list[int]) -> None:
-        """Read what follows the first ``counts`` tokens of prompts, but for the last one, into the first slots."""
+        """Compute prompts from token ``counts[i]`` to the one before the last, in the first slots."""
         rest = [prompt[count:-1] for prompt, count in zip(prompts, counts, strict=True)]
         width = max(len(tokens) for tokens in rest)
         if width == 0:
             return
         inputs = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in rest], device=self.device)
         positions = self._index(counts)[:, None] + torch.arange(width, device=self.device)
-        # What is read of padding stands behind the prompt, where it is not seen before it is overwritten.
+        # Keys of padding are written after the prompt, where they are overwritten before any query sees them.
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)
         length = int(positions.max()) + 1
@@ -274,7 +274,7 @@ class DecodingSession:
         )
 
     def _hold(self, rows: list[int]) -> None:
-        """Note which tokens the cache has of rows that leave."""
+        """Record which tokens of evicted rows are in the cache."""
         columns = [self.state[name][rows].cpu().numpy() for name in ("request", "position", "tokens")]
         for row, index, position, tokens in zip(rows, *columns, strict=True):
             self.held[row] = np.concatenate([self.requests[index].tokens, tokens])[:position]
@@ -285,7 +285,7 @@ class DecodingSession:
         return torch.tensor(list(rows), dtype=torch.long, device=self.device)
 
     def _mask(self, positions: Tensor, length: int) -> Any:
-        """Masks (B, 1, T, length), additive, for queries at ``positions`` (B, T), one for each type of layer."""
+        """Additive masks (B, 1, T, length) for queries at ``positions`` (B, T), one for each type of layer."""
         column = torch.arange(length, device=self.device)
         masks = {}
         for kind, window in self.windows.items():
@@ -297,7 +297,7 @@ class DecodingSession:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _decode(self) -> Tensor:
-        """Hidden states (B, H) that the next token of every live row is drawn from."""
+        """The hidden states (B, H) from which the next token of every live row is drawn."""
         self.length += 1
         positions = self.state["position"][: self.live, None]
         self.cache.at(positions, self.length)
@@ -312,7 +312,7 @@ class DecodingSession:
             ).last_hidden_state[:, -1]
 
     def _sample(self, hidden: Tensor) -> list[int]:
-        """Append a token to every live row; tells of each whether it is RUNNING, or leaves at its LIMIT or a STOP."""
+        """Append a token to every live row. Returns for each row whether it is RUNNING, at its LIMIT, or at a STOP."""
         live = {name: tensor[: self.live] for name, tensor in self.state.items()}
         at = live["count"][:, None].clone()
         tokens, logprobs = self._draw(self.head(hidden), live, at)
@@ -323,7 +323,7 @@ class DecodingSession:
         if not self.values:
             live["count"] += 1
             return self._ended(live, tokens).tolist()
-        # A row whose values are asked for stays until its last token has been read too.
+        # A row with return_values stays for one more pass, which computes the value after its last token.
         live["values"].scatter_(1, at, head_values(self.critic, hidden)[:, None].to(live["values"].dtype))
         complete = live["ended"] != RUNNING
         live["count"] += ~complete
@@ -331,7 +331,7 @@ class DecodingSession:
         return torch.where(complete | ~live["return_values"], live["ended"], RUNNING).tolist()
 
     def _draw(self, logits: Tensor, live: dict[str, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token (B,) of every live row, of which ``at`` (B, 1) are there, and its log-probability (B,)."""
+        """Draw the next token (B,) of every live row, at index ``at`` (B, 1), with its log-probability (B,)."""
         banned = self.never
         if banned is not None and len(self.stop_sets) > 1:
             banned = banned[live["stop_set"]]
@@ -351,14 +351,14 @@ class DecodingSession:
         return tokens, logprobs
 
     def _ended(self, live: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        """Which rows go on (RUNNING), and how the others ended, with ``tokens`` (B,) their last ones. (B,)."""
+        """RUNNING, LIMIT or STOP for each live row, given its last token, ``tokens`` (B,)."""
         stopped = self.ends[live["stop_set"], tokens]
         if self.stop_strings:
             stopped |= self._completes_stop(live)
         return torch.where(stopped, STOP, (live["count"] >= live["limit"]).long())
 
     def _completes_stop(self, live: dict[str, Tensor]) -> Tensor:
-        """Which rows' tokens decode to a text that ends in one of their stop strings. (B,)."""
+        """Whether the text of each live row contains one of its stop strings at its end. (B,)."""
         rows = [row[:count] for row, count in zip(live["tokens"].tolist(), live["count"].tolist(), strict=True)]
         stops = [tuple(self.requests[index].sampling.stop) for index in live["request"].tolist()]
         stopped = torch.zeros(len(rows), dtype=torch.bool)
@@ -368,7 +368,7 @@ class DecodingSession:
         return stopped.to(self.device) & (live["count"] >= live["shortest"])
 
     def _evict(self, ended: list[int]) -> list[tuple[int, Completion]]:
-        """Completions of the rows that ended; the last live rows take their places."""
+        """Return the completions of finished rows, and move the last live rows to their slots."""
         gone = [row for row, flag in enumerate(ended) if flag != RUNNING]
         if not gone:
             return []
@@ -388,17 +388,17 @@ class DecodingSession:
         return completions
 
     def _completions(self, rows: list[int], ended: list[int]) -> list[tuple[int, Completion]]:
-        """Completions of rows, by the index of their request."""
+        """The completions of rows, with the indices of their requests."""
         names = ("request", "count", "tokens", "logprobs", "values")
         columns = [self.state[name][rows].cpu().numpy() for name in names]
         completions = []
         for row, index, count, tokens, logprobs, values in zip(rows, *columns, strict=True):
-            asked = self.requests[index].return_values
+            return_values = self.requests[index].return_values
             completion = Completion(
                 tokens=tokens[:count],
                 logprobs=logprobs[:count].astype(np.float64),
-                values=values[:count].astype(np.float64) if asked else None,
-                final_value=float(values[count]) if asked else None,
+                values=values[:count].astype(np.float64) if return_values else None,
+                final_value=float(values[count]) if return_values else None,
                 finish_reason="stop" if ended[row] == STOP else "length" if count >= self.limits[index] else "context",
                 version=self.version,
             )
@@ -407,12 +407,12 @@ class DecodingSession:
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Values without repetition, in the order in which they come first."""
+    """The values without duplicates, in order of their first occurrence."""
     return list(dict.fromkeys(values))
 
 
 def _draws(request: Request) -> tuple[int, Tensor]:
-    """The most tokens this request may get, and a uniform number for each: functions of its seed alone."""
+    """The maximum number of tokens of a request, and a uniform number for each. They depend only on its seed."""
     generator = torch.Generator().manual_seed(request.seed)
     limit = request.sampling.max_new_tokens
     if request.sampling.length_range is not None:
@@ -422,12 +422,12 @@ def _draws(request: Request) -> tuple[int, Tensor]:
 
 
 def _transform(request: Request) -> SamplingTransform:
-    """The distribution that a request samples from."""
+    """The temperature, top-k and top-p of a request."""
     return SamplingTransform(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p)
 
 
 def _shared(prompt: np.ndarray, held: np.ndarray) -> int:
-    """How many first tokens two texts have in common."""
+    """The length of the common prefix of two rows of tokens."""
     size = min(len(prompt), len(held))
     different = np.flatnonzero(prompt[:size] != held[:size])
     return int(different[0]) if len(different) else size

@@ -109,7 +109,7 @@ class DPO(Method):
             examples = mismatched(examples)
         if self.reference is None or self.settings.reference == "live" or not examples:
             return examples
-        return self.reference.kept(engine, examples)
+        return self.reference.cached(engine, examples)
 
     def ready(self, examples: list[Example], engine: Engine) -> list[Example]:
         """What the loss takes: the examples of ``referenced`` with the live reference, and for KTO with z0."""

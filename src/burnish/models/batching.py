@@ -200,7 +200,7 @@ def collate(
         arrays={name: torch.from_numpy(values) for name, values in arrays.items()},
         **_pairs(examples),
         packed=packed or any(len(block.sequences) > 1 for block in blocks),
-        runs=_runs(blocks, places[0][1], width) if packed else None,
+        row_segments=_row_segments(blocks, places[0][1], width) if packed else None,
         sources=tuple(sequence.source for example in examples for sequence in example.sequences),
         counts=total_counts(examples),
     )
@@ -216,7 +216,7 @@ def _places(widths: list[int], side: str, packed: bool, pad_to: int) -> tuple[li
     return [(row, width - n if side == "left" else 0) for row, n in enumerate(widths)], len(widths), width
 
 
-def _runs(blocks: list[_Block], before: int, width: int) -> Segments:
+def _row_segments(blocks: list[_Block], before: int, width: int) -> Segments:
     """The segments of a packed row that begins with ``before`` columns of padding."""
     lengths, parents = ([before], [None]) if before else ([], [])
     for common, sequences in blocks:

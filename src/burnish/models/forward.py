@@ -1,6 +1,6 @@
 """Forward passes of transformers models on micro-batches: hidden states, log-probabilities, scores, values.
 
-The language-model head runs on the positions that are asked for and on no others, in chunks.
+The language-model head is computed only at the positions that are needed, in chunks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from burnish.models.batching import attention_mask, collate
 from burnish.types import Example, MicroBatch, Sequence
 
 LOGITS_AT_ONCE = 2**26  # elements of a chunk of logits: 256 MiB in float32
-LAYERS = ("layer_types", "layers_block_type", "attention_layers")  # names of a config's list of what its layers are
+LAYER_TYPES = ("layer_types", "layers_block_type", "attention_layers")  # config attributes that list the layers' types
 ATTENTION = frozenset({"attention", "full_attention", "sliding_attention", "global", "local"})
-ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 5e-3}  # share of the largest hidden state; float32: 1e-3
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 5e-3}  # relative to the largest hidden state; 1e-3 in float32
 
 
 class SamplingTransform(NamedTuple):
-    """How logits become the distribution that is sampled from: ``SamplingTransform(temperature=0.7, top_p=0.9)``."""
+    """Turns logits into the distribution to sample from: ``SamplingTransform(temperature=0.7, top_p=0.9)``."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -42,14 +42,14 @@ PLAIN = SamplingTransform()
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The transformers model, with adapter layers inside it if it has any."""
+    """The transformers model inside a peft model, with its adapter layers; any other model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Leave dropout and gradients out for as long as the context lasts."""
-    # Not inference_mode: buffers that a forward pass updates (dynamic rotary frequencies) must stay usable in training.
+    """Switch off dropout and gradients within the context."""
+    # not inference_mode: training must still be able to use the buffers that a forward pass updates
     training = [module for module in model.modules() if module.training]
     if training:
         model.eval()
@@ -62,14 +62,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The part of a model that makes hidden states."""
+    """The part of a model that computes hidden states, without its head."""
     return unwrap(model).base_model
 
 
 def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The language-model head: hidden states (..., H) to logits (..., V), in float32 or wider.
+    """The language-model head: a function from hidden states (..., H) to logits (..., V), in float32 or wider.
 
-    Covers what some architectures do after the matrix product: soft-capping (Gemma), division (Granite),
+    It includes what some architectures do after the matrix product: soft-capping (Gemma), division (Granite) or
     multiplication (Cohere).
     """
     base = unwrap(model)
@@ -87,7 +87,7 @@ def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Last hidden states (B, T, H) of a causal model. A padded row and a packed one give the same for a sequence.
+    """The last hidden states (B, T, H) of a causal model, the same whether rows are padded or packed.
 
     Raises:
         UserError: a packed sequence is longer than the model's attention window.
@@ -97,21 +97,22 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     if batch.packed and window is not None and int(batch.positions.max()) >= window:
         last = batch.positions.flatten()[batch.ends]
         raise UserError(
-            f"{batch.sources[int(last.argmax())]}: packed, it is longer than the attention "
-            f"window of {window} tokens of {type(unwrap(model)).__name__}: train with packed=False"
+            f"{batch.sources[int(last.argmax())]}: longer than the attention window of {window} tokens of "
+            f"{type(unwrap(model)).__name__}, which packed rows cannot use: train with packed=False"
         )
-    if batch.runs is not None and has_varlen(model):
-        # transformers takes a mask of four dimensions as it is, and makes none
-        sees: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "segments": batch.runs}
+    if batch.row_segments is not None and has_varlen(model):
+        # given a mask of four dimensions, transformers makes none of its own
+        attend: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "segments": batch.row_segments}
     else:
-        sees = {"attention_mask": attention_mask(batch, next(body.parameters()).dtype)}
-    return body(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **sees).last_hidden_state
+        attend = {"attention_mask": attention_mask(batch, next(body.parameters()).dtype)}
+    return body(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **attend).last_hidden_state
 
 
 def can_share(model: nn.Module) -> bool:
-    """Whether sequences behind a shared prompt have the hidden states that they have alone.
+    """Whether sequences that share a prompt in one row have the same hidden states as in separate rows.
 
-    Not those of an encoder, which sees both ways, nor with ALiBi, which counts the columns between two tokens.
+    This is not so in an encoder, which attends in both directions, or with ALiBi, which counts the columns between two
+    tokens.
     """
     base = unwrap(model)
     if base not in _shares:
@@ -120,12 +121,12 @@ def can_share(model: nn.Module) -> bool:
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether sequences in one row, behind a block mask, have the hidden states that they have alone."""
+    """Whether sequences in one row, with a block mask, have the same hidden states as in separate rows."""
     return _same_states(model, _trial(model, 1, 1, 1), packed=True)
 
 
 def has_varlen(model: nn.Module) -> bool:
-    """Whether packed rows need no mask: ``attention.varlen`` is switched on here, where a trial of it is right."""
+    """Whether packed rows need no mask. Switches on ``attention.varlen`` if a trial gives the right hidden states."""
     base = unwrap(model)
     if base.config._attn_implementation != attention.NAME and base not in _tried:
         _tried.add(base)
@@ -138,9 +139,9 @@ def has_varlen(model: nn.Module) -> bool:
 
 
 def prefers_packed(model: nn.Module) -> bool:
-    """Whether packed rows, which have no padding, are the fastest: on a CPU, and where a GPU has a kernel for them.
+    """Whether packed rows are the fastest layout: on a CPU, and on a GPU that has a kernel for them.
 
-    With autocast it is to be asked as the model is to run.
+    Call it under the same autocast as the forward passes, since the kernel depends on the dtype.
     """
     base = unwrap(model)
     fast = base.device.type == "cpu" or has_kernel(computed_in(base.dtype, base.device), base.device)
@@ -156,15 +157,15 @@ def _causal_without_windows(model: nn.Module) -> bool:
     config = base.config.get_text_config()
     causal = hasattr(base, "score") or base.get_output_embeddings() is not None
     windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return causal and not windows and "local" not in _layers(config)
+    return causal and not windows and "local" not in _layer_types(config)
 
 
-def _layers(config: Any) -> list[str]:
-    return next((list(found) for name in LAYERS if (found := getattr(config, name, None))), [])
+def _layer_types(config: Any) -> list[str]:
+    return next((list(types) for name in LAYER_TYPES if (types := getattr(config, name, None))), [])
 
 
 def _trial(model: nn.Module, *answers: int) -> list[Example]:
-    """Examples of so many different answers each, all to one short prompt."""
+    """Examples with these numbers of answers, all different, to one short prompt."""
     vocabulary = unwrap(model).config.get_text_config().vocab_size
     tokens = ((1, 2, 3, 4, *(7 * answer + t for t in range(5, 15))) for answer in count())
     rows = (Sequence(tuple(i % vocabulary for i in ids), (False,) * 4 + (True,) * 10, "trial") for ids in tokens)
@@ -172,20 +173,21 @@ def _trial(model: nn.Module, *answers: int) -> list[Example]:
 
 
 def _same_states(model: nn.Module, trial: list[Example], **layout: Any) -> bool:
-    """Whether a few tokens, in evaluation mode, have the same hidden states in this layout as one sequence a row."""
+    """Whether a few tokens have the same hidden states in this layout as with one sequence per row."""
     base = unwrap(model)
     config = base.config.get_text_config()
-    # convolutions and recurrences carry what they have seen into the next sequence of the row
-    if config.is_encoder_decoder or getattr(base, "_is_stateful", False) or not ATTENTION.issuperset(_layers(config)):
+    # convolutions and recurrences carry their state into the next sequence of the row
+    only_attention = ATTENTION.issuperset(_layer_types(config))
+    if config.is_encoder_decoder or getattr(base, "_is_stateful", False) or not only_attention:
         return False
     batches = (batch.to(base.device) for batch in (collate(trial, 0), collate(trial, 0, **layout)))
     try:
         with evaluating(model):
-            expected, found = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in batches)
-    except (RuntimeError, ValueError, TypeError):  # it takes no mask of four dimensions
+            expected, actual = (hidden_states(model, batch).flatten(0, 1)[batch.ends] for batch in batches)
+    except (RuntimeError, ValueError, TypeError):  # the model does not take a mask of four dimensions
         return False
     rounding = ROUNDING.get(computed_in(expected.dtype, expected.device), 1e-3)
-    return bool((found - expected).abs().max() <= rounding * expected.abs().max())
+    return bool((actual - expected).abs().max() <= rounding * expected.abs().max())
 
 
 def token_logprobs(
@@ -193,16 +195,25 @@ def token_logprobs(
     hidden: Tensor,
     batch: MicroBatch,
     mask: Tensor,
-    how: SamplingTransform = PLAIN,
+    transform: SamplingTransform = PLAIN,
     entropies: Literal["off", "measured", "learned"] = "measured",
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token where ``mask`` (B, T) is True, and the entropy it was drawn at; 0 elsewhere.
+    """The log-probabilities of tokens, and the entropies of the distributions that they were drawn from.
 
-    Both (B, T), of the warped distribution; the entropy has a gradient where it is learned, and is 0 where it is off.
-    A token is always among those that top-k and top-p keep: it was when it was sampled, and rounding or an update that
-    moves it past their edge would else make its probability 0.
-    The head sees only the positions before masked tokens; where their logits do not fit one chunk they are computed
-    again in the backward pass instead of being kept.
+    The head is computed only at the positions before masked tokens. If the logits do not fit into one chunk, they are
+    not stored, but computed again in the backward pass.
+
+    Args:
+        model: a causal language model.
+        hidden: its hidden states (B, T, H).
+        batch: the tokens.
+        mask: (B, T), True at the tokens whose log-probabilities are needed.
+        transform: temperature, top-k and top-p of the distribution. Top-k and top-p always keep the token itself: they
+            did when it was sampled, and its probability must not become 0 by rounding or by an update.
+        entropies: ``measured`` has no gradient, ``learned`` has one, and ``off`` gives zeros.
+
+    Returns:
+        Log-probabilities (B, T) and entropies (B, T), both 0 where the mask is False.
     """
     flat = hidden.flatten(0, 1)
     at = shift_right(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
@@ -211,10 +222,11 @@ def token_logprobs(
 
     def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         plain = logits_of(rows)
-        z = kept = plain if how == PLAIN else warp(plain, how.temperature, how.top_k, how.top_p)
-        if how.top_k is not None or how.top_p is not None:
+        temperature, top_k, top_p = transform
+        z = kept = plain if transform == PLAIN else warp(plain, temperature, top_k, top_p)
+        if top_k is not None or top_p is not None:
             at = tokens.unsqueeze(-1)
-            kept = z.scatter(-1, at, plain.gather(-1, at) / how.temperature)
+            kept = z.scatter(-1, at, plain.gather(-1, at) / temperature)
         measured = entropies != "off"
         logprobs, drawn_at = logprobs_and_entropy(kept, tokens, measured and kept is z)
         if measured and kept is not z:
@@ -232,15 +244,18 @@ def token_logprobs(
 
 
 def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
+    """The log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
     return token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, entropies="off")[0]
 
 
 def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
-    """Raw scalar score (N,) of each sequence under a sequence-classification model.
+    """The raw scores (N,) of the sequences under a sequence-classification model.
 
-    A causal model is read at the last attended token, found by the mask and not by any token id; an encoder pools
-    as its class does and takes rows padded on the right.
+    A causal model is read at the last token of each sequence, which is known from the layout, not from the pad id. An
+    encoder pools as its class does; it takes one sequence per row, padded on the right.
+
+    Raises:
+        ValueError: the rows of an encoder are packed, or padded on the left.
     """
     base = unwrap(model)
     if hasattr(base, "score"):
@@ -252,22 +267,22 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
             .logical_and(batch.segments > 0)
             .any()
         ):
-            raise ValueError("an encoder takes one sequence a row, padded on the right")
+            raise ValueError("an encoder takes one sequence per row, padded on the right")
         logits = base(input_ids=batch.tokens, attention_mask=attention_mask(batch, base.dtype)).logits
     return upcast(logits[:, label])
 
 
 def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Values (B, T) of a token-classification model: entry t is predicted before token t is chosen."""
+    """The values (B, T) of a token-classification model. Entry t is predicted before token t is chosen."""
     return values_of(score_head(model), hidden_states(model, batch))
 
 
 def score_head(model: nn.Module) -> Any:
-    """The linear layer that turns hidden states into labels, by the two names that transformers gives it."""
+    """The linear layer that maps hidden states to labels; transformers names it ``score`` or ``classifier``."""
     base = unwrap(model)
     return base.score if hasattr(base, "score") else base.classifier
 
 
 def values_of(score: nn.Module, hidden: Tensor) -> Tensor:
-    """Values (B, T) of a scalar head on hidden states (B, T, H), entry t predicted before token t is chosen."""
+    """The values (B, T) of a scalar head on hidden states (B, T, H). Entry t is predicted before token t is chosen."""
     return shift_right(upcast(score(hidden.to(next(score.parameters()).dtype))[..., 0]))

@@ -1,7 +1,7 @@
-"""Scalar heads: reward models, critics, and the network that is trained.
+"""Scalar heads, critics, and the network that is trained.
 
-A reward model is transformers' sequence classifier with one label, a separate critic its token classifier with one
-label, so both load with plain transformers.
+A reward model is transformers' sequence classifier with one label, and a separate critic is its token classifier with
+one label, so both load with transformers alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def init_score(model: PreTrainedModel) -> None:
 
 
 class SharedCritic(nn.Module):
-    """A value head on the policy's hidden states: zero at the start, float32 or wider, no dropout."""
+    """A value head on the policy's hidden states, initialized to zero, in float32 or wider, without dropout."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class SharedCritic(nn.Module):
 
 
 class StepValueHead(nn.Module):
-    """The value of what has been written so far: V_t = tanh(w h_t + b), in float32 or wider, no dropout.
+    """The value of the text so far, V_t = tanh(w h_t + b), in float32 or wider, without dropout.
 
-    Entry t reads hidden state t, without a shift: it judges the text up to and including token t. The tanh is here and
-    nowhere else, so that training and search mean the same number. ``delimiter`` ends a step; it is saved with the
-    weights, as search must cut a text where training did.
+    Entry t reads hidden state t, without a shift: it judges the text up to and including token t. The tanh is part of
+    the head, so training and search see the same values. ``delimiter`` is the text that ends a step. It is saved with
+    the weights, because search must split a text where training did.
     """
 
     def __init__(
@@ -72,32 +72,31 @@ class StepValueHead(nn.Module):
 
 
 def head_values(head: SharedCritic | StepValueHead, hidden: Tensor) -> Tensor:
-    """Values (...) of hidden states (..., H), each of the text up to and including the token that it belongs to."""
+    """The values (...) of hidden states (..., H). Each judges the text up to and including its token."""
     if isinstance(head, StepValueHead):
         return head(hidden)
     return upcast(head.score(hidden.to(head.score.weight.dtype))[..., 0])
 
 
 def save_head(head: nn.Module, path: Path) -> None:
-    """Write a scalar head's weights, and the delimiter of one that values steps."""
-    notes = {"delimiter": head.delimiter} if isinstance(head, StepValueHead) else None
-    save_file(head.state_dict(), path, metadata=notes)
+    """Save the weights of a scalar head, and the delimiter of a step-level one."""
+    metadata = {"delimiter": head.delimiter} if isinstance(head, StepValueHead) else None
+    save_file(head.state_dict(), path, metadata=metadata)
 
 
 def load_head(head: nn.Module, path: Path) -> None:
-    """Load what ``save_head`` wrote, strictly.
+    """Load what ``save_head`` saved.
 
     Raises:
-        UserError: it holds other weights than the head's, or they have another shape.
+        UserError: the file cannot be read, or the names or shapes of its weights are not those of the head.
     """
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    expected = head.state_dict()
-    found, wanted = ({n: tuple(x.shape) for n, x in part.items()} for part in (weights, expected))
-    if found != wanted:
-        raise UserError(f"{path}: not the weights of a {type(head).__name__}: it holds {found}, expected {wanted}")
+    actual, expected = ({n: tuple(x.shape) for n, x in part.items()} for part in (weights, head.state_dict()))
+    if actual != expected:
+        raise UserError(f"{path}: not the weights of a {type(head).__name__}: it holds {actual}, expected {expected}")
     head.load_state_dict(weights)
     if isinstance(head, StepValueHead):
         with safe_open(path, "pt") as file:
@@ -107,13 +106,22 @@ def load_head(head: nn.Module, path: Path) -> None:
 def separate_critic(
     policy: nn.Module, reward_model: nn.Module | None = None, scale: float = 1.0, shift: float = 0.0
 ) -> nn.Module:
-    """A value network of its own: weights copied from a causal reward model with the policy's shape, else the policy.
+    """Make a critic that is a separate model, with the weights of a reward model or else of the policy.
 
-    The head is that of a reward model with one label, so that values start at scale * its score + shift; else 0. A
-    policy with an adapter gets a critic with an adapter of the same kind, on a base of its own.
+    If the policy has an adapter, the critic has an adapter of the same kind, on its own base.
+
+    Args:
+        policy: the policy.
+        reward_model: a causal reward model of the policy's shape. If it has one label, the critic starts with the
+            values scale * score + shift. Without it, the critic starts at 0.
+        scale: see ``reward_model``.
+        shift: see ``reward_model``.
+
+    Raises:
+        UserError: the model is quantized, or its architecture has no token-classification model.
     """
     if is_quantized(unwrap(reward_model if reward_model is not None else policy)):
-        raise UserError("no critic of its own is made from a quantized policy: use critic: shared, or no quantize")
+        raise UserError("a quantized model cannot be copied as a critic: use critic: shared, or remove quantize")
     start = copy.deepcopy(reward_model if reward_model is not None else policy)
     source: PreTrainedModel = start.merge_and_unload() if isinstance(start, PeftModel) else start  # type: ignore
     labels = {"id2label": {0: "value"}, "label2id": {"value": 0}}
@@ -122,7 +130,7 @@ def separate_critic(
         critic = AutoModelForTokenClassification.from_config(config, dtype=source.dtype)
     except ValueError as error:
         raise UserError(
-            f"{type(source).__name__} has no token-classification form to make a critic of: use critic: shared"
+            f"{type(source).__name__} has no token-classification model to use as a critic: use critic: shared"
         ) from error
     backbone(critic).load_state_dict(backbone(source).state_dict())
     with torch.no_grad():
@@ -135,23 +143,22 @@ def separate_critic(
     if isinstance(policy, PeftModel):
         lora: Any = copy.copy(policy.active_peft_config)
         lora.task_type, lora.modules_to_save = TaskType.TOKEN_CLS, None
-        lora.base_model_name_or_path = None  # the policy's, and this base is another one
+        lora.base_model_name_or_path = None  # it names the policy's base, which is not the critic's
         critic = wrap(critic, lora)
     return disable_dropout(critic)
 
 
 class Network(nn.Module):
-    """What is trained: a policy (or whatever model a method trains) and, where the method has one, a critic.
+    """The network that is trained: a policy (or another model that a method trains), and perhaps a critic.
 
-    Its forward pass is whatever is computed with it, so that wrappers for several processes see every parameter in use.
-    All else that is asked of it is asked of the policy, as HF users expect of the model in a callback.
+    Unknown attributes are those of the policy, so callbacks of HF users can treat a network as the model.
     """
 
     def __init__(self, policy: nn.Module, critic: nn.Module | None = None) -> None:
         super().__init__()
         self.policy = kernels.enable(policy)
         self.critic = critic if critic is None else kernels.enable(critic)
-        # asked by transformers of the model that is trained: what is trained here never is, though a base may be
+        # transformers refuses to train a quantized model; here only the frozen base of an adapter can be quantized
         self.is_quantized = False
 
     def __getattr__(self, name: str) -> Any:
@@ -162,19 +169,19 @@ class Network(nn.Module):
 
     @property
     def models(self) -> list[nn.Module]:
-        """What runs over the tokens of a batch: the policy, and a critic that is more than a head on it."""
-        alone = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
-        return [self.policy, self.critic] if alone else [self.policy]  # type: ignore[list-item]
+        """The models that run over the tokens of a batch: the policy, and a critic that is not just a head on it."""
+        separate = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
+        return [self.policy, self.critic] if separate else [self.policy]  # type: ignore[list-item]
 
     def forward(self, function: Callable[[MicroBatch], T], batch: MicroBatch) -> T:
-        """What a function of this network gives for a micro-batch.
+        """Apply a function of this network to a micro-batch.
 
-        Every pass is made through here, so that the hooks of wrappers (DistributedDataParallel, FSDP) run for it.
+        Every forward pass goes through here, so the hooks of wrappers (DistributedDataParallel, FSDP) run for it.
         """
         return function(batch)
 
     def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        """Values (B, T); a head on the policy reads ``hidden`` (B, T, H), the policy's hidden states, where given."""
+        """The critic's values (B, T). A head on the policy reads ``hidden`` (B, T, H), or computes it if it is None."""
         if isinstance(self.critic, SharedCritic | StepValueHead):
             states = hidden_states(self.policy, batch) if hidden is None else hidden
             return (
@@ -184,15 +191,15 @@ class Network(nn.Module):
         return token_values(self.critic, batch)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing in the policy and in a critic of its own."""
+        """Turn on activation checkpointing in the policy and in a separate critic."""
         for model in self.models:
             unwrap(model).activation_checkpointing_enable(**kwargs)
             if isinstance(model, PeftModel):
-                # what is computed again has a gradient only where its input has one, and embeddings are frozen
+                # recomputed layers have gradients only if their inputs have, and the embeddings are frozen
                 unwrap(model).enable_input_require_grads()
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the policy as transformers and peft do, and the critic beside it."""
+        """Save the policy as transformers and peft do, and the critic in the subfolder ``critic``."""
         self.save_policy(folder, **kwargs)
         if isinstance(self.critic, PeftModel):
             adapters.save(self.critic, Path(folder) / "critic")
@@ -200,7 +207,7 @@ class Network(nn.Module):
             self.critic.save_pretrained(str(Path(folder) / "critic"))
 
     def save_policy(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the policy, and what belongs to it: the base that its adapter was trained on, a head that it shares."""
+        """Save the policy, with the record of its adapter's base and with a value head on it."""
         if isinstance(self.policy, PeftModel):
             adapters.save(self.policy, folder, **kwargs)
         else:
@@ -211,7 +218,7 @@ class Network(nn.Module):
             save_head(self.critic, Path(folder) / VALUE_HEAD)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Load what ``save_pretrained`` saved into this network, strictly."""
+        """Load what ``save_pretrained`` saved. Missing or unexpected weights are an error."""
         load_weights(self.policy, Path(folder))
         if isinstance(self.critic, SharedCritic | StepValueHead):
             load_head(self.critic, Path(folder) / VALUE_HEAD)
@@ -220,7 +227,7 @@ class Network(nn.Module):
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a saved model or adapter into a model of the same shape, strictly."""
+    """Load the weights of a saved model or adapter. Missing or unexpected weights are an error."""
     if isinstance(model, PeftModel):
         result = model.load_adapter(str(folder), adapter_name=str(model.active_adapter), is_trainable=True)
         if wrong := [*result.missing_keys, *result.unexpected_keys]:

@@ -119,7 +119,7 @@ def _folder(adapter: str) -> Path:
 
 
 def _base(folder: Path, named: str | None) -> str:
-    """Where the base is: as the user says, or else as the adapter records."""
+    """The folder or hub id of the base: the one that the user names, or else the one that the adapter records."""
     if named is None:
         try:
             return loading.base_of(str(folder))

@@ -1,4 +1,4 @@
-"""NEFTune: noise on the embeddings that depends on the tokens and the optimizer step alone, as dropout does here."""
+"""NEFTune: noise on the embeddings that depends only on the tokens and the optimizer step, like our dropout."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from burnish.models.dropout import hashes, token_keys
 from burnish.models.forward import unwrap
 from burnish.types import MicroBatch, Prompt, Row
 
-NUMBER = -1  # dropout layers count from 0
+LAYER = -1  # dropout layers are numbered from 0
 
 
 class EmbeddingNoise:
-    """Uniform noise in [-m, m] on the embeddings, m = alpha / sqrt(L H), of one micro-batch after another.
+    """Adds uniform noise in [-m, m] to the embeddings, with m = alpha / sqrt(L H).
 
-    H is the width of an embedding and L the length in tokens of the token's own sequence, so a prompt cannot be shared
-    by sequences of several lengths. Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning".
+    H is the width of an embedding and L is the length of the token's sequence, so sequences of different lengths cannot
+    share a prompt. Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning".
+
+    Args:
+        model: the model whose embeddings get noise.
+        alpha: strength of the noise; None or 0 adds none.
     """
 
     def __init__(self, model: nn.Module, alpha: float | None) -> None:
@@ -32,7 +36,7 @@ class EmbeddingNoise:
 
     @contextmanager
     def of(self, batch: MicroBatch, seed: int, step: int) -> Iterator[None]:
-        """Add noise in the forward pass of this micro-batch; the model keeps nothing of it."""
+        """Add noise in forward passes on this micro-batch within the context."""
         if not self.alpha:
             yield
             return
@@ -44,21 +48,21 @@ class EmbeddingNoise:
             hook.remove()
 
     def _add(self, _: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
-        """The hook: embeddings (B, T, H) with noise."""
+        """The forward hook: returns embeddings (B, T, H) with noise."""
         assert self.alpha is not None
         return embeddings + noise(self.keys, self.lengths, self.alpha, embeddings.shape[-1], embeddings.dtype)
 
 
 def noise(keys: Tensor, length: Tensor, alpha: float, width: int, dtype: torch.dtype) -> Tensor:
-    """Noise (B, T, width) of tokens with these keys (B, T), in sequences of these lengths (B, T)."""
+    """The noise (B, T, width) of tokens with these keys (B, T), in sequences of these lengths (B, T)."""
     wide = torch.promote_types(dtype, torch.float32)
-    strongest = (alpha / math.sqrt(width)) * length.to(wide).rsqrt()
-    drawn = hashes(keys, NUMBER, width).to(wide) / 2**31  # uniform in [-1, 1]
-    return (strongest.unsqueeze(-1) * drawn).to(dtype)
+    bound = (alpha / math.sqrt(width)) * length.to(wide).rsqrt()
+    drawn = hashes(keys, LAYER, width).to(wide) / 2**31  # uniform in [-1, 1]
+    return (bound.unsqueeze(-1) * drawn).to(dtype)
 
 
 def lengths(batch: MicroBatch) -> Tensor:
-    """The length in tokens of each token's own sequence, (B, T); no prompt is shared."""
+    """The length (B, T) of each token's sequence. No prompt may be shared."""
     segments = batch.segments
     rows, width = segments.shape
     sizes = segments.new_zeros(rows, width + 1).scatter_add_(1, segments, torch.ones_like(segments))
@@ -66,9 +70,10 @@ def lengths(batch: MicroBatch) -> Tensor:
 
 
 def check_noise(alpha: float | None, rows: list[Row]) -> None:
-    """Raise a UserError where there can be no such noise, or where it would be wrong.
+    """Check that alpha is positive, and that no completions are sampled: the sampler does not add noise.
 
-    Completions that the policy samples have the log-probabilities of a network without noise.
+    Raises:
+        UserError: otherwise.
     """
     if not alpha:
         return

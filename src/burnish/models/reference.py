@@ -1,4 +1,4 @@
-"""Log-probabilities under a frozen reference: at every step, or worked out once and kept on disk."""
+"""Log-probabilities under a frozen reference model: at every step, or once, cached on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARRAY = "ref_logprobs"
 
 
 def compared(reference: Reference, engine: Engine, examples: list[Example]) -> list[Example]:
-    """Examples with the array ``ref_logprobs``, by a forward pass of the reference without gradient."""
+    """The examples with the array ``ref_logprobs``, from a forward pass of the reference without gradient."""
 
     def function(batch: MicroBatch) -> dict[str, Tensor]:
         with reference.use(engine.network.policy) as model:
@@ -37,10 +37,10 @@ def compared(reference: Reference, engine: Engine, examples: list[Example]) -> l
 
 
 class ReferenceLogprobs:
-    """Gives examples the array ``ref_logprobs``: of each learned token, its log-probability under the reference.
+    """Adds the array ``ref_logprobs`` to examples: the log-probability of each learned token under the reference.
 
-    The file is named by a digest of the reference's weights, of the tokens and of what is learned, so a run that goes
-    on, and any other run with the same reference and rows, reads it.
+    The cached file is named by a digest of the reference's weights, the tokens and the loss masks. A resumed run reads
+    it, and so does any other run with the same reference and rows.
     """
 
     def __init__(self, policy: nn.Module) -> None:
@@ -48,21 +48,21 @@ class ReferenceLogprobs:
         self.digest: bytes | None = None
 
     def live(self, engine: Engine, examples: list[Example]) -> list[Example]:
-        """The examples with the array, by a forward pass without gradient."""
+        """The examples with the array, from a forward pass without gradient."""
         return compared(self.reference, engine, examples)
 
-    def kept(self, engine: Engine, examples: list[Example]) -> list[Example]:
-        """The examples with the array, read from the cache folder where it is there, else worked out and kept."""
+    def cached(self, engine: Engine, examples: list[Example]) -> list[Example]:
+        """The examples with the array, read from the cache folder, or computed and written there."""
         path = cache_folder() / "reference" / f"{self._key(engine, examples)}.safetensors"
-        values = _stored(path)
-        there = all(engine.gather(values is not None))
-        if values is not None and there:
+        values = _load(path)
+        everywhere = all(engine.gather(values is not None))
+        if values is not None and everywhere:
             return _with_array(examples, values)
         examples = self.live(engine, examples)
         if self.reference.frozen is not None:
-            self.reference.frozen.to("cpu")  # it is not used at any step, so it need not take the GPU's memory
+            self.reference.frozen.to("cpu")  # no step uses it, so it need not take the GPU's memory
         if engine.rank == 0:
-            _keep(path, np.concatenate([s.arrays[ARRAY] for e in examples for s in e.sequences]))
+            _save(path, np.concatenate([s.arrays[ARRAY] for e in examples for s in e.sequences]))
         return examples
 
     def _key(self, engine: Engine, examples: list[Example]) -> str:
@@ -77,7 +77,7 @@ class ReferenceLogprobs:
 
 
 def _weights_digest(reference: Reference, policy: nn.Module) -> bytes:
-    """Of the reference's configuration and weights; an adapter that is off is no part of it."""
+    """A digest of the reference's configuration and weights, without a disabled adapter."""
     with reference.use(policy) as model:
         digest = hashlib.blake2b(repr(sorted(unwrap(model).config.to_diff_dict().items())).encode())
         for name, weight in sorted(model.state_dict().items()):
@@ -88,8 +88,8 @@ def _weights_digest(reference: Reference, policy: nn.Module) -> bytes:
     return digest.digest()
 
 
-def _stored(path: Path) -> Tensor | None:
-    """The array that was kept; None where there is none, or the file is damaged."""
+def _load(path: Path) -> Tensor | None:
+    """The cached array; None if there is none, or the file is damaged."""
     if not path.exists():
         return None
     try:
@@ -111,8 +111,8 @@ def _with_array(examples: list[Example], values: Tensor) -> list[Example]:
     return [replace(e, sequences=tuple(s.with_arrays(**next(arrays)) for s in e.sequences)) for e in examples]
 
 
-def _keep(path: Path, values: np.ndarray) -> None:
-    """Write the array, whole or not at all."""
+def _save(path: Path, values: np.ndarray) -> None:
+    """Write the array atomically. If that fails, warn."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -120,4 +120,4 @@ def _keep(path: Path, values: np.ndarray) -> None:
             save_file({ARRAY: stored}, Path(folder) / path.name, {CHECKSUM: files.digest([values.data])})
             os.replace(Path(folder) / path.name, path)
     except OSError as error:
-        warnings.warn(f"log-probabilities of the reference are not kept for the next run: {error}", stacklevel=2)
+        warnings.warn(f"log-probabilities of the reference could not be cached for the next run: {error}", stacklevel=2)

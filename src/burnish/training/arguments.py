@@ -1,6 +1,6 @@
-"""The settings of the trainer, and the fields of transformers.TrainingArguments that have no meaning here.
+"""The settings of the trainer, and the fields of transformers.TrainingArguments that Burnish does not use.
 
-This module does not import torch, so that a recipe is checked quickly.
+This module does not import torch, so that checking a recipe is fast.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Tracker = Literal[
 
 
 class TrainerConfig(Config):
-    """How a stage trains: the fields of transformers.TrainingArguments that have a meaning here, and two of our own.
+    """How a stage trains: the fields of transformers.TrainingArguments that Burnish uses, and ``on_non_finite``.
 
     ``TrainerConfig(learning_rate=1e-4, num_train_epochs=2)``. The defaults are those of transformers, except for
     ``num_train_epochs``, ``logging_steps``, ``save_steps`` and ``save_total_limit``.
@@ -113,17 +113,17 @@ class TrainerConfig(Config):
     optim: Optimizer = Field(default="adamw_torch_fused", description="optimizer")
     optim_args: str | None = Field(default=None, description="arguments of the optimizer: name=value, name=value")
     optim_target_modules: str | list[str] | None = Field(
-        default=None, description="galore and apollo: modules they optimize"
+        default=None, description="the modules that galore and apollo optimize"
     )
-    learning_rate: float = Field(default=5e-5, ge=0, description="highest learning rate")
+    learning_rate: float = Field(default=5e-5, ge=0, description="peak learning rate")
     lr_scheduler_type: Schedule = Field(default="linear", description="how the learning rate changes over the run")
     lr_scheduler_kwargs: dict[str, Any] | None = Field(
         default=None, description="arguments of the schedule: {min_lr: 1e-6}"
     )
     warmup_steps: float = Field(
-        default=0, ge=0, description="steps over which the learning rate rises; below 1 a share of all"
+        default=0, ge=0, description="steps over which the learning rate rises; below 1: a share of all steps"
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="decay of weights that are no biases or norms")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay, except for biases and norms")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of gradients")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of squared gradients")
     adam_epsilon: float = Field(default=1e-8, ge=0, description="added to the denominator of the update")
@@ -134,7 +134,7 @@ class TrainerConfig(Config):
     # precision, memory and speed
     bf16: bool = Field(default=False, description="compute in bfloat16, with float32 weights")
     fp16: bool = Field(default=False, description="compute in float16 with loss scaling, with float32 weights")
-    tf32: bool | None = Field(default=None, description="TF32 matrix products on a GPU; default: as torch has it")
+    tf32: bool | None = Field(default=None, description="TF32 matrix products on a GPU; default: torch's setting")
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory"
     )
@@ -147,14 +147,20 @@ class TrainerConfig(Config):
         default=None, description="kernels to use: {rope: true, swiglu: false}"
     )
     neftune_noise_alpha: float | None = Field(
-        default=None, ge=0, description="noise on embeddings while training (NEFTune)"
+        default=None, ge=0, description="noise on the embeddings during training (NEFTune)"
     )
-    full_determinism: bool = Field(default=False, description="deterministic algorithms of torch, which may be slower")
+    full_determinism: bool = Field(
+        default=False, description="use torch's deterministic algorithms, which may be slower"
+    )
     # logs
     logging_strategy: Literal["no", "steps", "epoch"] = Field(default="steps", description="when metrics are logged")
-    logging_steps: float = Field(default=1, gt=0, description="steps between two logs; below 1 a share of all steps")
-    logging_first_step: bool = Field(default=False, description="log the first step too")
-    report_to: Tracker | list[Tracker] = Field(default="none", description="experiment trackers, besides metrics.jsonl")
+    logging_steps: float = Field(
+        default=1, gt=0, description="steps between two log lines; below 1: a share of all steps"
+    )
+    logging_first_step: bool = Field(default=False, description="also log the first step")
+    report_to: Tracker | list[Tracker] = Field(
+        default="none", description="experiment trackers, in addition to metrics.jsonl"
+    )
     run_name: str | None = Field(default=None, description="name of the run in the tracker")
     project: str = Field(default="huggingface", description="trackio: project")
     trackio_space_id: str | None = Field(default=None, description="trackio: Space to log to")
@@ -164,7 +170,7 @@ class TrainerConfig(Config):
     )
     # evaluation on data.eval
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
-        default="no", description="when data.eval is evaluated, besides before and after training"
+        default="no", description="when data.eval is evaluated, in addition to before and after training"
     )
     eval_steps: float | None = Field(
         default=None, gt=0, description="steps between two evaluations; default: logging_steps"
@@ -175,23 +181,27 @@ class TrainerConfig(Config):
         default="steps", description="when checkpoints are written"
     )
     save_steps: float = Field(
-        default=0.25, gt=0, description="steps between two checkpoints; below 1 a share of all steps"
+        default=0.25, gt=0, description="steps between two checkpoints; below 1: a share of all steps"
     )
-    save_total_limit: int | None = Field(default=1, ge=1, description="checkpoints that are kept; null keeps all")
+    save_total_limit: int | None = Field(
+        default=1, ge=1, description="maximum number of checkpoints to keep; null keeps all"
+    )
     save_only_model: bool = Field(
-        default=False, description="checkpoints without the optimizer, from which no run can resume"
+        default=False, description="save checkpoints without the optimizer; a run cannot resume from them"
     )
-    load_best_model_at_end: bool = Field(default=False, description="end with the weights of the best evaluation")
-    metric_for_best_model: str | None = Field(default=None, description="metric of data.eval that says which is best")
+    load_best_model_at_end: bool = Field(default=False, description="end with the weights of the best checkpoint")
+    metric_for_best_model: str | None = Field(
+        default=None, description="metric of data.eval that decides which checkpoint is best"
+    )
     greater_is_better: bool | None = Field(default=None, description="whether a larger metric is better")
     # the hub
     push_to_hub: bool = Field(default=False, description="push the model to the hub")
     hub_model_id: str | None = Field(default=None, description="repository to push to")
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
-        default="every_save", description="when and what is pushed"
+        default="every_save", description="what is pushed, and when"
     )
     hub_private_repo: bool | None = Field(default=None, description="whether the repository is private")
-    hub_always_push: bool = Field(default=False, description="push even if the last push has not ended")
+    hub_always_push: bool = Field(default=False, description="push even if the last push has not finished")
     hub_revision: str | None = Field(default=None, description="branch to push to")
 
     def arguments(self) -> dict[str, Any]:
@@ -199,7 +209,7 @@ class TrainerConfig(Config):
         return self.model_dump(exclude={"on_non_finite"}, exclude_none=True)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Fields that were set and do nothing beside the others: ``("eval_steps", "nothing reads it with ...")``."""
+        """Fields that have no effect with the other settings: ``("eval_steps", "nothing reads it with ...")``."""
         for key, readers in READ_WITH.items():
             value = getattr(self, key)
             if value == type(self).model_fields[key].default or self._is_read(readers):
@@ -218,7 +228,7 @@ class TrainerConfig(Config):
 # --- fields that need another one ---------------------------------------------------------------------------------
 
 LOW_RANK = ("galore", "apollo")
-# How the names of optimizers begin that have no betas.
+# Prefixes of the names of optimizers without betas.
 NOT_ADAM = ("adafactor", "adagrad", "adalomo", "galore", "grokadamw", "lomo", "rmsprop", "schedule_free_sgd", "sgd")
 _SCHEDULES: tuple[str, ...] = Schedule.__args__
 _OPTIMIZERS: tuple[str, ...] = Optimizer.__args__
@@ -264,7 +274,7 @@ READ_WITH: dict[str, dict[str, Collection[Any]]] = {
     },
     "weight_decay": {"optim": [n for n in _OPTIMIZERS if not n.startswith((*LOW_RANK, "lomo", "adalomo"))]},
 }
-"""Fields that are read only if another field has one of these values; one of several such fields is enough."""
+"""Fields that are read only if at least one of these other fields has one of these values."""
 
 _GALORE = ("rank", "update_proj_gap", "scale", "proj_type")
 OPTIM_ARGS: dict[str, tuple[str, ...] | None] = {
@@ -289,13 +299,13 @@ OPTIM_ARGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), ("weight_lr_power", "r")),
     "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
 }
-"""What each optimizer of transformers reads in optim_args; any other reads nothing. None: all of it is passed on."""
+"""The names that each optimizer reads from optim_args; None if it reads any name. Other optimizers read nothing."""
 
 
 def _optim_args_problems(optimizer: str, written: str) -> Iterator[str]:
-    """Optimizers take what they know of optim_args and ignore the rest; most of them know nothing."""
+    """Problems in optim_args. Optimizers silently ignore names that they do not know."""
     if optimizer not in OPTIM_ARGS:
-        yield f"{optimizer} reads no optim_args; those that do are {', '.join(OPTIM_ARGS)}"
+        yield f"{optimizer} reads no optim_args; these do: {', '.join(OPTIM_ARGS)}"
         return
     known = OPTIM_ARGS[optimizer]
     for part in written.replace(" ", "").split(","):
@@ -303,7 +313,7 @@ def _optim_args_problems(optimizer: str, written: str) -> Iterator[str]:
         if not (name and equals and value) or "=" in value:
             yield f"expected name=value, name=value, got {written!r}"
         elif name == "weight_decay":
-            yield "weight_decay is overruled by trainer.weight_decay: set it there"
+            yield "trainer.weight_decay overrides weight_decay: set it there"
         elif known is not None and name not in known:
             yield f"{optimizer} does not read {name!r}{did_you_mean(name, known)}; it reads {', '.join(known)}"
 
@@ -317,18 +327,18 @@ def _first(values: Collection[Any], count: int = 6) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
-# --- fields that have no meaning here -----------------------------------------------------------------------------
+# --- fields that Burnish does not use -----------------------------------------------------------------------------
 
-_LOADED = "rows are encoded before a run or in buffers of a stream, and no process loads them"
-_MEASURED = "a method measures held-out rows itself, and keeps no predictions"
-_ORDERED = "rows come in a seeded order, and a token budget groups them by length"
+_LOADED = "rows are encoded before training or in the buffers of a stream, without worker processes"
+_MEASURED = "methods evaluate held-out rows themselves and keep no predictions"
+_ORDERED = "the seed determines the order of rows, and a token budget groups them by length"
 
 IGNORED = {
-    "average_tokens_across_devices": "a step is always divided by the counts of all processes",
+    "average_tokens_across_devices": "the loss of a step is always divided by the counts of all processes",
     "batch_eval_metrics": _MEASURED,
-    "bf16_full_eval": "held-out rows are computed in the precision of training: set bf16",
-    "data_seed": "one seed rules a run: set seed: at the top of the recipe",
-    "dataloader_drop_last": "the last step of an epoch keeps the rows that are left",
+    "bf16_full_eval": "evaluation uses the precision of training: set bf16",
+    "data_seed": "a run has one seed: set seed at the top of the recipe",
+    "dataloader_drop_last": "the last step of an epoch trains on the remaining rows",
     "dataloader_in_order": _LOADED,
     "dataloader_multiprocessing_context": _LOADED,
     "dataloader_num_workers": _LOADED,
@@ -338,25 +348,25 @@ IGNORED = {
     "eval_accumulation_steps": _MEASURED,
     "eval_do_concat_batches": _MEASURED,
     "eval_use_gather_object": _MEASURED,
-    "fp16_full_eval": "held-out rows are computed in the precision of training: set fp16",
+    "fp16_full_eval": "evaluation uses the precision of training: set fp16",
     "include_for_metrics": _MEASURED,
-    "include_num_input_tokens_seen": "every line of the log has the tokens of its steps",
-    "label_smoothing_factor": "a method whose loss has smoothed labels has a setting of its own for them",
+    "include_num_input_tokens_seen": "every line of the log reports the tokens of its steps",
+    "label_smoothing_factor": "methods with label smoothing have a separate setting for it",
     "length_column_name": _ORDERED,
-    "per_device_eval_batch_size": "token_budget bounds micro-batches in training and on held-out rows",
+    "per_device_eval_batch_size": "token_budget limits micro-batches in training and evaluation",
     "prediction_loss_only": _MEASURED,
-    "torch_empty_cache_steps": "the cache is emptied when memory runs out, and the token budget is halved",
+    "torch_empty_cache_steps": "when memory runs out, the cache is emptied and the token budget is halved",
     "train_sampling_strategy": _ORDERED,
 }
-"""Fields of TrainingArguments that ``burnish.Trainer`` does not read, and why; from Python they are warned about."""
+"""Fields of TrainingArguments that ``burnish.Trainer`` does not read, and why. Setting one from Python is a warning."""
 
-_ONE_PROCESS = "burnish run trains in one process: for several, use burnish.Trainer with torchrun or accelerate"
+_ONE_PROCESS = "burnish run trains in one process: to use several, call burnish.Trainer under torchrun or accelerate"
 _SHOWN = "the live view and metrics.jsonl show the run"
-_BY_ITSELF = "an unfinished run resumes by itself; --fresh starts over"
+_AUTOMATIC = "an unfinished run resumes automatically; --fresh starts over"
 
 ABSENT = IGNORED | {
     "accelerator_config": _LOADED,
-    "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is done again",
+    "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is repeated",
     "ddp_backend": _ONE_PROCESS,
     "ddp_broadcast_buffers": _ONE_PROCESS,
     "ddp_bucket_cap_mb": _ONE_PROCESS,
@@ -366,32 +376,32 @@ ABSENT = IGNORED | {
     "debug": "on_non_finite reports the first NaN or infinite number",
     "deepspeed": "Burnish does not use DeepSpeed",
     "disable_tqdm": _SHOWN,
-    "do_eval": "data.eval is evaluated before and after training, and as trainer.eval_strategy says",
+    "do_eval": "data.eval is evaluated before and after training, and according to trainer.eval_strategy",
     "do_predict": "use burnish generate",
     "do_train": "a stage always trains",
     "enable_jit_checkpoint": "a killed run resumes from its last complete checkpoint: set save_steps",
     "eval_on_start": "data.eval is always evaluated before training",
     "fsdp": _ONE_PROCESS,
     "fsdp_config": _ONE_PROCESS,
-    "gradient_accumulation_steps": "per_device_train_batch_size is the rows of a step; token_budget bounds the memory",
-    "hub_token": "a recipe is copied into the manifest, where a secret must not be: set the variable HF_TOKEN",
+    "gradient_accumulation_steps": "per_device_train_batch_size sets the rows of a step; token_budget limits memory",
+    "hub_token": "the manifest contains a copy of the recipe, which must not hold secrets: set the variable HF_TOKEN",
     "ignore_data_skip": "the state of the data loader is saved and restored",
-    "label_names": "a method decides what it learns",
+    "label_names": "the method decides what is learned",
     "local_rank": _ONE_PROCESS,
     "log_level": _SHOWN,
     "log_level_replica": _ONE_PROCESS,
     "log_on_each_node": _ONE_PROCESS,
-    "logging_nan_inf_filter": "every number is logged as it is; on_non_finite says what happens to the step",
+    "logging_nan_inf_filter": "all numbers are logged unchanged; on_non_finite decides what happens to the step",
     "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
     "parallelism_config": _ONE_PROCESS,
-    "remove_unused_columns": "a method decides which columns it reads",
-    "restore_callback_states_from_checkpoint": _BY_ITSELF,
-    "resume_from_checkpoint": _BY_ITSELF,
+    "remove_unused_columns": "the method decides which columns it reads",
+    "restore_callback_states_from_checkpoint": _AUTOMATIC,
+    "resume_from_checkpoint": _AUTOMATIC,
     "save_on_each_node": _ONE_PROCESS,
-    "seed": "one seed rules a run: set seed: at the top of the recipe",
+    "seed": "a run has one seed: set seed at the top of the recipe",
     "skip_memory_metrics": "Burnish does not report the memory in use",
-    "use_cache": "no training pass keeps a cache of keys and values",
-    "use_cpu": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES= before the command hides it",
+    "use_cache": "training passes never use a key/value cache",
+    "use_cpu": "a GPU is used if there is one: set CUDA_VISIBLE_DEVICES= to hide it",
 }
 """Fields of TrainingArguments that a recipe may not set, and why."""
 
@@ -412,7 +422,7 @@ def check_arguments(args: TrainingArguments, on_non_finite: str) -> None:
 
 
 def warn_ignored(args: TrainingArguments) -> None:
-    """Warn about every field that was set and does nothing."""
+    """Warn about every field that is set but ignored."""
     for field in dataclasses.fields(args):
         if field.name not in IGNORED or field.name in _DERIVED:
             continue

@@ -1,4 +1,4 @@
-"""The terms of a loss, added up over micro-batches."""
+"""Adds up the terms of a loss over micro-batches."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ Metrics = dict[str, Metric]
 
 
 def learned(terms: Terms, weights: Mapping[str, float], counts: Mapping[Unit, float]) -> Terms:
-    """Terms and metrics without the gradients that no loss uses: of metrics, and of terms with nothing to divide by.
+    """Detach everything that the loss does not use: metrics, terms without a weight, and terms whose count is 0.
 
-    DistributedDataParallel takes every parameter that a result depends on for a used one, and gives it zeros where
-    the loss leaves it out. Adam would count these as a step, and decay the weights.
+    DistributedDataParallel treats every parameter that a result depends on as used, and gives it a zero gradient if the
+    loss does not depend on it. Adam would then count a step for it and decay its weight.
     """
     if missing := weights.keys() - terms.keys():
-        raise ValueError(f"a method weighs {sorted(missing)[0]!r}, which its loss does not give")
-    kept: Terms = {}
+        raise ValueError(f"the method has a weight for {sorted(missing)[0]!r}, but its loss returns no such term")
+    result: Terms = {}
     for name, part in terms.items():
         if isinstance(part, Term) and name in weights and counts[part.unit] > 0:
-            kept[name] = part._replace(count=None if part.count is None else part.count.detach())
+            result[name] = part._replace(count=None if part.count is None else part.count.detach())
         elif isinstance(part, Term):
-            kept[name] = Term(part.total.detach(), part.unit, None if part.count is None else part.count.detach())
+            result[name] = Term(part.total.detach(), part.unit, None if part.count is None else part.count.detach())
         else:
-            kept[name] = Metric(part.total.detach(), part.count.detach())
-    return kept
+            result[name] = Metric(part.total.detach(), part.count.detach())
+    return result
 
 
 def add(sums: Metrics, terms: Terms, batch: MicroBatch) -> None:
-    """Add the terms and metrics of a micro-batch to sums, without their gradients."""
+    """Add the terms and metrics of a micro-batch to ``sums``, detached."""
     parts: Metrics = {}
     for name, part in terms.items():
         if isinstance(part, Term):
@@ -42,7 +42,7 @@ def add(sums: Metrics, terms: Terms, batch: MicroBatch) -> None:
 
 
 def merge(sums: Metrics, more: Metrics) -> None:
-    """Add metrics to sums."""
+    """Add metrics to ``sums``."""
     for name, (total, count) in more.items():
         sums[name] = (
             Metric(sums[name].total + total, sums[name].count + count) if name in sums else Metric(total, count)
@@ -50,7 +50,7 @@ def merge(sums: Metrics, more: Metrics) -> None:
 
 
 def _check_count(name: str, term: Term, batch: MicroBatch) -> None:
-    """Check that a term is divided by what it was summed over. On a GPU that would wait for the device."""
+    """Check that a term is divided by the number of its summands; only on a CPU, since it would make a GPU wait."""
     if term.count is not None and term.count.device.type == "cpu":
         counted, expected = float(term.count), batch.counts[term.unit]
         assert math.isclose(counted, expected, rel_tol=1e-5), f"{name}: counted {counted}, divided by {expected}"
