@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-"""Sizes of a small model, by the names that most families' configs have."""
+"""Sizes of a small model, with the names that most configs use."""
 
 CHATML = """\
 {{- bos_token -}}
@@ -56,7 +56,7 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> L
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable character. Pad, bos and eos differ; the template is ChatML with marked turns."""
+    """One token per printable character, with different pad, BOS and EOS tokens, and ChatML with generation marks."""
     special = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|unk|>", "<|im_start|>"]
     vocabulary = {token: number for number, token in enumerate([*special, *string.printable])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
@@ -87,7 +87,7 @@ def byte_tokenizer(
     vocabulary = {token: id for id, token in enumerate([*special, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # white space has no characters of its own
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # offsets then do not include white space
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     names = names or {"bos_token": special[0], "eos_token": special[-1], "pad_token": special[-1]}

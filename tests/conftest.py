@@ -1,4 +1,4 @@
-"""What every test may use: a tokenizer of single characters and small random models."""
+"""Fixtures for all tests, such as a character-level tokenizer and small random models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Read by torch when it is imported: two idle threads that spin would slow down whatever runs beside the tests.
+# torch reads this when it is imported. Idle threads that spin would slow down everything else on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,7 +30,7 @@ MakeTrainer = Callable[..., Any]
 
 @pytest.fixture(scope="session", autouse=True)
 def _alone(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One thread, and a cache of its own: no test reads what another run wrote."""
+    """One thread, and a new cache, so that no test reads what another run wrote."""
     torch.set_num_threads(1)
     os.environ["BURNISH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
@@ -46,19 +46,19 @@ def _transformers_verbosity() -> Iterator[None]:
 
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable character; pad, bos and eos differ; the template is ChatML with marked turns."""
+    """One token per printable character, with different pad, BOS and EOS tokens, and ChatML with generation marks."""
     return character_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> MakeLlama:
-    """Makes Llamas with random weights: ``tiny_llama(seed, dtype, **config)``, fit for ``tiny_tokenizer``."""
+    """Creates Llamas with random weights for ``tiny_tokenizer``: ``tiny_llama(seed, dtype, **config)``."""
     return llama
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: MakeLlama) -> Path:
-    """A model folder that no test writes to: ``tiny_llama(0)`` with ``tiny_tokenizer``."""
+    """A model folder that tests must not change: ``tiny_llama(0)`` with ``tiny_tokenizer``."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama().save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
@@ -81,7 +81,7 @@ def run_folder(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def make_trainer(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> MakeTrainer:
-    """Makes trainers that log every step: ``make_trainer(method, model, rows, batch=4, lr=1e-3, **arguments)``.
+    """Creates trainers that log every step: ``make_trainer(method, model, rows, batch=4, lr=1e-3, **arguments)``.
 
     ``own`` holds what is not of ``TrainingArguments``: truncation, token_budget, recorder, callbacks, ...
     """
@@ -125,7 +125,7 @@ def make_trainer(
 
 @pytest.fixture(scope="session")
 def weights() -> Callable[[Any], bytes]:
-    """The bytes of all weights of a module, for what must not change at all."""
+    """Returns the bytes of all weights of a module, for exact comparisons."""
 
     def of(module: Any) -> bytes:
         return b"".join(
@@ -150,7 +150,7 @@ def artifacts() -> Callable[..., dict[str, dict[str, list[float]]]]:
         folders = [path for path in folders if any((path / name).is_file() for name in kinds)]
         command = [sys.executable, str(Path(__file__).parent / "artifacts_job.py"), *map(str, folders)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # sums in another order would be rounded otherwise
+        # another number of threads changes the order of sums, and so the rounding
         environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -59,7 +59,7 @@ def here(tmp_path, monkeypatch, model):
 
 
 def error(*arguments: str) -> str:
-    """The one message of a command that fails by the user's mistake."""
+    """Run a command that must fail because of the user's mistake, and return its only message."""
     result = CliRunner().invoke(app, list(arguments), terminal_width=200)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("error:") == 1
@@ -73,7 +73,7 @@ def test_the_recipe_without_a_mistake_is_accepted(here):
     assert result.exit_code == 0, result.output
 
 
-# A text of the recipe, what is written instead, and what the message must hold.
+# A text in the recipe, what replaces it, and what the message must contain.
 RECIPES = {
     "unknown key at the top": ("seed: 0", "sede: 0", ["r.yaml:2: sede: unknown key", "mean 'seed'?"]),
     "unknown key of a stage": ("    trainer:", "    trainers:", ["r.yaml:8: stages.sft.trainers", "mean 'trainer'?"]),
@@ -303,7 +303,7 @@ def said(*turns: tuple[str, object]) -> dict[str, object]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-# The file, the row that follows a good one, and what the message must hold.
+# The file, the row after a good one, and what the message must contain.
 ROWS = {
     "broken JSON": ("chat", '{"messages": [', []),
     "no object": ("chat", "[1, 2]", []),

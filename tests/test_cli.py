@@ -239,7 +239,7 @@ def test_an_error_in_the_users_code_shows_only_the_users_frames_and_exits_with_1
 
 def test_the_environment_is_set_unless_the_user_did(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     call("recipes")
     assert cli.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

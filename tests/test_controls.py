@@ -1,4 +1,4 @@
-"""Negative controls: where there is nothing to learn, nothing is learned; and a point of reference."""
+"""Negative controls: nothing is learned if there is nothing to learn. And a well-known run as a reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompts(n: int) -> list[Any]:
 
 
 def pairs(n: int, seed: int, *, shuffled: bool) -> list[Any]:
-    """The answer with more digits is preferred; shuffled, a coin says which one is called so."""
+    """The answer with more digits is preferred. If shuffled, the preferred answer is chosen at random."""
     r = random.Random(seed)
     made = []
     for i in range(n):
@@ -61,7 +61,7 @@ def test_shuffled_preferences_teach_nothing(shuffled: bool, make_trainer: Any, t
     if shuffled:
         assert 0.45 <= results["eval_accuracy"] <= 0.55
         assert results["eval_accuracy_low"] < 0.5 < results["eval_accuracy_high"]
-        assert results["eval_preference"] > 0.99 * math.log(2)  # nobody does better than knowing nothing
+        assert results["eval_preference"] > 0.99 * math.log(2)  # not better than chance
     else:
         assert results["eval_accuracy_low"] > 0.9
 

@@ -70,7 +70,7 @@ class Point(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What moments of different steps and stages have in common."""
+        """The kind of the moment, without the numbers of steps and the names of stages."""
         name = re.sub(r"\b(sft|ppo|made)\b", "STAGE", re.sub(r"\d+", "N", self.event))
         return f"{name} {self.side} {self.end}"
 
@@ -113,7 +113,7 @@ def restore(tree: Tree, folder: Path) -> None:
 
 
 class Recording:
-    """Copies of a folder at every point, those that are equal once."""
+    """Copies of a folder at every point. Equal copies are kept only once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

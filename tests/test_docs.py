@@ -53,7 +53,7 @@ def stages_that_pages_run() -> set[tuple[str, str]]:
 
 
 def make_what_the_user_has(recipe: str) -> None:
-    """The files, functions and runs that a reader has; whatever else a recipe names has to exist."""
+    """Create the files, functions and runs that a reader has. Everything else that a recipe names must exist."""
     for name in FILE.findall(recipe):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}\n", "utf-8")

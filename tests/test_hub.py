@@ -1,4 +1,4 @@
-"""Ids of the hub work where their files are in its cache, without a network; what is not there is told."""
+"""Hub ids work without a network if their files are in the hub's cache. Missing files are reported."""
 
 import json
 import os

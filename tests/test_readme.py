@@ -14,14 +14,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-# A cut of the recipe `tiny` that takes seconds.
+# The recipe `tiny`, cut down to seconds.
 SMALL = {
     "run tiny": "stages.prepare.with.rows=512 stages.prepare.with.pairs=128 stages.prepare.with.prompts=128 "
     "stages.prepare.with.held_out=32 stages.sft.trainer.num_train_epochs=1 stages.reward.trainer.num_train_epochs=1"
 }
 
 
-# Folders of which CONTRIBUTING.md has one line, not one for each file.
+# Folders that have a single line in CONTRIBUTING.md, not one for each file.
 PER_FOLDER = re.compile(r"(tests/\w+/|benchmarks/peers/)")
 
 

@@ -1,4 +1,4 @@
-"""Promise 2: a pipeline that is killed at any moment and run again ends with the bytes of one that never was."""
+"""Promise 2: a pipeline that is killed at any moment and run again ends with the same bytes as an uninterrupted one."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def offline(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["tiny", "offline"])
 def test_killed_at_ten_moments_ends_with_the_same_bytes(pipeline: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"  # the same for both: rows are named by the file that they came from
+    folder = tmp_path / "run"  # the same for both, because rows are named by their file
     run = command(folder, *(["tiny", *SMALL] if pipeline == "tiny" else [offline(tmp_path)]))
     subprocess.run(run, check=True, env=environment(), capture_output=True, timeout=300)
     expected = results(folder)

@@ -1,4 +1,4 @@
-"""The table at the end of `make acceptance`: what ran, how it ended, how long it took, and what it recorded."""
+"""The table at the end of `make acceptance`: tests, outcomes, times and recorded figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run in which every test was skipped has accepted nothing."""
+    """Fail if every test was skipped."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if asked(session.config) and exitstatus == pytest.ExitCode.OK and terminal and not terminal.stats.get("passed"):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
@@ -35,5 +35,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def asked(config: pytest.Config) -> bool:
-    """Whether these tests were asked for by their marker."""
+    """Whether the acceptance tests were selected by their marker."""
     return config.getoption("markexpr") == "acceptance"

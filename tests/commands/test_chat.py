@@ -1,4 +1,4 @@
-"""The conversation in the terminal: what streams, what is remembered, what is dropped, and how it is left."""
+"""The chat in the terminal: streaming, memory, full context windows, commands and interrupts."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def test_terminal_escapes_in_answers_are_shown_as_text(make_talk: Any, monkeypat
 
 
 def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
-    """Ctrl-C while nothing is said and while an answer is made, a line, Ctrl-D."""
+    """Ctrl-C at the prompt and during an answer, another line, Ctrl-D."""
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "burnish", "chat", str(tiny_folder), "--max-new-tokens", "200"]
-    # what runs the tests in the background may have told them to ignore Ctrl-C
+    # processes that run in the background may inherit that Ctrl-C is ignored
     hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=hears
@@ -178,7 +178,7 @@ def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> Non
     wait_for(b"> ")
     os.write(parent, b"/system brief\n")
     wait_for(rb"\[system message set\]")
-    wait_for(b"> ")  # a Ctrl-D that comes before the line is read is none
+    wait_for(b"> ")  # a Ctrl-D before the prompt appears would be lost
     os.write(parent, b"\x04")
     assert process.wait(20) == 0
     os.close(parent)

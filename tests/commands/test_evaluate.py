@@ -1,4 +1,4 @@
-"""What `burnish eval` measures, against definitions computed apart, and the mistakes it names."""
+"""Measures of `burnish eval` against independent computations, and the mistakes it reports."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def measured(*arguments: Any) -> dict[str, Any]:
 
 
 def logprob(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float, int]:
-    """Of an answer and its end token, by transformers alone."""
+    """Sum of log-probabilities of an answer and its end token, and their number, by transformers alone."""
     messages = [{"role": "user", "content": prompt}]
     start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ids = [*start, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]

@@ -1,4 +1,4 @@
-"""Completions of files: columns, seeds, scores, going on after a stop, options that do not fit."""
+"""Completions of files: columns, seeds, scores, resuming, and conflicting options."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_parameters_of_an_adapter_are_those_that_peft_trains(targets):
 
 
 class Letters:
-    """Token i is the i-th letter; 0 is special, and a space stands before every other token but the first."""
+    """Token i is the i-th letter. 0 is special, and every other token but the first begins with a space."""
 
     all_special_ids = (0,)
 

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a second one is refused, and a killed one leaves nothing that stays locked."""
+"""Only one run at a time can use a folder, and a killed run leaves no lock."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ HOLD += "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    tim
 
 
 def hold(folder: Path) -> subprocess.Popen[str]:
-    """Another process that holds the folder."""
+    """Another process that locks the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -100,7 +100,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
 
 
 def test_two_runs_of_one_folder(tmp_path: Path) -> None:
-    """From the command line: the second ends at once with exit code 2, and the first ends well."""
+    """On the command line, the second run ends immediately with exit code 2, and the first run completes."""
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\n\ndef make(folder, seed):\n    (folder / 'begun').touch()\n"
         "    while not pathlib.Path('go').exists():\n        time.sleep(0.05)\n"

@@ -312,7 +312,7 @@ def test_names_that_are_kept_are_in_the_schema():
     assert keep["type"] == "array" and keep["items"] == {"type": "string"} and keep["default"] == []
 
 
-# A field, and another one that makes it do something.
+# A field, and the other field that it depends on.
 READ_WITH = [
     ("eval_steps=2", "eval_strategy=steps"),
     ("eval_delay=2", "eval_strategy=epoch"),

@@ -1,4 +1,4 @@
-"""Stages meet in files; what is done is not done again, what was interrupted goes on, another recipe is refused."""
+"""Stages exchange files. Finished stages do not run again, interrupted ones resume, and another recipe is refused."""
 
 import hashlib
 import io
@@ -69,7 +69,7 @@ def recipe(home: Path, folder: Path, *overrides: str) -> Recipe:
 
 
 def run(home: Path, folder: Path, *overrides: str, fresh: bool = False) -> str:
-    """Run the recipe; what was shown."""
+    """Run the recipe and return its output."""
     shown = io.StringIO()
     with Display(Console(file=shown, width=200)) as screen:
         assert pipeline.run(recipe(home, folder, *overrides), fresh=fresh, display=screen) == folder
@@ -78,7 +78,7 @@ def run(home: Path, folder: Path, *overrides: str, fresh: bool = False) -> str:
 
 @pytest.fixture(scope="module")
 def done(home, tmp_path_factory) -> Path:
-    """A run of the whole recipe; tests only read it."""
+    """A finished run of the whole recipe, which tests must not change."""
     folder = tmp_path_factory.mktemp("runs") / "done"
     run(home, folder)
     return folder
@@ -211,7 +211,7 @@ def test_another_recipe_is_refused_with_the_key_that_differs(override, key, done
 
 
 class Stopped(BaseException):
-    """As an interrupt is."""
+    """Stands for an interrupt."""
 
 
 @pytest.mark.parametrize(("stage", "step"), [("reward", 1), ("ppo", 5)])

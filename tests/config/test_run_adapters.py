@@ -1,4 +1,4 @@
-"""Stages with adapters: each kind, what is stored beside it, going on with one, and merging it first."""
+"""Stages with adapters: each kind, what is stored, continuing to train one, and merging one first."""
 
 import io
 import json
@@ -49,7 +49,7 @@ stages:
 
 
 def run(file: Path, text: str) -> str:
-    """Run a recipe; what was shown."""
+    """Run a recipe and return its output."""
     file.write_text(text)
     shown = io.StringIO()
     with Display(Console(file=shown, width=400)) as screen:
@@ -59,7 +59,7 @@ def run(file: Path, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Iterator[Path]:
-    """A run of the recipe; tests only read it."""
+    """A finished run of the recipe, which tests must not change."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(home / "cache"))

@@ -84,11 +84,11 @@ def weights(folder: str = "runs/small") -> dict[str, bytes]:
 
 
 class Killed(BaseException):
-    """As the end of the process."""
+    """Stands for the end of the process."""
 
 
 def stop_in(stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run until a step of a stage has been saved, and stop there."""
+    """Run until a checkpoint of a stage has been saved, and stop there."""
     saved = Trainer._save_checkpoint
 
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -208,12 +208,12 @@ def test_output_of_a_finished_stage_is_checked_before_it_is_used(
     with pytest.raises(UserError, match=f"{path} {wrong} stage sft wrote it: restore it, or remove"):
         run()
     shutil.rmtree("runs/small/sft")
-    shutil.copytree("kept", "runs/small/sft", copy_function=shutil.copy)  # with other times of change
+    shutil.copytree("kept", "runs/small/sft", copy_function=shutil.copy)  # with other modification times
     assert "resumes after step 1" in run()
 
 
 def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a file's name begins with the name of one that is read."""
+    """This includes files whose name begins with the name of a file that is read."""
     code = CODE.replace(
         '"data" / "chat.jsonl").write',
         '"data" / "chat.jsonl.bak").write_text("x")\n    (folder / "data" / "chat.jsonl").write',
@@ -246,7 +246,7 @@ def test_inputs_that_were_replaced_between_two_runs_of_a_stage_are_refused(
 ) -> None:
     """A base model that was replaced between kill and resume was taken."""
     stop_in("sft", 1, monkeypatch)
-    if path == "made":  # made again, with other rows
+    if path == "made":  # run the stage again, with other rows
         shutil.rmtree("runs/small/made")
         Path("make.py").write_text(CODE.replace("range(6)", "range(5)"))
         path = "made/data/chat.jsonl"
@@ -288,7 +288,7 @@ def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatc
     stop_in("ppo", 1, monkeypatch)
     shutil.move("runs/small", "moved")
     Path("elsewhere").mkdir()
-    for name in ("small.yaml", "make.py"):  # the reward is known as the recipe names it
+    for name in ("small.yaml", "make.py"):  # the reward is identified by its name in the recipe
         shutil.move(name, "elsewhere")
     shown = io.StringIO()
     with Display(Console(file=shown, width=200)) as screen:
@@ -333,7 +333,7 @@ def test_the_best_checkpoint_of_a_run_that_was_moved_stays_the_best(
     run()
     expected = weights()
     state = json.loads(next(Path("runs/small/sft").glob("checkpoint-*/trainer_state.json")).read_text())
-    assert state["best_global_step"] == 1  # each step makes it worse
+    assert state["best_global_step"] == 1  # each step makes the model worse
     shutil.rmtree("runs/small")
     stop_in("sft", 2, monkeypatch)
     shutil.move("runs/small", "moved")

@@ -53,7 +53,7 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def run(*overrides: str) -> tuple[dict[str, Any], str]:
-    """The stage of the manifest, and what was shown."""
+    """Run the recipe. Returns the stage's entry in the manifest, and the output."""
     shown = io.StringIO()
     with Display(Console(file=shown, width=250)) as screen:
         folder = pipeline.run(load("mixed.yaml", overrides), display=screen)
@@ -189,7 +189,7 @@ def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
 
 
 def test_training_on_held_out_rows_is_a_warning(home):
-    """Whatever the spelling, and also where it is one source of a mixture; the training goes on."""
+    """However the file is spelled, and also as one source of a mixture. Training continues."""
     Path("link.jsonl").symlink_to("b.jsonl")
     write("held.jsonl", [{"prompt": "1+1", "completion": "2"}])
     one = "data.train=[{from: ./a.jsonl}, {from: held.jsonl}]"
@@ -222,7 +222,7 @@ def test_a_stream_whose_file_changes_stops_the_run(home, monkeypatch):
 
     def take(stream: RowStream, count: int) -> Any:
         taken = made(stream, count)
-        if count == 4:  # a buffer, and not the first look at the rows
+        if count == 4:  # a buffer of training, not the check before it
             write("a.jsonl", [{"prompt": "1+1", "completion": "3"} for _ in range(8)])
         return taken
 

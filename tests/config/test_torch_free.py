@@ -11,7 +11,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "matplotlib")
 
 
 def imported(statement: str) -> set[str]:
-    """Which of the heavy packages a statement imports in a process of its own."""
+    """Which of the heavy packages a statement imports, in a separate process."""
     program = f"import sys\n{statement}\nprint([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return set(eval(done.stderr.splitlines()[-1]))

@@ -60,7 +60,7 @@ def logprob(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) ->
 
 
 def every_completion(vocabulary: int, limit: int) -> list[tuple[int, ...]]:
-    """All that end with EOS or at the limit, without the pad token 0."""
+    """All completions that end with EOS or at the limit, without the pad token 0."""
     completions = []
     for n in range(1, limit + 1):
         for tokens in itertools.product(range(1, vocabulary), repeat=n):
@@ -130,7 +130,7 @@ def test_one_beam_is_greedy(seed: int) -> None:
 
 
 def test_one_sampled_beam_has_the_sampling_distribution() -> None:
-    """3,000 draws of one token: a standard error of at most 0.0092 for any share; 4 of them are allowed."""
+    """With 3,000 draws, the standard error of a frequency is at most 0.0092; 4 standard errors are allowed."""
     model, prompt, draws = llama(6), (5, 1), 3000
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]
@@ -146,7 +146,7 @@ def test_one_sampled_beam_has_the_sampling_distribution() -> None:
 
 
 def test_beams_are_drawn_without_replacement() -> None:
-    """Two of three tokens, in an order: P({a, b}) = p_a p_b / (1 - p_a) + p_b p_a / (1 - p_b)."""
+    """Two of three tokens without replacement: P({a, b}) = p_a p_b / (1 - p_a) + p_b p_a / (1 - p_b)."""
     model, prompt, draws = llama(4), (3, 1), 3000
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]

@@ -1,4 +1,4 @@
-"""The continuous generator: transformers' batches, our requests, equal bytes for equal plans."""
+"""The generator based on transformers' continuous batching: equal plans give equal bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model() -> Any:
     shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     made: Any = LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.3))
-    # what a model's own generation config says is not used
+    # the model's own generation config is not used
     made.generation_config.update(top_k=2, temperature=0.1, repetition_penalty=3.0)
     return made.eval()
 

@@ -262,7 +262,7 @@ def test_banned_tokens_stay_in_the_probabilities():
     tokens, logprobs = draw(logits, uniforms, Sampling(), torch.tensor([[True, False, False]]))
     assert (tokens == 1).sum() == 60  # 0.3 / (0.3 + 0.2)
     assert logprobs[tokens == 1].tolist() == pytest.approx([math.log(0.3)] * 60)
-    # where nothing else is left, the likeliest of the others
+    # if all allowed tokens are banned, the likeliest other one
     tokens, logprobs = draw(logits, uniforms, Sampling(top_k=1), torch.tensor([[True, False, False]]))
     assert tokens.tolist() == [1] * 100
     assert logprobs.tolist() == pytest.approx([math.log(0.3)] * 100)
@@ -277,7 +277,7 @@ def test_nan_logits_are_reported(temperature):
 
 
 def biased(**biases):
-    """A model that gives token ``t<i>`` this much larger a logit at every position."""
+    """A model whose logit of token ``t<i>`` is larger by this amount at every position."""
     model = llama()
     row = torch.zeros(V, dtype=torch.float64)
     for name, value in biases.items():
@@ -424,7 +424,7 @@ def test_every_request_has_its_own_settings():
         (Sampling(max_new_tokens=14, top_p=0.6, min_new_tokens=8), range(2, 30)),
         (Sampling(max_new_tokens=9, stop=["a", "c"]), ()),
         (Sampling(max_new_tokens=30, stop=["e"], min_new_tokens=3), ()),
-        (Sampling(length_range=[2, 20]), {0}),  # the pad id, which may be sampled where it ends
+        (Sampling(length_range=[2, 20]), {0}),  # the pad id, which can be sampled if it is also a stop id
     ]
     wanted = [
         Request(ids, i, sampling, frozenset(ends))

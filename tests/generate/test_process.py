@@ -1,4 +1,4 @@
-"""The generator in a child process: the bytes of the local one, whenever the child dies."""
+"""The generator in a child process gives the same bytes as the local one, whenever the child dies."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def requests(n: int = 12, values: bool = False, **sampling: Any) -> list[Request
 
 
 def plain(completions: list[Completion]) -> list[Any]:
-    """Completions as values of which every bit is compared."""
+    """Completions as plain values, for an exact comparison."""
     return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
 
 
 class Mortal(ProcessGenerator):
-    """Kills its child once, before the message of this number in a weight update."""
+    """Kills its child once, before message number ``dies_at`` of a weight update."""
 
     dies_at: int | None = None
     died = 0
@@ -109,7 +109,7 @@ def test_the_bytes_are_those_of_the_local_generator_whenever_the_child_dies(gene
     local.update_weights(1, other.named_parameters())
     changed = complete(local, wanted, 1)
     assert plain(changed) != plain(expected) and {c.version for c in changed} == {1}
-    # and of a poll: what has arrived stays, what is missing is done again
+    # in the middle of a poll: received completions are kept, the others are sampled again
     handles = generator.submit(wanted, 1)
     done = dict(generator.poll(None))
     assert 0 < len(done) < len(wanted)
@@ -144,7 +144,7 @@ def test_a_child_that_always_dies_is_an_error() -> None:
             super()._start_and_sync()
             self.kill()
 
-    # a child that is not even there takes no seconds to import torch
+    # the child is killed right after its start, before it imports torch for seconds
     generator = Doomed(llama(), PAD)
     with pytest.raises(RuntimeError, match=r"died 3 times in a row, last with exit code -9"):
         generator.submit(requests(1), 0)

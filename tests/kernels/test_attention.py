@@ -1,4 +1,4 @@
-"""Attention over packed rows without a mask: equal to one sequence a row, for whoever can have it."""
+"""Attention over packed rows without a mask equals attention over one sequence per row."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ EXAMPLES = [example(9, 5, 1, 7), example(4, 3), example(6, 6, 6)]
 
 
 def last_states(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """States at the ends of sequences, and the gradient of a sum that weighs each of them in its own way."""
+    """States at the ends of sequences, and the gradients of a weighted sum of them."""
     model.zero_grad()
     states = hidden_states(model, batch).flatten(0, 1)[batch.ends]
     (states * torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)).sum().backward()
@@ -123,7 +123,7 @@ def test_half_precision_on_a_cpu_is_computed_in_float32():
 
 
 def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What the kernel of a GPU documents, sequence by sequence."""
+    """The documented behavior of the GPU kernel, one sequence at a time."""
     assert window_size == (-1, 0)
     assert enable_gqa == (q.shape[1] != k.shape[1])
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))

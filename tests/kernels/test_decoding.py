@@ -1,4 +1,4 @@
-"""Attention of one query a row against transformers' own, on layers and in whole generations."""
+"""Attention with one query per row against transformers' own, in single layers and in generation."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

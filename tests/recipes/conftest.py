@@ -1,4 +1,4 @@
-"""Small stand-ins for what the recipes fetch: rated film reviews and a dictionary."""
+"""Small stand-ins for the downloads of recipes: rated film reviews and a dictionary."""
 
 import io
 import tarfile
@@ -21,7 +21,7 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def sources(folder: Path, lines: list[tuple[int, str, list[int]]]) -> Path:
-    """An archive as vaderSentiment ships it, with other snippets."""
+    """An archive laid out like vaderSentiment's, with other snippets."""
     texts = "".join(f"{number}\t{sum(r) / len(r)}\t{text}\r\n" for number, text, r in lines)
     ratings = "".join(f"{number}\t{sum(r) / len(r)}\t1.0\t{r}\n" for number, _, r in lines)
     inner = packed(
@@ -43,7 +43,7 @@ def pack() -> Callable[[dict[str, bytes]], bytes]:
 
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ninety snippets and one whose text stands there twice."""
+    """Ninety snippets, and one that repeats the text of another."""
     # the mean rating of snippet n is (n % 9) - 4, so that a snippet's number tells its rating
     lines = [(n, f"Sentence number {n}.", [n % 9 - 5, n % 9 - 4, n % 9 - 3]) for n in range(1, 91)]
     return sources(tmp_path_factory.mktemp("archive"), [*lines, (91, "Sentence number 5.", [1, 1, 1])])

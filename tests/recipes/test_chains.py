@@ -1,4 +1,4 @@
-"""Chain sums: steps, mistakes and values as said, and what the recipe step_value comes to on unseen questions."""
+"""Chain sums: their steps, mistakes and values, and the accuracy of the recipe step_value on held-out questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classic chain with a small random model: what it makes fits together, and the tutorials' mistake is refused."""
+"""The classic pipeline with a small random model: its parts fit together, and merging into a wrong base is refused."""
 
 import json
 import os

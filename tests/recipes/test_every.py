@@ -1,4 +1,4 @@
-"""Every shipped recipe runs, cut down to seconds: small random models, and stand-ins for what is fetched."""
+"""Every shipped recipe runs, cut down to seconds, with small random models and stand-ins for downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from burnish.config.run import run
 from burnish.report.metrics import read_metrics
 
 FILMS = ["stages.prepare.with.archive={archive}", "stages.prepare.with.pairs=12"]
-# Where a model or a file has to be another one, and how much of the work is left.
+# Overrides that replace models and files by small ones and reduce the work.
 SMALLER = {
     "classic": [
         "stages.prepare.with={{dictionary: {dictionary}, rows: 3, pairs: 2, prompts: 2, held_out: 2}}",

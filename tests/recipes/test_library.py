@@ -1,4 +1,4 @@
-"""Prose of the running Python: what is held out is not trained on, and reading it lowers the perplexity."""
+"""Prose of the running Python: files, held-out sections, and the tokenizer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recipes of sums in full: rewards take the model beyond its data, and one that says nothing does not."""
+"""Full runs of the recipes on sums: a reward makes the model better than its data, and a constant reward does not."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(recipe: str | Path, out: Path) -> dict[str, dict]:
-    """Results of each stage that has some."""
+    """Run a recipe and return the results of its stages."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "burnish", "run", str(recipe), f"out={out}"]
     subprocess.run(command, check=True, env=environment, capture_output=True, timeout=900)

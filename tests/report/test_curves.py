@@ -1,4 +1,4 @@
-"""Numbers of curves: what is drawn, and where."""
+"""Curves of metrics: which points are drawn, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees, in a terminal and in a file, and what the callback passes on."""
+"""The display of a run in a terminal and in a file, and the callback that feeds it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE = {"step": 4, "prompt": "Say\x1b[31m [bold]hi", "completion": "one\ntwo\x
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that the test advances."""
 
     now = 0.0
 

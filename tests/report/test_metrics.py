@@ -1,4 +1,4 @@
-"""What is written to a run's files, byte by byte."""
+"""The files of a run's metrics and samples, byte by byte."""
 
 from __future__ import annotations
 

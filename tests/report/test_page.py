@@ -1,4 +1,4 @@
-"""The report of a small made-up run: three stages, of which the numbers are known."""
+"""The report of a small made-up run with three stages and known numbers."""
 
 from __future__ import annotations
 

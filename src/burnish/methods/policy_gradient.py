@@ -40,7 +40,7 @@ from burnish.user_code import user_code
 
 F = TypeVar("F")
 
-# Estimators that compare the completions of a prompt, of which there must be several.
+# Estimators that compare the completions of a prompt. They need at least two of each.
 GROUPS = ("rloo", "group_mean", "group_std", "reinforce++-baseline")
 
 
@@ -54,10 +54,10 @@ describes the tensors. The settings are the other keys of ``policy_loss`` in a r
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor | None]]
 """``(rewards, mask, groups, values, *, settings) -> (advantages, returns)``, for all N rollouts of a batch.
 
-``rewards`` (N, T) are those of tokens, with the score at the last one, and the KL where it counts in the reward;
-``mask`` (N, T) is True where the policy wrote the token; ``groups`` (N,) are equal for completions of one prompt;
-``values`` (N, T) are the critic's, None without one. ``returns`` (N, T) are what the critic learns, None if no critic
-is read. The settings are the other keys of ``advantage`` in a recipe.
+``rewards`` (N, T) are token rewards: the score at the last token, and minus the KL at every token with ``kl_in:
+reward``. ``mask`` (N, T) is True for tokens that the policy sampled. ``groups`` (N,) are equal for completions of the
+same prompt. ``values`` (N, T) come from the critic, None without one. ``returns`` (N, T) are the targets of the critic,
+None if the estimator does not use one. The settings are the other keys of ``advantage`` in a recipe.
 """
 
 Reduction = Callable[..., Term]
@@ -72,7 +72,7 @@ trainer divides the total by the number of units in the whole optimizer step: ``
 def gae(
     rewards: Tensor, mask: Tensor, groups: Tensor, values: Tensor | None, *, gamma: float, lam: float, whiten: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Generalized advantage estimation; the returns are those of the advantages before they are whitened."""
+    """Generalized advantage estimation. Returns are computed from the advantages before whitening."""
     assert values is not None
     estimates, returns = advantages.gae(rewards, values, mask, gamma, lam)
     return advantages.whiten(estimates, mask) if whiten else estimates, returns
@@ -81,7 +81,7 @@ def gae(
 def compared(
     rewards: Tensor, mask: Tensor, groups: Tensor, values: Tensor | None, *, kind: Baseline
 ) -> tuple[Tensor, Tensor | None]:
-    """Rewards of completions, compared with one another (``math.advantages.compute_advantages``)."""
+    """Advantages from comparing completions with each other (``math.advantages.compute_advantages``)."""
     return advantages.compute_advantages(rewards, mask, groups, kind), None
 
 
@@ -106,10 +106,10 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callable[..., Any]:
-    """A registered function, or the user's own, with its settings.
+    """A registered function or the user's own, bound to its settings.
 
     Raises:
-        UserError: the user's function does not take these settings, or there is no such function.
+        UserError: if there is no such function, or the user's function does not take these settings.
     """
     settings = chosen.model_dump()
     name = settings.pop("name")
@@ -145,8 +145,8 @@ def with_settings(registry: Mapping[str, F], chosen: Config, key: str) -> Callab
 class PolicyGradient(Method):
     """Learns from completions of prompts: policy loss + critic.coef * value loss - entropy_coef * entropy + KL.
 
-    The other terms are there as far as the settings ask for them. ``PPO``, ``RLOO``, ``GRPO`` and ``Reinforce`` are
-    this method with the defaults of their presets.
+    The settings decide which terms after the first are used. ``PPO``, ``RLOO``, ``GRPO`` and ``Reinforce`` are this
+    method with the defaults of their presets.
     """
 
     spec = METHODS["ppo"]
@@ -173,7 +173,7 @@ class PolicyGradient(Method):
             self._check_samples()
 
     def _check_samples(self) -> None:
-        """Raise a UserError where there would be nothing to learn from the completions of a prompt."""
+        """Raise a UserError if there would be nothing to learn from the completions of a prompt."""
         s, samples = self.settings, self.sampler.sampling.samples
         self.sampler.check_explores()
         if s.advantage.name in GROUPS and samples < 2:
@@ -193,12 +193,12 @@ class PolicyGradient(Method):
 
     @property
     def critic(self) -> Critic | None:
-        """Settings of the critic, where there is one."""
+        """The settings of the critic; None without one."""
         return self.settings.critic if isinstance(self.settings.critic, Critic) else None
 
     @property
     def weights(self) -> dict[str, float]:
-        """The terms of the loss that learn something now."""
+        """The weight of each term that trains something in this iteration."""
         s, warming_up = self.settings, self.warming_up
         parts = {
             "policy": 0.0 if warming_up else 1.0,
@@ -210,11 +210,11 @@ class PolicyGradient(Method):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Of the parts of the network that have one of their own."""
+        """Learning rates of the parts of the network that have their own."""
         return {"critic": self.critic.learning_rate} if self.critic and self.critic.learning_rate else {}
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
-        """Policy and critic without dropout, and the reference kept aside where there is one."""
+        """Create the critic, disable dropout, and keep a reference model if the settings need one."""
         disable_dropout(model)
         self.reference = Reference(model) if self.settings.kl_coef or self.settings.reference else None
         if self.critic is None:
@@ -228,7 +228,10 @@ class PolicyGradient(Method):
         return Network(model, critic)
 
     def _separate_critic(self, policy: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-        """Started from a causal reward model that reads the policy's tokens, at the scale of its part of the score."""
+        """A critic initialized from a reward model with the policy's tokenizer and architecture, or from the policy.
+
+        A reward model's scores are scaled to its share of the total score.
+        """
         for reward in self.sampler.rewards if self.critic and self.critic.start == "auto" else []:
             scorer = reward.function
             if not isinstance(scorer, ModelReward) or scorer.tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -243,7 +246,7 @@ class PolicyGradient(Method):
         return self.sampler.examples(rows, tokenizer, truncation)
 
     def loader(self, examples: list[Example], engine: Engine, run: Run) -> StepLoader:
-        """Batches of prompts, sampled, scored, and cut into mini-batches."""
+        """Sample and score batches of prompts, and split them into mini-batches."""
         self.sampler.check_rewards()
 
         def begin(iteration: int) -> None:
@@ -261,7 +264,7 @@ class PolicyGradient(Method):
         )
 
     def measure(self, network: Network, use_sampler_logprobs: bool) -> Callable[[MicroBatch], dict[str, Tensor]]:
-        """What the update needs of rollouts: log-probabilities as in ``Sampler.logprobs_of``, and values."""
+        """What the update needs for each rollout: log-probabilities (``Sampler.logprobs_of``) and values."""
         logprobs = self.sampler.logprobs_of(network.policy, self.reference, use_sampler_logprobs)
         if network.critic is None:
             return logprobs
@@ -274,7 +277,7 @@ class PolicyGradient(Method):
         return of
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
-        """Terms of the policy, the critic and the KL; as metrics the entropy, the ratio and those of the loss."""
+        """Terms for the policy, the critic, the entropy and the KL, and metrics of the ratio and the policy loss."""
         s, mask, arrays, transform = self.settings, batch.loss_mask, batch.arrays, self.sampler.transform
         old_logprobs, advantages = arrays["old_logprobs"], arrays["advantages"]
         hidden = hidden_states(network.policy, batch)
@@ -310,7 +313,7 @@ class PolicyGradient(Method):
         return terms
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
-        """Completions of held-out prompts, scored; see ``Sampler.evaluate``."""
+        """Complete and score held-out prompts (``Sampler.evaluate``)."""
         self.sampler.check_rewards()
         return self.sampler.evaluate(examples, engine, run, self.reference, self.settings.evaluation)
 
@@ -332,13 +335,13 @@ class RLOO(PolicyGradient):
 
 
 class GRPO(PolicyGradient):
-    """Clipped ratios, with advantages in units of the deviation of a prompt's completions (Shao et al. 2024)."""
+    """Clipped ratios, with scores normalized over the completions of each prompt (Shao et al. 2024)."""
 
     spec = METHODS["grpo"]
 
 
 class Reinforce(PolicyGradient):
-    """REINFORCE (Williams 1992) on completions of prompts; or on scored rows, as ``ScoredReinforce``."""
+    """REINFORCE (Williams 1992) on completions of prompts, or on scored rows (``ScoredReinforce``)."""
 
     spec = METHODS["reinforce"]
 
@@ -348,17 +351,17 @@ class Reinforce(PolicyGradient):
         self.scored = ScoredReinforce(self.settings, self.policy_loss, self.reduction, self.sampler.start_scores)
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
-        """The model without dropout, and the reference kept aside where there is one."""
+        """Disable dropout, and keep a reference model if the settings need one."""
         network = super().prepare(model, tokenizer)
         self.scored.reference = self.reference
         return network
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
-        """Prompts with room for the completion; or scored conversations, with the reward at every token."""
+        """Encode prompts with room for a completion, or scored conversations with the reward at every token."""
         return (super() if are_prompts(rows) else self.scored).examples(rows, tokenizer, truncation)
 
     def loader(self, examples: list[Example], engine: Engine, run: Run) -> StepLoader:
-        """Batches of prompts, sampled, scored, and cut into mini-batches; or scored rows in a seeded order."""
+        """Sample and score batches of prompts, or shuffle scored rows."""
         if not _encoded_prompts(examples):
             return self.scored.loader(examples, engine, run)
         self._check_samples()
@@ -371,9 +374,9 @@ class Reinforce(PolicyGradient):
         return super().loss(network, batch) if "old_logprobs" in batch.arrays else self.scored.loss(network, batch)
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
-        """Completions of held-out prompts, scored; or the loss on scored rows.
+        """Complete and score held-out prompts, or compute the loss on scored rows.
 
-        Prompts may evaluate what is trained on scored rows.
+        A model that is trained on scored rows may be evaluated on prompts.
         """
         if _encoded_prompts(examples):
             return super().evaluate(examples, engine, run)

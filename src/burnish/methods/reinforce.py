@@ -1,4 +1,4 @@
-"""REINFORCE on scored conversations: raise or lower the log-probability of what was written by how good it was."""
+"""REINFORCE on scored conversations: each reward raises or lowers the log-probability of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from burnish.render.truncate import Truncation
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Term, Terms
 
-# Settings that are read on scored rows; nothing is sampled there, so that the others would be ignored.
+# The settings that apply to scored rows. Nothing is sampled from them, so the other settings would be ignored.
 READ = {
     "policy_loss",
     "advantage",
@@ -44,13 +44,13 @@ READ = {
 
 
 class ScoredReinforce:
-    """L = -sum_t A_t l_t of what the assistant wrote, a mean over rows; A is the reward, minus a baseline if asked.
+    """L = -sum_t A_t l_t over the assistant's tokens, averaged over rows. A is the reward, minus an optional baseline.
 
     Args:
         settings: of ``reinforce``.
         policy_loss: the losses of tokens; the ratio of every token is 1.
         reduction: how they become one number.
-        start_scores: kept with the state of the loader.
+        start_scores: scores of held-out prompts before training, saved with the loader's state.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ScoredReinforce:
         self.warned = False
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
-        """Scored conversations, with the reward at every token."""
+        """Encode scored conversations, with the reward at every token."""
         renderer = Renderer(tokenizer)
 
         def to_examples(rows: list[Scored]) -> list[Example]:
@@ -80,7 +80,7 @@ class ScoredReinforce:
         return encode(rows, to_examples, truncation)
 
     def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:
-        """Rows in a seeded order."""
+        """Shuffle rows by the seed."""
         if examples:  # an empty list may be prompts that were all too long: RowLoader says so
             self._check()
             _check_rewards(examples)
@@ -123,13 +123,13 @@ class ScoredReinforce:
             )
 
     def with_reference(self, examples: list[Example], engine: Engine) -> list[Example]:
-        """Examples with the reference's log-probabilities, which never change."""
+        """Add the reference model's log-probabilities. They never change, so they are computed once."""
         if self.reference is None or not self.settings.kl_coef or self.settings.kl_in != "loss":
             return examples
         return compared(self.reference, engine, examples)
 
     def _compute_advantages(self, step: list[Example]) -> list[Example]:
-        """The rows of a step are the group that they are compared in."""
+        """Compute advantages by comparing the rows of an optimizer step with each other."""
         assert isinstance(self.settings.advantage, Compared)
         mask, arrays = learned_arrays(step)
         scores = torch.tensor([_reward(example) for example in step], dtype=torch.float64)
@@ -139,7 +139,7 @@ class ScoredReinforce:
         return with_learned_arrays(step, **(arrays | {"advantages": advantages}))
 
     def _watch(self, engine: Engine, run: Run) -> None:
-        """Warn once when rows with negative rewards have become far less likely than chance."""
+        """Warn once if tokens with negative rewards have become far less likely than chance."""
         chance = -math.log(unwrap(engine.network.policy).config.get_text_config().vocab_size)
         now = run.last().get("logprob_negative_advantage", 0.0)
         if now < 2 * chance:
@@ -152,7 +152,7 @@ class ScoredReinforce:
             )
 
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
-        """Terms of the policy and the KL; as metrics the mean log-probability of what is pushed up, and down."""
+        """Terms for the policy and the KL, and the mean log-probabilities by the sign of the advantage."""
         s, mask, arrays = self.settings, batch.loss_mask, batch.arrays
         hidden = hidden_states(network.policy, batch)
         logprobs, _ = token_logprobs(network.policy, hidden, batch, mask, entropies="off")
@@ -172,10 +172,10 @@ class ScoredReinforce:
 
 
 def are_prompts(rows: list[Row]) -> bool:
-    """Whether rows are prompts; else they are scored.
+    """Whether rows are prompts, as opposed to scored rows.
 
     Raises:
-        UserError: they are mixed.
+        UserError: if there are both.
     """
     other = next((row for row in rows if type(row) is not type(rows[0])), None)
     if other is not None:
@@ -187,12 +187,12 @@ def are_prompts(rows: list[Row]) -> bool:
 
 
 def _reward(example: Example) -> float:
-    """The reward of an encoded row, which stands at every token."""
+    """The reward of an encoded row, which is stored at every token."""
     return float(example.sequences[0].arrays["advantages"][0])
 
 
 def _check_rewards(examples: list[Example]) -> None:
-    """Warn of rewards that are not in [-1, 1], as a large one moves the model as far as that many rows."""
+    """Warn about rewards outside [-1, 1]: the weight of a row is proportional to its reward."""
     outside = [example for example in examples if not -1 <= _reward(example) <= 1]
     if outside:
         warnings.warn(

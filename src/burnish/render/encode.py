@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 CHUNK = 512  # rows that are tokenized together
-SKIPPED = "skip: "  # how the reason begins of a row that could not be encoded and was left out
+SKIPPED = "skip: "  # prefix of the reason for rows that were skipped because they could not be encoded
 ARRAY = "array."  # before the names of a sequence's arrays in the cache
 CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
@@ -39,15 +39,15 @@ def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_
     """Encode rows as examples that fit ``truncation.max_length``.
 
     Args:
-        rows: rows of a kind that ``function`` takes.
-        function: many rows to one example each, not truncated.
-        truncation: the longest sequence, and what happens to longer ones and to bad rows.
-        cache_key: names all that ``function`` depends on (``cache_key``): if the same rows were encoded before, the
-            result is read from disk. None: not cached.
+        rows: rows of a type that ``function`` accepts.
+        function: converts rows to one example each, without truncation.
+        truncation: the maximum length, and how to handle longer rows and rows that cannot be encoded.
+        cache_key: a digest of everything that ``function`` depends on (``cache_key``). If the same rows were encoded
+            before, the result is read from disk. None disables the cache.
 
     Raises:
-        UserError: a row cannot be encoded, is too long and may not be truncated, or has nothing left to learn; the
-            first such row is reported.
+        UserError: if a row cannot be encoded, is too long and must not be truncated, or has nothing left to learn. The
+            message names the first such row.
     """
     path = None
     if cache_key is not None and _cached.get():
@@ -80,7 +80,7 @@ def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_
 
 
 def _with_prompts(encoded: Encoded, rows: list[Row]) -> Encoded:
-    """Examples of prompts with their rows, whole where the tokens are truncated. A prompt makes one example or none."""
+    """Attach the rows of prompts, which are not truncated. Each prompt has one example or none."""
     prompts = [row for row in rows if isinstance(row, Prompt)]
     if not prompts:
         return encoded
@@ -91,7 +91,7 @@ def _with_prompts(encoded: Encoded, rows: list[Row]) -> Encoded:
 
 
 def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
-    """The example of each row, or its error: if a batch fails, its halves are tried, down to single rows."""
+    """The example of each row, or its error. If a batch fails, its halves are tried separately, down to single rows."""
     try:
         return list(function(rows))
     except UserError as error:
@@ -102,7 +102,7 @@ def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
 
 
 def sort_changes(changed: list[Changed]) -> tuple[list[str], list[str]]:
-    """Rows that were skipped because they could not be encoded, and rows truncated or dropped for their length."""
+    """Split changes into rows that could not be encoded, and rows that were truncated or dropped for their length."""
     skipped, truncated = [], []
     for source, reason in changed:
         kind = skipped if reason.startswith(SKIPPED) else truncated
@@ -112,7 +112,7 @@ def sort_changes(changed: list[Changed]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def without_cache() -> Iterator[None]:
-    """Encode without reading or writing the cache, as for rows of a stream."""
+    """Disable the cache, for example for streamed rows."""
     token = _cached.set(False)
     try:
         yield
@@ -143,7 +143,7 @@ def _progress(starts: range) -> Iterable[int]:
 
 
 def cache_key(tokenizer: PreTrainedTokenizerBase, *options: Any) -> str:
-    """A digest of the tokenizer, its template, and the options: what the ids of a row depend on besides the row."""
+    """A digest of the tokenizer, its template and the options, on which the ids of a row depend."""
     import tokenizers
     import transformers
 
@@ -180,7 +180,7 @@ def cache_folder() -> Path:
 
 
 def _write(encoded: Encoded, path: Path) -> None:
-    """Write the examples as arrays, whole or not at all."""
+    """Write the examples as arrays, atomically."""
     from safetensors.numpy import save
 
     sequences = [s for example in encoded.examples for s in example.sequences]
@@ -206,14 +206,14 @@ def _write(encoded: Encoded, path: Path) -> None:
 
 
 def _checksum(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> str:
-    """The SHA-256 of arrays and notes, whatever their order."""
+    """The SHA-256 of arrays and notes. It does not depend on their order."""
     parts = [f"{name} {array.dtype} {array.shape}".encode() for name, array in sorted(tensors.items())]
     parts += [f"{name} {text}".encode() for name, text in sorted(notes.items())]
     return files.digest([*parts, *(tensor.data for _, tensor in sorted(tensors.items()))])
 
 
 def _read(path: Path) -> Encoded | None:
-    """What was kept; None where the file is damaged, and the rows are to be encoded again."""
+    """Read cached examples. Returns None if the file is damaged, so that the rows are encoded again."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,8 +1,8 @@
 """Which tokens of a conversation are learned.
 
-All ids of a row come from one tokenization. If the template marks what the assistant writes (``{% generation %}``), the
-mask follows the marks. Otherwise a turn's tokens are those that it adds to the prompt before it, and the ids of that
-prompt must be a prefix of the row's ids, or the mask would silently be wrong.
+All ids of a row come from one tokenization. If the template marks the assistant's text with ``{% generation %}``, the
+mask follows these marks. Otherwise, the tokens of a turn are those that follow its prompt. The ids of the prompt must
+then be a prefix of the row's ids; this is checked, because the mask would silently be wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ every token that has a predecessor."""
 
 
 class Turn(NamedTuple):
-    """Tokens ``start`` to ``end`` are what the assistant says; ``end_id`` ends it, if anything: ``Turn(5, 8, 2)``."""
+    """The assistant's tokens are ``start`` to ``end``; ``end_id`` is the token that ends them: ``Turn(5, 8, 2)``."""
 
     start: int
     end: int
@@ -31,9 +31,9 @@ class Turn(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The first messages of a conversation, alone: ``Prefix(1, opens_turn=True)`` is the prompt of the first answer.
+    """The first messages of a conversation: ``Prefix(1, opens_turn=True)`` is the prompt of the first answer.
 
-    ``opens_turn`` says whether the opening of an assistant's turn follows them.
+    ``opens_turn``: whether the template also opens the assistant's turn after them.
     """
 
     messages: int
@@ -41,10 +41,10 @@ class Prefix(NamedTuple):
 
 
 def learned_messages(row: Conversation, learn: Learn | None) -> list[int]:
-    """Indices of the messages to learn; ``learn=None``: the completion if the row has one, else all turns.
+    """Indices of the messages to learn. ``learn=None`` means the completion if the row has one, otherwise all turns.
 
     Raises:
-        UserError: the assistant says nothing, or the row has no completion to learn.
+        UserError: if the conversation has no assistant turn, or no completion to learn.
     """
     turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
     start = row.completion_start
@@ -139,10 +139,10 @@ def turns_by_prefixes(
 def check_prefixes(
     row: Conversation, ids: list[int], of_prefix: Mapping[Prefix, list[int]], special: SpecialTokens
 ) -> None:
-    """Check that each prefix has, alone, the ids that it has in the whole conversation.
+    """Check that the ids of each prefix are the first ids of the whole conversation.
 
     Raises:
-        UserError: one has not; the message shows both.
+        UserError: if they differ. The message shows both.
     """
     for prefix, before in of_prefix.items():
         if ids[: len(before)] == before:

@@ -1,7 +1,7 @@
 """Rows to token ids: prompts, conversations with their loss masks, texts, and answers that are compared.
 
-Each method takes many rows and goes through the same steps: render all texts, tokenize them in one batch, make masks.
-The singular forms (``conversation``, ``prompt``, ...) do the same for one row.
+Every method handles many rows in the same steps: render all texts, tokenize them in one batch, and build the masks. The
+singular forms (``conversation``, ``prompt``, ...) do the same for one row.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 class Renderer:
-    """Turns rows into token ids by a tokenizer and its chat template.
+    """Converts rows to token ids with a tokenizer and its chat template.
 
-    ``Renderer(tokenizer).prompt(({"role": "user", "content": "Hi"},))`` is ``(1, 4093, 198, ...)``. Special tokens that
-    a message spells stay text. The tokenizer and its template are read once; make a new renderer after changing them.
+    ``Renderer(tokenizer).prompt(({"role": "user", "content": "Hi"},))`` is ``(1, 4093, 198, ...)``. If a message spells
+    a special token, it stays text. The tokenizer and its template are read once, so create a new renderer after you
+    change them.
 
     Raises:
-        UserError: the tokenizer is not a fast tokenizer.
+        UserError: if the tokenizer is not a fast tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -53,15 +54,15 @@ class Renderer:
     # --- prompts and conversations --------------------------------------------------------------------------------
 
     def prompt(self, messages: Messages, source: str = "prompt") -> tuple[int, ...]:
-        """The ids that a model is given before it answers, up to the opening of the assistant's turn.
+        """The ids that the model sees before it answers, including the opening of the assistant's turn.
 
         Raises:
-            UserError: the template refuses the messages.
+            UserError: if the template rejects the messages.
         """
         return self.prompts([Prompt(messages, {}, source)])[0]
 
     def prompts(self, rows: list[Prompt]) -> list[tuple[int, ...]]:
-        """As ``prompt``, for many rows."""
+        """Like ``prompt``, for many rows."""
         rendered = [self.template.render(row.messages, row.source, add_generation_prompt=True) for row in rows]
         return [tuple(tokens.ids) for tokens in self._tokenize(rendered)]
 
@@ -70,27 +71,27 @@ class Renderer:
 
         Args:
             row: the conversation.
-            learn: ``last`` the last assistant turn; ``all`` of them; ``completion`` those after the prompt;
-                ``everything`` every token that has a predecessor. None: ``completion`` if the row has one, else
-                ``all``.
-            learn_eos: learn the token that ends a turn too. White space after it is never learned.
+            learn: ``last`` learns the last assistant turn, ``all`` all of them, ``completion`` those after the prompt,
+                and ``everything`` every token that has a predecessor. None means ``completion`` if the row has one,
+                otherwise ``all``.
+            learn_eos: also learn the token that ends a turn. White space after it is never learned.
 
         Raises:
-            UserError: the template refuses the messages, does not keep a prompt's ids when its answer follows, marks
-                another number of turns, or never ends a turn; or there is nothing to learn.
+            UserError: if the template rejects the messages, changes the ids of a prompt when an answer follows, marks
+                another number of turns than there are, or does not end a turn; or if there is nothing to learn.
         """
         return self.conversations([row], learn, learn_eos)[0]
 
     def conversations(
         self, rows: list[Conversation], learn: Learn | None = None, learn_eos: bool = True
     ) -> list[Sequence]:
-        """As ``conversation``, for many rows; the error is that of any row that has one."""
+        """Like ``conversation``, for many rows. An error may be that of any row."""
         template, special = self.template, self.special
         by_marks = template.marks_generation
         learned = [masks.learned_messages(row, learn) for row in rows]
         whole = [template.render(row.messages, row.source, find_generated=by_marks) for row in rows]
-        # The masks of a template without marks need the ids of prefixes. A plain template joins a prompt and its
-        # answer without a special token between them, so its prompts are checked too.
+        # Without marks, masks need the ids of prefixes. A plain template has no special token between a prompt and its
+        # answer, so the ids of its prompts are checked too.
         needed = [
             masks.prefixes(row, messages, opened=not by_marks or template.plain, closed=not by_marks)
             for row, messages in zip(rows, learned, strict=True)
@@ -119,11 +120,11 @@ class Renderer:
         return sequences
 
     def _render_prefix(self, row: Conversation, whole: Rendered, prefix: Prefix) -> Rendered:
-        """The first messages of a conversation alone."""
+        """Render the first messages of a conversation."""
         messages = row.messages[: prefix.messages]
         if not self.template.plain:
             return self.template.render(messages, row.source, prefix.opens_turn)
-        # A plain template writes the same prompt in the whole conversation, up to where it marks the answer.
+        # The text of a plain template up to the mark of an answer is what it writes for the prompt alone.
         answers_before = sum(message["role"] == "assistant" for message in messages)
         text = whole.text[: whole.generated[answers_before][0]]
         return Rendered(text, (), messages, prefix.opens_turn, row.source)
@@ -131,19 +132,19 @@ class Renderer:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def answer(self, row: Conversation, truncation: Truncation | None = None) -> Sequence:
-        """A prompt with one answer, as a reward model sees it in training and in scoring; nothing is learned.
+        """A prompt with one answer, as a reward model sees it in training and in scoring. No token is learned.
 
         Args:
             row: the prompt and its completion, which begins at ``row.completion_start``.
-            truncation: the longest sequence; only the prompt is truncated, never the answer.
+            truncation: the maximum length. Only the prompt is truncated, never the answer.
 
         Raises:
-            UserError: the template refuses the messages, or they are too long and may not be truncated.
+            UserError: if the template rejects the messages, or they are too long and must not be truncated.
         """
         return self.answers([row], truncation)[0]
 
     def answers(self, rows: list[Conversation], truncation: Truncation | None = None) -> list[Sequence]:
-        """As ``answer``, for many rows."""
+        """Like ``answer``, for many rows."""
         tokenized = self._tokenize([self.template.render(row.messages, row.source) for row in rows])
         sequences = [
             Sequence(tokens.ids, np.zeros(len(tokens.ids), np.bool_), row.source)
@@ -172,20 +173,20 @@ class Renderer:
         """The answers of a row, with the pairs that are compared.
 
         Args:
-            row: two answers of which one is preferred, or K answers with scores. A ranking makes all its K (K - 1) / 2
-                pairs, each of weight 1 / (K (K - 1) / 2).
-            ties: answers of equal score make no pair (``drop``), or one with p = 0.5 (``half``).
-            learned: the assistant's part of the answers is learned (DPO); otherwise nothing is (reward models).
+            row: two answers of which one is preferred, or K answers with scores. A ranking has K (K - 1) / 2 pairs,
+                each of weight 1 / (K (K - 1) / 2).
+            ties: whether answers with equal scores form no pair (``drop``) or one with p = 0.5 (``half``).
+            learned: whether the answers are learned, as in DPO. Reward models learn no tokens.
 
         Raises:
-            UserError: no pair is left, or the template refuses the messages.
+            UserError: if no pair is left, or the template rejects the messages.
         """
         return self.comparisons([row], ties=ties, learned=learned)[0]
 
     def comparisons(
         self, rows: list[Preference | Ranking], *, ties: Literal["drop", "half"] = "drop", learned: bool = False
     ) -> list[Example]:
-        """As ``comparison``, for many rows."""
+        """Like ``comparison``, for many rows."""
         answers = [(row.chosen, row.rejected) if isinstance(row, Preference) else row.completions for row in rows]
         flat = [
             Conversation(row.prompt + answer, len(row.prompt), row.source)
@@ -201,18 +202,17 @@ class Renderer:
     # --- text -----------------------------------------------------------------------------------------------------
 
     def text(self, row: Text) -> Sequence:
-        """Text and EOS, all of it learned except the first token, which has no predecessor.
+        """Text followed by EOS. Every token is learned except the first, which has no predecessor.
 
         The tokenizer adds its own BOS, or ``[CLS]`` and ``[SEP]``.
 
         Raises:
-            UserError: the tokenizer cannot keep a special token that the text spells as text, or the text is a single
-                token.
+            UserError: if the text spells a special token that the tokenizer cannot keep as text, or has only one token.
         """
         return self.texts([row])[0]
 
     def texts(self, rows: list[Text]) -> list[Sequence]:
-        """As ``text``, for many rows."""
+        """Like ``text``, for many rows."""
         before, after = self._frame
         sequences = []
         for row, ids in zip(rows, self.encode_text((row.text for row in rows), framed=True), strict=True):
@@ -227,14 +227,14 @@ class Renderer:
         return sequences
 
     def encode_text(self, texts: Iterable[str], framed: bool = False) -> list[list[int]]:
-        """The ids of texts in which special tokens are text; ``framed``: with those that the tokenizer puts around."""
+        """Tokenize texts, with special tokens as text. ``framed`` adds the tokenizer's own BOS and the like."""
         encodings = self._backend(as_text=True).encode_batch_fast(list(texts), add_special_tokens=framed)
         return [encoding.ids for encoding in encodings]
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def _backend(self, as_text: bool) -> Tokenizer:
-        """The Rust tokenizer, set to neither truncate nor pad, whatever its file or another caller has set."""
+        """The Rust tokenizer without truncation and padding, whatever its file or another caller has set."""
         rust = self._rust
         if rust.truncation is not None:
             rust.no_truncation()
@@ -245,7 +245,7 @@ class Renderer:
         return rust
 
     def _tokenize(self, rendered: list[Rendered], offsets: bool = False) -> list[Tokens]:
-        """Tokenize rendered conversations in one batch; those with special tokens spelled by messages, one by one."""
+        """Tokenize rendered conversations in one batch, except those whose messages may spell special tokens."""
         texts = [one.text for one in rendered]
         tokenized = self._tokens_with_offsets(texts) if offsets else self._tokens_in_pieces(texts)
         return [
@@ -258,9 +258,9 @@ class Renderer:
             yield Tokens(encoding.ids, encoding.offsets)
 
     def _tokens_in_pieces(self, texts: list[str]) -> Iterator[Tokens]:
-        """Tokens without offsets: texts are cut before special tokens, and each distinct piece is tokenized once.
+        """Tokens without offsets. Texts are split before special tokens, and each distinct piece is tokenized once.
 
-        Rows share system messages and the openings of turns, and the prefixes of a row repeat its own text.
+        Many pieces repeat: rows share system messages and openings of turns, and prefixes repeat the text of their row.
         """
         pieces = [self.special.split(text) for text in texts]
         distinct = list(dict.fromkeys(piece for its_pieces in pieces for piece in its_pieces))
@@ -270,7 +270,7 @@ class Renderer:
             yield Tokens([id for piece in its_pieces for id in ids_of[piece]], [])
 
     def _only_the_templates(self, rendered: Rendered, tokens: Tokens) -> bool:
-        """Whether all special tokens are the template's own; False also if that is not certain."""
+        """Whether all special tokens certainly come from the template."""
         special = self.special
         roles = [message["role"] for message in rendered.messages]
         key = (rendered.add_generation_prompt, *roles)
@@ -289,13 +289,13 @@ class Renderer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer itself puts before and after a text."""
+        """The special tokens that the tokenizer itself adds before and after a text."""
         (framed,), (bare,) = self.encode_text(["a"], framed=True), self.encode_text(["a"])
         first = next(t for t in range(len(framed)) if framed[t : t + len(bare)] == bare)
         return framed[:first], framed[first + len(bare) :]
 
     def _framed(self, rendered: Rendered, tokens: Tokens) -> Tokens:
-        """Under a plain template, the tokenizer's own special tokens stand around the text, and never twice after it.
+        """Add the tokenizer's own special tokens, if the template is plain and the text does not end with them already.
 
         Other templates write their special tokens themselves.
         """

@@ -13,11 +13,11 @@ from burnish.errors import UserError
 from burnish.types import Config, Example, Labelled, Messages, Preference, Prompt, Ranking, Row, Sequence, Steps
 
 ToExamples = Callable[[list[Any]], list[Example]]
-"""Rows to one example each, not truncated; raises a UserError if any row cannot be encoded."""
+"""Converts rows to one example each, without truncation. Raises a UserError if any row cannot be encoded."""
 
 
 class Truncation(Config):
-    """The longest sequence, and what happens to longer ones; each change is counted and reported with its row.
+    """The maximum length of sequences, and how to handle longer ones. Each change is counted and reported.
 
     Truncation never adds an end token to what is left. If a preference, a ranking, a labelled answer or a prompt is too
     long, only its prompt is truncated, and only by ``truncate_left``: its oldest turns first, then the beginning of its
@@ -39,16 +39,16 @@ class Truncation(Config):
 
 
 def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation) -> tuple[list[Example], str]:
-    """The examples that one row makes, and what was done to make them fit ("" if nothing was).
+    """The examples of one row, shortened if necessary, and a description of what was shortened ("" if nothing was).
 
     Args:
         row: the row.
-        example: what ``function`` makes of the row.
-        function: encodes the row again with a shorter prompt.
-        truncation: the longest sequence, and what to do.
+        example: the encoded row.
+        function: encodes the row again, with a shorter prompt.
+        truncation: the maximum length, and how to handle longer rows.
 
     Raises:
-        UserError: the row is too long and may not be truncated, or has nothing left to learn.
+        UserError: if the row is too long and must not be truncated, or has nothing left to learn.
     """
     limit, too_long = truncation.max_length, truncation.too_long or "error"
     if limit is None or (longest := _longest(example)) <= limit:
@@ -96,7 +96,7 @@ def _spans(size: int, limit: int, too_long: str) -> list[tuple[int, int]]:
 
 
 def _part(sequence: Sequence, start: int, end: int) -> Sequence:
-    """Tokens ``start`` to ``end``; the first has lost its predecessor and is not learned."""
+    """Tokens ``start`` to ``end``. The first one is not learned, because it has no predecessor."""
     return Sequence(
         sequence.tokens[start:end],
         sequence.loss_mask[start:end] & (np.arange(end - start) > 0),

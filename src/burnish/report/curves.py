@@ -1,4 +1,4 @@
-"""Curves of a run's metrics, as SVG whose colors are those of the page, and the estimates that they show."""
+"""Draws the curves of a run's metrics as SVG in the colors of the page, and extracts the estimates they show."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def panels(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Panels of the metrics that matter and of all others; steps per point; where a metric was not finite."""
+    """Panels of headline metrics and of all others, steps per point, and the steps where a metric was not finite."""
     train: dict[str, Points] = defaultdict(list)
     evals: dict[str, list[tuple[int, Estimate]]] = defaultdict(list)
     not_finite: dict[str, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live view in a terminal, plain lines anywhere else."""
+"""Shows the progress of a run: a live view in a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StageView(Progress):
         return self.tasks[0]
 
     def begin(self, step: int, last_step: int) -> None:
-        """Training starts or resumes after ``step``; the clock starts."""
+        """Start the clock. Training starts, or resumes after ``step``."""
         self.first_step = step
         self.reset(self.task.id, total=last_step, completed=step)
         self.values, self.first, self.history, self.pace, self.samples = {}, {}, {}, (), ()
@@ -66,7 +66,7 @@ class StageView(Progress):
         self.update(self.task.id, completed=step)
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Metrics of an optimizer step. A metric that this step lacks, such as a score between rollouts, stays."""
+        """Add metrics of an optimizer step. Metrics that this step lacks, such as the score, keep their value."""
         shown = {key: value for key, value in values.items() if describe(key).headline}
         grown = {key: (*self.history.get(key, ()), value)[-HISTORY:] for key, value in shown.items()}
         self.history = {**self.history, **grown}
@@ -75,19 +75,19 @@ class StageView(Progress):
         self.values, self.first = {**self.values, **values}, {**values, **self.first}
 
     def seconds_left(self) -> float | None:
-        """Time for the steps that remain, at the mean pace so far; None before the first step is done."""
+        """Estimated time for the remaining steps at the mean pace so far; None before the first step is done."""
         done = self.task.completed - self.first_step
         if self.task.total is None or self.task.elapsed is None or done <= 0:
             return None
         return self.task.elapsed / done * (self.task.total - self.task.completed)
 
     def tokens_per_second(self) -> float | None:
-        """Tokens over seconds, both summed over the last steps; None if steps do not report them."""
+        """Tokens per second over the last steps; None if steps do not report them."""
         tokens, seconds = (sum(column) for column in zip(*self.pace, strict=True)) if self.pace else (0.0, 0.0)
         return tokens / seconds if tokens and seconds else None
 
     def status(self) -> str:
-        """Where the stage is: ``step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s``."""
+        """The progress of the stage: ``step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s``."""
         step, last_step = int(self.task.completed), int(self.task.total or 0)
         parts = [f"step {step:,}/{last_step:,} ({step / last_step:.0%})" if last_step else f"step {step:,}"]
         left, speed = self.seconds_left(), self.tokens_per_second()
@@ -102,7 +102,7 @@ class StageView(Progress):
         return ", ".join(part for part in [f"{self.title} {self.status()}", numbers(self.values)] if part)
 
     def result_line(self) -> str:
-        """How a stage ended: ``[1/3 sft] 313 steps in 4 min 10 s: loss 3.210 -> 1.440``."""
+        """The result of a stage: ``[1/3 sft] 313 steps in 4 min 10 s: loss 3.210 -> 1.440``."""
         done = int(self.task.completed) - self.first_step
         changes = [
             f"{_name(key)} {number(self.first[key], share)} -> {number(self.values[key], share)}"
@@ -120,7 +120,7 @@ class StageView(Progress):
         return f"{self.title} step {step} | {score} | {prompt} | {visible(row['completion'], 120)}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar, the metrics that matter, the last evaluation and the last samples."""
+        """The progress bar, headline metrics, the last evaluation and the last samples."""
         yield self.make_tasks_table(self.tasks)
         if self.values:
             yield self._metrics_table()
@@ -142,7 +142,7 @@ class StageView(Progress):
 
 
 class _Status(ProgressColumn):
-    """The stage's status behind its bar."""
+    """The status of the stage, to the right of its progress bar."""
 
     def __init__(self, view: StageView) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def visible(text: str, limit: int, *, keep: str = "start") -> str:
 
 
 def numbers(values: Mapping[str, float]) -> str:
-    """The metrics that matter, in a line: ``loss 2.314, perplexity 10.12 [9.870, 10.38]``."""
+    """Headline metrics in one line: ``loss 2.314, perplexity 10.12 [9.870, 10.38]``."""
     parts = []
     for key in headline(values):
         share = describe(key).share
@@ -203,7 +203,7 @@ def _trend(values: Sequence[float]) -> str:
 
 
 class Display:
-    """Shows a run to a person: live if the console is a terminal, otherwise a plain line every ``interval`` seconds.
+    """Displays a run: live if the console is a terminal, otherwise as a plain line every ``interval`` seconds.
 
     ``with Display() as display`` restores the terminal, also when training fails. ``live`` overrides what is detected
     about the console; ``clock`` counts seconds.
@@ -232,12 +232,12 @@ class Display:
         self.view.stop()
 
     def stage(self, name: str, part: int = 1, parts: int = 1) -> None:
-        """Show stage ``name``, number ``part`` of ``parts``, from here on."""
+        """Start to show stage ``name``, which is number ``part`` of ``parts``."""
         title = f"[{part}/{parts} {name}]" if parts > 1 else f"[{name}]"
         self.view = StageView(title, console=self.console, clock=self._clock, live=self._is_live)
 
     def begin(self, step: int, last_step: int) -> None:
-        """Training starts, or resumes, after ``step``; it will end with ``last_step``."""
+        """Training starts, or resumes after ``step``. It will end with ``last_step``."""
         self.view.begin(step, last_step)
         self._last_line = self._clock() - self._interval
         if step:
@@ -251,7 +251,7 @@ class Display:
             self._print_progress()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of a step, or of an evaluation if their names begin with ``eval_``."""
+        """Show metrics of a step, or of an evaluation if their names begin with ``eval_``."""
         if any(key.startswith("eval_") for key in values):
             self.view.evaluation = (step, dict(values))
             self._print(f"{self.view.title} step {step:,} evaluation: {numbers(values)}", style="cyan")
@@ -262,18 +262,18 @@ class Display:
             self._print_progress()
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Some prompts with their completions and scores, as written to samples.jsonl; the first few are shown."""
+        """Show the first few of these rows of samples.jsonl."""
         self.view.samples = tuple(rows[:SHOWN_SAMPLES])
         if not self._is_live:
             for row in self.view.samples:
                 self._print(self.view.sample_line(row))
 
     def message(self, text: str) -> None:
-        """A line that stays on the screen."""
+        """Print a line that stays on the screen."""
         self._print(f"{self.view.title} {text}")
 
     def end(self) -> None:
-        """Training is over: the live view disappears, and the stage's result stays."""
+        """End the live view, and print the stage's result."""
         self.view.stop()
         self._print(self.view.result_line(), style="green")
 

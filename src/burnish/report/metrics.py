@@ -1,4 +1,4 @@
-"""What a run records (metrics.jsonl, samples.jsonl), and what each metric means to a reader."""
+"""The recorded files of a run (metrics.jsonl, samples.jsonl), and the name and meaning of each metric."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Recorder:
         """Remove what was written after `offsets` was called; ``{}`` removes everything.
 
         Raises:
-            UserError: a file is shorter than it was then.
+            UserError: if a file is shorter than its offset.
         """
         for name in (METRICS_FILE, SAMPLES_FILE):
             path, size = self.folder / name, offsets.get(name, 0)
@@ -74,7 +74,7 @@ class Recorder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a file that may still be written to; none if there is no file."""
+    """The complete lines of a file that may still be growing; an empty list if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -94,7 +94,7 @@ def is_timing(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: 0-d tensors and numpy numbers as Python numbers, NaN and infinities as strings."""
+    """A value that JSON can represent: numbers from 0-d tensors and numpy, and strings for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -242,7 +242,7 @@ def order(key: str) -> int:
 
 
 def headline(values: Mapping[str, Any]) -> list[str]:
-    """The few keys that matter, in order: score, kl, ... if completions are scored, otherwise loss, accuracy, ..."""
+    """The keys of headline metrics, in order: score, kl, ... if completions are scored, else loss, accuracy, ..."""
     rollouts = "score" in {key.removeprefix("eval_") for key in values}
     hidden = {"loss", "learning_rate"} if rollouts else set()
     names = {key: key.removeprefix("eval_") for key in values}
@@ -254,7 +254,7 @@ def headline(values: Mapping[str, Any]) -> list[str]:
 
 
 def number(value: float, share: bool = False, digits: int = 4) -> str:
-    """A number as people write it, to ``digits`` digits: ``1.235``, ``12,346``, ``5.0e-05``; ``73.4 %`` for a share."""
+    """Format a number with ``digits`` digits: ``1.235``, ``12,346``, ``5.0e-05``; ``73.4 %`` for a share."""
     if not math.isfinite(value):
         return str(value)
     if share:
@@ -269,7 +269,7 @@ def number(value: float, share: bool = False, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people write it: ``42 s``, ``4 min 10 s``, ``1 h 05 min``."""
+    """Format a duration: ``42 s``, ``4 min 10 s``, ``1 h 05 min``."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -43,7 +43,7 @@ METHODS = {
     "rloo": "REINFORCE with a leave-one-out baseline (RLOO)",
     "grpo": "group relative policy optimization (GRPO)",
 }
-# Why a completion ended, in words; "stop" needs none.
+# Descriptions of finish reasons. "stop" needs none.
 FINISH_REASONS = {
     "length": "cut off at the length limit",
     "context": "cut off: the context window was full",
@@ -57,7 +57,7 @@ def write(run_folder: Path) -> Path:
     """Write ``report.html`` of a run, finished or not, and return its path.
 
     Raises:
-        UserError: the folder holds no manifest.json.
+        UserError: if the folder has no manifest.json.
     """
     from jinja2 import Environment, StrictUndefined
 
