@@ -287,4 +287,4 @@ def test_rows_that_are_cut_are_told(byte_tokenizer, caplog) -> None:
     length = Truncation(max_length=6, too_long="drop")
     encoded = encode(rows, to_texts(tokenizer), length)
     assert [example.source for example in encoded.examples] == ["a.jsonl:2"]
-    assert "1 rows were cut or dropped, the first: a.jsonl:1: drop" in caplog.text
+    assert "1 rows were truncated or dropped, the first: a.jsonl:1: drop" in caplog.text

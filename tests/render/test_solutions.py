@@ -126,15 +126,15 @@ def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
         assert sequence == Sequence(whole.tokens[:kept], whole.loss_mask[:kept], whole.source, expected)
         assert changed[0].source == "steps.jsonl:1"
         assert changed[0].reason == f"truncate_right: {prompt + 15} tokens, max_length {limit}: {said}"
-    assert "1 rows were cut or dropped, the first: steps.jsonl:1" in caplog.text
+    assert "1 rows were truncated or dropped, the first: steps.jsonl:1" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("too_long", "extra", "message"),
     [
         ("error", 7, "raise it, or set too_long: drop or truncate_right"),
-        ("truncate_left", 7, "would part steps from their question"),
-        ("split", 7, "would part steps from their question"),
+        ("truncate_left", 7, "would separate steps from their question"),
+        ("split", 7, "would separate steps from their question"),
         ("truncate_right", 6, "not one step fits"),
     ],
 )

@@ -35,8 +35,10 @@ CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
 
 
-def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_key: str | None = None) -> Encoded:
-    """Encode rows as examples that fit ``truncation.max_length``.
+def encode(
+    rows: list[Row], function: ToExamples, truncation: Truncation, cache_key: str | None = None, completion: int = 0
+) -> Encoded:
+    """Encode rows as examples that fit ``truncation.max_length``. Examples of prompts keep their row.
 
     Args:
         rows: rows of a type that ``function`` accepts.
@@ -44,6 +46,7 @@ def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_
         truncation: the maximum length, and how to handle longer rows and rows that cannot be encoded.
         cache_key: a digest of everything that ``function`` depends on (``cache_key``). If the same rows were encoded
             before, the result is read from disk. None disables the cache.
+        completion: tokens of ``max_length`` that are kept free for the completion of a prompt.
 
     Raises:
         UserError: if a row cannot be encoded, is too long and must not be truncated, or has nothing left to learn. The
@@ -51,42 +54,42 @@ def encode(rows: list[Row], function: ToExamples, truncation: Truncation, cache_
     """
     path = None
     if cache_key is not None and _cached.get():
-        path = cache_folder() / f"{_fingerprint(rows, truncation, cache_key)}.safetensors"
+        path = cache_folder() / f"{_fingerprint(rows, truncation, completion, cache_key)}.safetensors"
     if path is not None and path.exists() and (cached := _read(path)) is not None:
-        return _logged(_with_prompts(cached, rows))
+        return _logged(_with_prompts(*cached, rows))
     encoded = Encoded([], [])
+    origins: list[int] = []  # the index of each example's row
     distinct = list({id(row): row for row in rows}.values())  # a mixture may draw a row more than once
     examples_of: dict[int, list[Example]] = {}
     for start in _progress(range(0, len(distinct), CHUNK)):
         chunk = distinct[start : start + CHUNK]
         for row, example in zip(chunk, _each(chunk, function), strict=True):
             if isinstance(example, Example):
-                examples_of[id(row)], reason = fit(row, example, function, truncation)
+                examples_of[id(row)], reason = fit(row, example, function, truncation, completion)
             elif truncation.on_bad_row == "skip":
                 examples_of[id(row)], reason = [], SKIPPED + str(example).removeprefix(f"{row.source}: ")
             else:
                 raise example
             if reason:
                 encoded.changed.append(Changed(row.source, reason))
-    for row in rows:
+    for index, row in enumerate(rows):
         encoded.examples.extend(examples_of[id(row)])
+        origins += [index] * len(examples_of[id(row)])
     if rows and all(change.reason.startswith(SKIPPED) for change in encoded.changed) and not encoded.examples:
         first = encoded.changed[0]
         reason = first.reason.removeprefix(SKIPPED)
         raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}")
     if path is not None and len({tuple(s.arrays) for example in encoded.examples for s in example.sequences}) <= 1:
-        _write(encoded, path)
-    return _logged(_with_prompts(encoded, rows))
+        _write(encoded, origins, path)
+    return _logged(_with_prompts(encoded, origins, rows))
 
 
-def _with_prompts(encoded: Encoded, rows: list[Row]) -> Encoded:
-    """Attach the rows of prompts, which are not truncated. Each prompt has one example or none."""
-    prompts = [row for row in rows if isinstance(row, Prompt)]
-    if not prompts:
-        return encoded
-    after = iter(prompts)
-    kept = [next(row for row in after if row.source == example.source) for example in encoded.examples]
-    examples = [replace(example, row=row) for example, row in zip(encoded.examples, kept, strict=True)]
+def _with_prompts(encoded: Encoded, origins: list[int], rows: list[Row]) -> Encoded:
+    """Attach to each example of a prompt its row, with the whole prompt even if the tokens were truncated."""
+    examples = [
+        replace(example, row=row) if isinstance(row := rows[index], Prompt) else example
+        for example, index in zip(encoded.examples, origins, strict=True)
+    ]
     return encoded._replace(examples=examples)
 
 
@@ -124,7 +127,7 @@ def _logged(encoded: Encoded) -> Encoded:
     if encoded.changed:
         first = encoded.changed[0]
         logger.warning(
-            "%d rows were cut or dropped, the first: %s: %s", len(encoded.changed), first.source, first.reason
+            "%d rows were truncated or dropped, the first: %s: %s", len(encoded.changed), first.source, first.reason
         )
     return encoded
 
@@ -169,9 +172,9 @@ def _digest(parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(rows: list[Row], truncation: Truncation, key: str) -> str:
+def _fingerprint(rows: list[Row], truncation: Truncation, completion: int, key: str) -> str:
     plain = (replace(row, columns={}) if isinstance(row, Prompt) else row for row in rows)
-    return _digest([key, repr(truncation), *(repr(row) for row in plain)])
+    return _digest([key, repr(truncation), repr(completion), *(repr(row) for row in plain)])
 
 
 def cache_folder() -> Path:
@@ -179,8 +182,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
 
 
-def _write(encoded: Encoded, path: Path) -> None:
-    """Write the examples as arrays, atomically."""
+def _write(encoded: Encoded, origins: list[int], path: Path) -> None:
+    """Write the examples as arrays, atomically, with the index of each example's row."""
     from safetensors.numpy import save
 
     sequences = [s for example in encoded.examples for s in example.sequences]
@@ -189,6 +192,7 @@ def _write(encoded: Encoded, path: Path) -> None:
         "loss_mask": np.concatenate([s.loss_mask for s in sequences] or [np.zeros(0, np.bool_)]),
         "lengths": np.array([len(s) for s in sequences], dtype=np.int64),
         "sequences": np.array([len(example.sequences) for example in encoded.examples], dtype=np.int64),
+        "origins": np.array(origins, dtype=np.int64),
         "pairs": np.array([pair for e in encoded.examples for pair in e.pairs], dtype=np.float64).reshape(-1, 5),
         "pair_counts": np.array([len(example.pairs) for example in encoded.examples], dtype=np.int64),
     }
@@ -212,8 +216,8 @@ def _checksum(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> str:
     return files.digest([*parts, *(tensor.data for _, tensor in sorted(tensors.items()))])
 
 
-def _read(path: Path) -> Encoded | None:
-    """Read cached examples. Returns None if the file is damaged, so that the rows are encoded again."""
+def _read(path: Path) -> tuple[Encoded, list[int]] | None:
+    """The cached examples and the index of each one's row, or None if the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -237,4 +241,5 @@ def _read(path: Path) -> Encoded | None:
             made.append(Sequence(tensors["tokens"][here], tensors["loss_mask"][here], next(sources), aligned))
         compared = (next(pairs) for _ in range(pair_count))
         examples.append(Example(tuple(made), tuple(Pair(int(a), int(b), *rest) for a, b, *rest in compared)))
-    return Encoded(examples, [Changed(*change) for change in json.loads(notes["changed"])])
+    changed = [Changed(*change) for change in json.loads(notes["changed"])]
+    return Encoded(examples, changed), tensors["origins"].tolist()

@@ -38,7 +38,9 @@ class Truncation(Config):
     )
 
 
-def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation) -> tuple[list[Example], str]:
+def fit(
+    row: Row, example: Example, function: ToExamples, truncation: Truncation, completion: int = 0
+) -> tuple[list[Example], str]:
     """The examples of one row, shortened if necessary, and a description of what was shortened ("" if nothing was).
 
     Args:
@@ -46,14 +48,18 @@ def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation
         example: the encoded row.
         function: encodes the row again, with a shorter prompt.
         truncation: the maximum length, and how to handle longer rows.
+        completion: tokens of the maximum length that are kept free for the completion of a prompt.
 
     Raises:
         UserError: if the row is too long and must not be truncated, or has nothing left to learn.
     """
-    limit, too_long = truncation.max_length, truncation.too_long or "error"
-    if limit is None or (longest := _longest(example)) <= limit:
+    if truncation.max_length is None:
         return [example], ""
-    what = f"{longest} tokens, max_length {limit}"
+    limit, too_long = truncation.max_length - completion, truncation.too_long or "error"
+    if (longest := _longest(example)) <= limit:
+        return [example], ""
+    reserved = f" and {completion} for the completion" if completion else ""
+    what = f"{longest} tokens{reserved}, max_length {truncation.max_length}"
     has_prompt = isinstance(row, Preference | Ranking | Labelled | Prompt)
     if too_long == "error":
         ways = "drop or truncate_left" if has_prompt else "drop, truncate_left, truncate_right or split"
@@ -63,14 +69,14 @@ def fit(row: Row, example: Example, function: ToExamples, truncation: Truncation
         return [], f"drop: {what}"
     if has_prompt:
         if too_long != "truncate_left":
-            detail = "would cut the answer; of a prompt and its answers only the prompt is cut"
+            detail = "would truncate the answer; only the prompt may be truncated"
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_left or drop")
         shorter, left_out = _truncate_prompt(row, function, limit, what)
         return [shorter], f"truncate_left: {what}: {left_out}"
     (sequence,) = example.sequences
     if isinstance(row, Steps):
         if too_long != "truncate_right":
-            detail = "would part steps from their question; of a solution only its last steps are left out"
+            detail = "would separate steps from their question; only the last steps may be left out"
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_right or drop")
         shorter, left_out = _whole_steps(sequence, limit, what)
         return [Example((shorter,))], f"truncate_right: {what}: {left_out}"

@@ -98,15 +98,13 @@ class Sampler:
             prompts = zip(rows, renderer.prompts(rows), strict=True)
             return [Example((Sequence(tokens, (False,) * len(tokens), row.source),)) for row, tokens in prompts]
 
-        if truncation.max_length is not None:
-            room = truncation.max_length - self.sampling.longest
-            if room < 1:
-                raise UserError(
-                    f"data.max_length: {truncation.max_length} leaves no room for a prompt before a completion "
-                    f"of {self.sampling.longest} tokens"
-                )
-            truncation = truncation.model_copy(update={"max_length": room})
-        return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"))
+        completion = self.sampling.longest
+        if truncation.max_length is not None and truncation.max_length <= completion:
+            raise UserError(
+                f"data.max_length: {truncation.max_length} leaves no room for a prompt before a completion "
+                f"of {completion} tokens"
+            )
+        return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"), completion)
 
     def logprobs(
         self, policy: nn.Module, batch: MicroBatch, transform: SamplingTransform, hidden: Tensor | None = None
