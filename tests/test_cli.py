@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -130,6 +131,14 @@ def test_run_refuses_several_processes_before_it_writes(rank, here, pipeline, mo
     assert "start burnish run without them" in result.stderr and "burnish.Trainer" in result.stderr
     assert "Traceback" not in result.output
     assert sorted(here.rglob("*")) == before
+
+
+def test_run_refuses_several_gpus_before_it_writes(here, pipeline, monkeypatch):
+    pipeline.run = lambda *_, **__: pytest.fail("the run began")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = call("run", "tiny.yaml")
+    assert result.exit_code == 2
+    assert "2 GPUs are visible, and burnish run uses one" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,10 @@ def cores() -> int:
 
 
 def refuse_processes() -> None:
-    """Refuse to run as one of several processes.
+    """Refuse to run as one of several processes, or with several GPUs.
 
     Raises:
-        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1.
+        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1, or several GPUs are visible.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:
@@ -56,6 +56,12 @@ def refuse_processes() -> None:
             f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, and each of them would write "
             "the same run: start burnish run without them, in one process. To train in several processes, use "
             f"burnish.Trainer in a Python script and start it with torchrun --nproc-per-node {size} SCRIPT.py"
+        )
+    if (gpus := torch.cuda.device_count()) > 1:
+        raise UserError(
+            f"{gpus} GPUs are visible, and burnish run uses one: choose it, as with CUDA_VISIBLE_DEVICES=0. To train "
+            "on several, use burnish.Trainer in a Python script and start it with torchrun --nproc-per-node "
+            f"{gpus} SCRIPT.py"
         )
 
 

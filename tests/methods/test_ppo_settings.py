@@ -124,6 +124,9 @@ def test_the_rest_of_an_update_is_left_out_once_the_policy_moved_too_far(run: An
     for number, step in enumerate(taken):
         assert (found.policy[number + 1] == found.policy[number]) != step
         assert (found.critic[number + 1] == found.critic[number]) != step
+    lines = [line for line in found.log if "tokens" in line]
+    assert [line["stopped_fraction"] == 0 for line in lines] == taken
+    assert ["loss" in line for line in lines] == taken, "a step that is left out has no loss"
     first = free.log[1]["approxkl"]
     for limit, goes_on in ((first / 1.5 * 0.99, False), (first / 1.5 * 1.01, True)):
         near = run(epochs=3, target_kl=limit, arguments={"weight_decay": 0.1})

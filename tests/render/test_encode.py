@@ -124,6 +124,14 @@ def test_prompts_keep_their_rows_with_the_columns_of_now(
     assert len(shorter.sequences[0]) <= 4 and shorter.row == rows[1]
 
 
+def test_prompts_that_share_a_source_keep_their_own_rows(byte_tokenizer: Any) -> None:
+    tokenizer = byte_tokenizer(None)
+    set_template(tokenizer, "text")
+    rows = [Prompt((user(text),), {"answer": text}, "mine") for text in ("too long", "a")]
+    encoded = encode(rows, prompts(tokenizer), Truncation(max_length=4, too_long="drop"))
+    assert [example.row for example in encoded.examples] == [rows[1]]
+
+
 def test_comparisons_cut_the_prompt_and_never_the_answer(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(None)
     set_template(tokenizer, "text")
@@ -136,7 +144,10 @@ def test_comparisons_cut_the_prompt_and_never_the_answer(byte_tokenizer: Any) ->
     row = Conversation((*pair.prompt, says(" no way")), 1, "p:1")
     scored = Renderer(tokenizer).answer(row, Truncation(max_length=12, too_long="truncate_left"))
     assert tokenizer.decode(scored.tokens) == "6789 no way<|im_end|>"
-    for too_long, said in [("truncate_right", "only the prompt is cut"), ("error", "18 tokens, max_length 12")]:
+    for too_long, said in [
+        ("truncate_right", "only the prompt may be truncated"),
+        ("error", "18 tokens, max_length 12"),
+    ]:
         with pytest.raises(UserError, match=f"p:1: .*{said}"):
             cut([pair], Renderer(tokenizer).comparisons, 12, too_long)
     with pytest.raises(UserError, match="does not fit even without its prompt"):

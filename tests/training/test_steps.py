@@ -104,6 +104,17 @@ def test_a_term_with_a_wrong_count_is_an_error(make, monkeypatch):
         make().train()
 
 
+def test_a_term_of_the_loss_without_a_gradient_is_an_error(make, monkeypatch):
+    loss = SFT.loss
+
+    def detached(self, network, batch):
+        return {name: term._replace(total=term.total.detach()) for name, term in loss(self, network, batch).items()}
+
+    monkeypatch.setattr(SFT, "loss", detached)
+    with pytest.raises(UserError, match="the term 'nll' of the loss has no gradient"):
+        make().train()
+
+
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 

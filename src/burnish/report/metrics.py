@@ -211,13 +211,14 @@ METRICS: dict[str, Metric] = {
     "non_finite_steps": Metric(
         "Skipped optimizer steps", "so far, because their loss or gradient was not finite", "lower"
     ),
+    "stopped_fraction": Metric("Steps left out", "of all optimizer steps, because of target_kl", "lower", share=True),
     "learning_rate": Metric("Learning rate", "", headline=True),
     "grad_norm": Metric("Gradient norm", "before clipping"),
-    "tokens": Metric("Tokens", "processed per optimizer step"),
+    "tokens": Metric("Tokens", "processed since the line before"),
     "tokens_per_second": Metric("Speed", "tokens per second"),
     "generated_per_second": Metric("Sampling speed", "tokens per second"),
     "generation_seconds": Metric("Sampling time", "seconds per batch"),
-    "seconds": Metric("Time", "seconds per optimizer step"),
+    "seconds": Metric("Time", "seconds since the line before"),
 }
 
 

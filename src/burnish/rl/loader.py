@@ -248,7 +248,10 @@ class RolloutLoader(StepLoader):
             if not self.pending:
                 self._collect(order[self.position : self.position + self.batch])
             self.begin(self.iteration)
-            examples = [] if self._moved_too_far() else self._mini_batch(self.update)
+            stopped = self._moved_too_far()
+            if self.settings.target_kl is not None:
+                self.run.log({"stopped_fraction": float(stopped)})
+            examples = [] if stopped else self._mini_batch(self.update)
             self._advance()
             yield examples
 

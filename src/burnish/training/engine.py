@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from burnish.errors import UserError
 from burnish.models import sharding
+from burnish.models.forward import evaluating
 from burnish.models.heads import Network
 from burnish.models.layout import Layout
 from burnish.protocols import Method
@@ -111,7 +111,7 @@ class Engine:
     def run(self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]) -> list[Example]:
         """Examples with the (B, T) arrays that a function gives without gradient; 0 for tokens of a shared prompt."""
         mine: dict[int, list[dict[str, np.ndarray]]] = {}
-        with self._evaluating():
+        with evaluating(self.network):
             for group, batch, results in self._passes(
                 lambda batch: {name: x.flatten().double().cpu().numpy() for name, x in function(batch).items()},
                 examples,
@@ -140,7 +140,7 @@ class Engine:
         if not examples:
             raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
         sums: Metrics = {}
-        with self._evaluating():
+        with evaluating(self.network):
             for _, batch, terms in self._passes(lambda batch: method.loss(self.network, batch), examples):
                 add(sums, terms, batch)
         means = self.means(sums)
@@ -157,14 +157,6 @@ class Engine:
 
         processes = {"rank": self.rank, "world_size": self.world_size}
         return self.layout.passes(run, examples, self.token_budget, **processes, halve=not self.sharded)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        training = self.network.training
-        self.network.eval()
-        with torch.no_grad():
-            yield
-        self.network.train(training)
 
     # --- micro-batches of a step -----------------------------------------------------------------------------------
 

@@ -5,22 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from burnish.errors import UserError
 from burnish.types import Metric, MicroBatch, Term, Terms, Unit
 
 Metrics = dict[str, Metric]
 
 
-def learned(terms: Terms, weights: Mapping[str, float], counts: Mapping[Unit, float]) -> Terms:
+def detach_unused(terms: Terms, weights: Mapping[str, float], counts: Mapping[Unit, float]) -> Terms:
     """Detach everything that the loss does not use: metrics, terms without a weight, and terms whose count is 0.
 
     DistributedDataParallel treats every parameter that a result depends on as used, and gives it a zero gradient if the
     loss does not depend on it. Adam would then count a step for it and decay its weight.
+
+    Raises:
+        UserError: if a term of the loss has no gradient, so that nothing would be learned from it.
     """
     if missing := weights.keys() - terms.keys():
         raise ValueError(f"the method has a weight for {sorted(missing)[0]!r}, but its loss returns no such term")
     result: Terms = {}
     for name, part in terms.items():
         if isinstance(part, Term) and name in weights and counts[part.unit] > 0:
+            if not part.total.requires_grad:
+                raise UserError(
+                    f"the term {name!r} of the loss has no gradient, so nothing would be learned from it: do not "
+                    "detach the log-probabilities or the losses, and check that the model has trainable parameters"
+                )
             result[name] = part._replace(count=None if part.count is None else part.count.detach())
         elif isinstance(part, Term):
             result[name] = Term(part.total.detach(), part.unit, None if part.count is None else part.count.detach())

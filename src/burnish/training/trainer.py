@@ -38,7 +38,7 @@ from burnish.training import checkpoint
 from burnish.training.arguments import check_arguments, check_sharded, warn_ignored
 from burnish.training.engine import Engine
 from burnish.training.non_finite import NonFiniteSteps
-from burnish.training.terms import Metrics, add, learned, merge
+from burnish.training.terms import Metrics, add, detach_unused, merge
 from burnish.types import Encoded, Example, Metric, MicroBatch, Row, Term, Terms, total_counts
 
 
@@ -194,6 +194,7 @@ class Trainer(transformers.Trainer):
             )
         elif self.loader is None:
             self.loader = self.method.loader(self.train_examples.examples, self.engine, self.run)
+        self._clock = time.perf_counter()  # encoding the rows is not part of the first step
         return self.loader
 
     def num_examples(self, dataloader: Any) -> int:
@@ -213,14 +214,14 @@ class Trainer(transformers.Trainer):
         self._skipped = not examples
         self._sources = [example.source for example in examples]
         self._steps_since_log += 1
-        self._losses_since_log += 1
         if not examples:
             return torch.zeros((), device=self.args.device)
+        self._losses_since_log += 1
         random_state = torch.get_rng_state()
         while True:
             try:
                 return self._forward_backward(model, examples)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:
                 if not is_out_of_memory(error) or not self.engine.halve_budget(examples):
                     raise
             model.zero_grad()
@@ -236,7 +237,7 @@ class Trainer(transformers.Trainer):
         losses = []
 
         def terms_of(batch: MicroBatch) -> Terms:
-            return learned(self.method.loss(self.network, batch), weights, counts)
+            return detach_unused(self.method.loss(self.network, batch), weights, counts)
 
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
@@ -247,7 +248,7 @@ class Trainer(transformers.Trainer):
                 parts = [
                     weights[name] * term.total / counts[term.unit]
                     for name, term in terms.items()
-                    if isinstance(term, Term) and term.total.requires_grad
+                    if isinstance(term, Term) and name in weights and counts[term.unit] > 0
                 ]
                 if parts:
                     loss = torch.stack(parts).sum()
@@ -360,10 +361,11 @@ class Trainer(transformers.Trainer):
             seconds, self._clock = now - self._clock, now
             logs |= self.engine.means(self._sums) | {name: fmean(values) for name, values in self.pending.items()}
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
+            if self._losses_since_log < self._steps_since_log:
+                # transformers divides by all steps, but steps that were skipped or left out have no loss
+                mean = logs.pop("loss") * self._steps_since_log / max(self._losses_since_log, 1)
+                logs |= {"loss": mean} if self._losses_since_log else {}
             if self.non_finite.total:
-                # transformers divides by all steps, but skipped ones have no loss
-                counted = self._losses_since_log
-                logs["loss"] = logs["loss"] * self._steps_since_log / counted if counted else math.nan
                 logs["non_finite_steps"] = self.non_finite.total
             self._begin_log()
         super().log(logs, start_time)
@@ -385,8 +387,10 @@ class Trainer(transformers.Trainer):
         with checkpoint.writing(
             self.folder, self.state, self._resume_state(), self.accelerator, self.args.should_save
         ) as self._unsealed:
-            super()._save_checkpoint(model, trial)
-        self._unsealed = None
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._unsealed = None
         self._rotate()
 
     def _rotate(self) -> None:
