@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -27,6 +28,30 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 def blocks(language: str, page: str = PAGE) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def definitions(file: str) -> set[str]:
+    """The functions, classes and methods (``Class.method``) that a file of the package defines."""
+    tree = ast.parse((ROOT / "src" / "burnish" / file).read_text("utf-8"))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = {f"{owner.name}.{part.name}" for owner in classes for part in owner.body if isinstance(part, functions)}
+    return methods | {node.name for node in ast.walk(tree) if isinstance(node, (*functions, ast.ClassDef))}
+
+
+@pytest.mark.parametrize("title", ["The path of one SFT row", "The path of `kl_coef`"])
+def test_a_path_names_functions_after_the_files_that_define_them(title: str) -> None:
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    files: dict[str, set[str]] = {}
+    last = ""
+    for span in re.findall(r"`([^`]+)`", section):
+        if span.endswith(".py"):
+            files[span], last = definitions(span), span
+        elif method := re.fullmatch(r"([A-Z]\w+\.\w+)(\(\))?", span):
+            assert any(method[1] in known for known in files.values()), f"{span}: not in {', '.join(files)}"
+        elif function := re.fullmatch(r"(\w+)\(\)", span):
+            assert function[1] in files[last], f"{span}: not in {last}"
+    assert len(files) > 8
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_targets_of_make_exist() -> None:
 def test_the_recipe_in_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.config import load
 
-    (recipe,) = blocks("yaml")
+    recipe, dpo = blocks("yaml")
     monkeypatch.chdir(tmp_path)
     Path("my-run.yaml").write_text(recipe, "utf-8")
     Path("my_rewards.py").write_text(blocks("python")[0], "utf-8")
@@ -89,6 +89,8 @@ def test_the_recipe_in_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.M
     for name in ("chat", "chat-eval", "pairs", "prompts"):
         Path(f"data/{name}.jsonl").write_text("{}\n", "utf-8")
     assert [stage.name for stage in load("my-run.yaml").stages] == ["sft", "reward", "ppo"]
+    Path("my-run.yaml").write_text(recipe.partition("  - name: reward\n")[0] + dpo, "utf-8")
+    assert [stage.name for stage in load("my-run.yaml").stages] == ["sft", "dpo"]
 
 
 @pytest.mark.slow
