@@ -71,7 +71,7 @@ class DPO(Method):
         return {"preference": 1.0} | ({"nll": s.nll_weight} if s.nll_weight else {})
 
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
-        """The policy without dropout, and the reference kept aside."""
+        """The policy, without dropout, and a frozen reference model."""
         disable_dropout(model)
         self.reference = None if self.settings.loss in WITHOUT_REFERENCE else ReferenceLogprobs(model)
         return Network(model)

@@ -44,7 +44,7 @@ F = TypeVar("F")
 GROUPS = ("rloo", "group_mean", "group_std", "reinforce++-baseline")
 
 
-PolicyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+PolicyLossFunction = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """``(logprobs, old_logprobs, advantages, mask, segments, *, settings) -> (losses, metrics)``.
 
 Losses (B, T) of tokens, and metrics (B, T) by name, whose means over learned tokens are logged. ``math/policy.py``
@@ -60,7 +60,7 @@ same prompt. ``values`` (N, T) come from the critic, None without one. ``returns
 None if the estimator does not use one. The settings are the other keys of ``advantage`` in a recipe.
 """
 
-Reduction = Callable[..., Term]
+ReductionFunction = Callable[..., Term]
 """``(losses, mask, segments, *, settings) -> Term(total, unit)``.
 
 ``losses`` (B, T) are those of tokens, 0 where ``mask`` is False; ``math/reductions.py`` describes the tensors. The
@@ -85,7 +85,7 @@ def compared(
     return advantages.compute_advantages(rewards, mask, groups, kind), None
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "reinforce": policy.reinforce,
     "clip": policy.clip,
     "gspo": policy.gspo,
@@ -97,7 +97,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "gae": gae,
     **{kind: partial(compared, kind=kind) for kind in get_args(Baseline)},
 }
-REDUCTIONS: dict[str, Reduction] = {
+REDUCTIONS: dict[str, ReductionFunction] = {
     "token_mean": reductions.token_mean,
     "sequence_mean": reductions.sequence_mean,
     "sequence_sum": reductions.sequence_sum,

@@ -1,4 +1,4 @@
-"""Where the trained modules live: their precision, their passes, their weights, and the processes that share them."""
+"""The engine: it owns the trained modules, their precision, passes and weights, and the processes that share them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Owns the network, its precision and how examples are laid out for it; the ``protocols.Engine`` of a trainer.
+    """Runs the network: it implements ``protocols.Engine`` for the trainer.
 
-    Every process calls it alike, and every process gets all the results.
+    All processes must make the same calls, and each gets the results of all.
 
     Args:
-        network: what is trained.
-        accelerator: the processes, their devices and the precision.
-        token_budget: the most tokens of a micro-batch, None for no limit.
+        network: the modules to train.
+        accelerator: knows the processes, their devices and the precision.
+        token_budget: maximum number of tokens of a micro-batch, or None for no limit.
         sharded: shard the parameters over the processes, instead of keeping all of them in every process.
         layout: settings of ``models.layout.Layout``.
     """
@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def precision(self) -> str:
-        """What passes compute in: no (as the weights are), bf16 or fp16."""
+        """Precision of the passes: ``no`` (that of the weights), ``bf16`` or ``fp16``."""
         return str(self.accelerator.mixed_precision)
 
     # --- wrapping --------------------------------------------------------------------------------------------------
@@ -109,7 +109,10 @@ class Engine:
     # --- passes ----------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]) -> list[Example]:
-        """Examples with the (B, T) arrays that a function gives without gradient; 0 for tokens of a shared prompt."""
+        """Apply a function to the micro-batches of examples without gradient, and add its arrays to the examples.
+
+        The function returns named (B, T) tensors. Tokens of a shared prompt, which it does not see, get 0.
+        """
         mine: dict[int, list[dict[str, np.ndarray]]] = {}
         with evaluating(self.network):
             for group, batch, results in self._passes(
@@ -136,7 +139,7 @@ class Engine:
         ]
 
     def evaluate(self, method: Method, examples: list[Example]) -> dict[str, float]:
-        """Means of a method's terms over examples, and the loss that they make."""
+        """The means of a method's terms over examples, and the loss as their weighted sum."""
         if not examples:
             raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
         sums: Metrics = {}
@@ -149,7 +152,7 @@ class Engine:
     def _passes(
         self, function: Callable[[MicroBatch], T], examples: list[Example]
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
-        """The micro-batches of this process, with what a function gives for each."""
+        """Apply a function to the micro-batches of this process. Yields indices, micro-batches and results."""
 
         def run(batch: MicroBatch) -> T:
             with self.accelerator.autocast():
@@ -161,16 +164,16 @@ class Engine:
     # --- micro-batches of a step -----------------------------------------------------------------------------------
 
     def cut(self, examples: list[Example]) -> list[MicroBatch]:
-        """The micro-batches of this process in an optimizer step; every process has equally many."""
+        """The micro-batches of this process in an optimizer step. Every process has equally many."""
         return self.layout.cut(examples, self.token_budget, self.rank, self.world_size)
 
     def halve_budget(self, examples: list[Example]) -> bool:
-        """Whether there is a smaller budget to try; a step of several processes cannot be repeated by one of them."""
+        """Halve the token budget if a smaller one is possible. One of several processes cannot repeat a step alone."""
         if self.world_size > 1:
             return False
         longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
         largest = max(batch.tokens.numel() for batch in self.cut(examples))
-        # padding to a fixed width is in a batch and not in the budget, so that half a batch may be above it
+        # pad_to widens a micro-batch but does not count in the budget
         largest = min(largest, self.token_budget or largest)
         if largest <= longest:
             return False
@@ -181,7 +184,7 @@ class Engine:
     # --- processes -------------------------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
-        """A value of every process."""
+        """The values of all processes, by rank."""
         if self.world_size == 1:
             return [value]
         parts: list[Any] = [None] * self.world_size
@@ -189,7 +192,7 @@ class Engine:
         return parts
 
     def all(self, flag: Tensor) -> bool:
-        """Whether a condition holds on every process."""
+        """Whether the flag is true in every process."""
         return bool(self.accelerator.reduce(flag.float(), "mean") == 1)
 
     def means(self, sums: Metrics) -> dict[str, float]:
@@ -222,7 +225,7 @@ class Engine:
         return self._generation_model
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's trained weights by name, one after another, each as a whole tensor on every process."""
+        """The policy's trained weights by name, one at a time, as full tensors in every process."""
         for name, weight in self.network.policy.named_parameters():
             if weight.requires_grad:
                 yield name, sharding.whole(weight)
@@ -232,9 +235,9 @@ class Engine:
         return sharding.whole_state_dict(self.network) if self.sharded else None
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save the network as its parts save themselves. If it is sharded, pass the ``state_dict()``."""
+        """Save the network as folders that transformers loads. If it is sharded, pass the ``state_dict()``."""
         self.network.save_pretrained(folder, state_dict)
 
     def load(self, folder: str | Path) -> None:
-        """Load what ``save`` saved, strictly."""
+        """Load what ``save`` wrote. Missing and unexpected weights are errors."""
         self.network.load_weights(folder)
