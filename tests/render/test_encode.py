@@ -17,7 +17,7 @@ from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import PLAIN_TEMPLATES, set_template
 from burnish.render.truncate import ToExamples, Truncation
-from burnish.types import Conversation, Example, Message, Messages, Preference, Prompt, Sequence, Text
+from burnish.types import Conversation, Example, Message, Messages, Preference, Prompt, Row, Sequence, Text
 
 
 def user(content: str) -> Message:
@@ -127,7 +127,7 @@ def test_prompts_keep_their_rows_with_the_columns_of_now(
 def test_prompts_that_share_a_source_keep_their_own_rows(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(None)
     set_template(tokenizer, "text")
-    rows = [Prompt((user(text),), {"answer": text}, "mine") for text in ("too long", "a")]
+    rows: list[Row] = [Prompt((user(text),), {"answer": text}, "mine") for text in ("too long", "a")]
     encoded = encode(rows, prompts(tokenizer), Truncation(max_length=4, too_long="drop"))
     assert [example.row for example in encoded.examples] == [rows[1]]
 

@@ -363,8 +363,11 @@ class Trainer(transformers.Trainer):
             logs |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_second": self._tokens / seconds}
             if self._losses_since_log < self._steps_since_log:
                 # transformers divides by all steps, but steps that were skipped or left out have no loss
-                mean = logs.pop("loss") * self._steps_since_log / max(self._losses_since_log, 1)
-                logs |= {"loss": mean} if self._losses_since_log else {}
+                loss, counted = logs.pop("loss") * self._steps_since_log, self._losses_since_log
+                if counted:
+                    logs["loss"] = loss / counted
+                elif self._tokens:
+                    logs["loss"] = math.nan  # all of them were skipped because they are not finite
             if self.non_finite.total:
                 logs["non_finite_steps"] = self.non_finite.total
             self._begin_log()
