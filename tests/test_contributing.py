@@ -23,11 +23,10 @@ from burnish.user_functions import load as load_function
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-README = (ROOT / "README.md").read_text("utf-8")
 
 
-def blocks(language: str, page: str = PAGE) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def definitions(file: str) -> set[str]:
@@ -56,11 +55,10 @@ def test_a_path_names_functions_after_the_files_that_define_them(title: str) -> 
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the reader's own policy loss, advantage estimator and reduction, and the README's reward."""
+    """A folder with the reader's own policy loss, advantage estimator and reduction."""
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks("python") if block.startswith("# my_rl.py")]
     Path("my_rl.py").write_text(code, "utf-8")
-    Path("my_rewards.py").write_text(blocks("python", README)[0], "utf-8")
     return tmp_path
 
 
@@ -141,6 +139,15 @@ def python(code: str, home: Path) -> str:
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_changes_pass_the_checks_of_style(changed: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", changed)
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "src"], cwd=changed, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
 
 
 def test_the_kind_of_reward_and_the_generator_train_a_policy(changed: Path) -> None:

@@ -419,6 +419,7 @@ def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> N
     [
         ({"clip_low": 0.2}, "clip_low"),
         ({"epochs": 2}, "epochs 2: after the first optimizer step the rollouts are off-policy"),
+        ({"mini_batches": 2}, "mini_batches 2: after the first optimizer step the rollouts are off-policy"),
         ({"kl_in": "loss", "kl_coef": 0.1}, "k1 has no gradient as a loss"),
         ({"kl_in": "loss", "kl_coef": 0.1, "kl_estimate": "k2", "kl_target": 1.0}, "kl_target"),
         ({"policy_loss": {"name": "clip", "floor": -5.0}}, "floor"),
@@ -442,7 +443,7 @@ def test_settings_that_do_not_fit_the_rows_are_told(make_trainer: Any, tiny_llam
     told(prompts(4), "advantage rloo compares completions of a prompt: got 1", advantage="rloo")
     told(prompts(4), "temperature", sampling=Sampling(temperature=0.0))
     told(prompts(4), "learn_eos belongs to scored rows", learn_eos=False)
-    told(scored, r"method.mini_batches belongs to prompts", mini_batches=2)
+    told(scored, r"method.mini_batches belongs to prompts", policy_loss="clip", mini_batches=2)
     told(scored, "set kl_in: loss", kl_coef=0.1)
     told(scored, "fixed_length divides by", reduction="fixed_length")
     told(scored, "5 rows in steps of 4 leave a step of one", advantage="mean")

@@ -93,8 +93,8 @@ class TrainingStage:
             screen.message(warning)
         if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
             screen.message(
-                f"stages.{self.stage.name}.generator: on a GPU, {{name: continuous}} samples faster than local, which "
-                "launches one kernel per operation and token"
+                f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local launches "
+                "one kernel per operation and token"
             )
         with contextlib.closing(self.method(self._rewards())) as method:
             trainer = self._trainer(method, model, tokenizer, splits, recorder, screen)

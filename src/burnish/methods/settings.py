@@ -367,7 +367,9 @@ class PolicyGradientConfig(Config):
     score_clip: float | None = Field(None, gt=0, description="clip scores to [-score_clip, score_clip]")
     score_scale: float = Field(1.0, gt=0, description="factor applied to scores before clipping")
     score_normalize: bool = Field(
-        False, description="divide scores by the standard deviation of all scores so far, before scaling and clipping"
+        False,
+        description="subtract the mean of all scores so far from scores and divide by their standard deviation, before "
+        "scaling and clipping",
     )
     whiten_rewards: bool = Field(
         False, description="scale token rewards to variance 1 over the batch, keeping their mean"
@@ -414,10 +416,12 @@ class PolicyGradientConfig(Config):
                 f"critic {critic.name} would be trained but never used, because advantage {estimator.name} does not "
                 "read its values: set critic: none or advantage: gae"
             )
-        if isinstance(loss, ReinforceLoss) and self.epochs > 1:
+        if isinstance(loss, ReinforceLoss) and self.epochs * self.mini_batches > 1:
+            key = "epochs" if self.epochs > 1 else "mini_batches"
             yield (
-                f"epochs {self.epochs}: after the first optimizer step the rollouts are off-policy, and policy_loss "
-                "reinforce does not correct for that: set policy_loss to clip or to another loss with a ratio"
+                f"{key} {getattr(self, key)}: after the first optimizer step the rollouts are off-policy, and "
+                "policy_loss reinforce does not correct for that: set policy_loss to clip, or to another loss with a "
+                "ratio"
             )
         if self.kl_coef and not self.reference and "reference" in self.model_fields_set:
             yield f"kl_coef {self.kl_coef} needs a reference model: set kl_coef to 0 or reference to true"
