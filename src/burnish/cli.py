@@ -83,7 +83,9 @@ def run(
     from burnish.report.page import results
 
     folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
-    Console(highlight=False).print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
+    table = results(json.loads((folder / "manifest.json").read_text("utf-8")))
+    if table.row_count:
+        _print_table(table)
     _print(f"done: {folder}  (report: {folder / 'report.html'})")
 
 
@@ -131,7 +133,7 @@ def recipes() -> None:
     table = Table("recipe", "what it does", box=None, pad_edge=False)
     for name, description in shipped().items():
         table.add_row(name, description)
-    Console(highlight=False).print(table)
+    _print_table(table)
 
 
 @app.command()
@@ -261,7 +263,7 @@ def evaluate(
     for kind in ("skipped", "changed"):
         _print(*(f"{kind}: {line}" for line in result[kind]))
     _print(f"{result['rows']} rows; brackets show 95 % confidence intervals over rows")
-    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))
+    _print_table(measuring.table(result))
 
 
 @app.command()
@@ -295,6 +297,14 @@ def _make_room(output: Path | None) -> None:
         raise UserError(f"--output {output}: cannot create its folder: {error.strerror}") from error
     if not os.access(output.parent, os.W_OK):
         raise UserError(f"--output {output}: its folder is not writable")
+
+
+def _print_table(table: Table) -> None:
+    """Print a table. In a file or a pipe it is as wide as its longest row, so that no cell is wrapped."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.print(table)
 
 
 def _print(*lines: str) -> None:

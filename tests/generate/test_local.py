@@ -443,9 +443,8 @@ def test_every_request_has_its_own_settings():
 def test_values_equal_those_of_a_full_forward_pass(kind):
     model = llama(max_position_embeddings=24)
     torch.manual_seed(3)
-    critic = SharedCritic(32, torch.float64) if kind == "shared" else StepValueHead(32, torch.float64, std=0.5)
-    if isinstance(critic, SharedCritic):
-        torch.nn.init.normal_(critic.score.weight)
+    critic = SharedCritic(32, torch.float64) if kind == "shared" else StepValueHead(32, torch.float64)
+    torch.nn.init.normal_(critic.score.weight if isinstance(critic, SharedCritic) else critic.value.weight)
     tokens = prompts(5, 9, 3, 7, 20, 6)
     sampling = Sampling(max_new_tokens=10)
     wanted = [Request(ids, i, sampling, frozenset(range(3)), i != 1) for i, ids in enumerate(tokens)]

@@ -34,10 +34,10 @@ class Gradients(TrainerCallback):
         self.found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
-def gradient(make_trainer, method, model, rows, **own) -> dict[str, torch.Tensor]:
+def gradient(make_trainer, method, model, rows, step=0, **own) -> dict[str, torch.Tensor]:
     keep = Gradients()
-    make_trainer(method, model, rows, batch=len(rows), max_steps=1, own={"callbacks": [keep]} | own).train()
-    return keep.found[0]
+    make_trainer(method, model, rows, batch=len(rows), max_steps=step + 1, own={"callbacks": [keep]} | own).train()
+    return keep.found[step]
 
 
 def batch_of(tokenizer, rows, **settings) -> tuple[MicroBatch, list[Example]]:
@@ -47,7 +47,10 @@ def batch_of(tokenizer, rows, **settings) -> tuple[MicroBatch, list[Example]]:
 
 def network(tiny_llama, **config) -> Network:
     torch.manual_seed(4)
-    return StepValue().prepare(tiny_llama(**config), None)  # type: ignore[arg-type]
+    net = StepValue().prepare(tiny_llama(**config), None)  # type: ignore[arg-type]
+    head: Any = net.critic
+    torch.nn.init.normal_(head.value.weight)
+    return net
 
 
 def test_both_parts_are_those_of_transformers_logits_and_a_linear_layer(tiny_llama, tiny_tokenizer):
@@ -98,11 +101,20 @@ def test_values_equal_to_their_targets_leave_nothing_to_learn(tiny_llama, tiny_t
 
 def test_an_incorrect_solution_moves_values_and_backbone_but_no_word(make_trainer, tiny_llama):
     model = tiny_llama(tie_word_embeddings=False)
-    found = gradient(make_trainer, StepValue(), model, [WRONG])
+    found = gradient(make_trainer, StepValue(), model, [WRONG], step=1)  # in the first step the head is zero
     assert "policy.lm_head.weight" not in found
     for part in ("critic.value.weight", "critic.value.bias", "policy.model.layers.0.mlp.down_proj.weight"):
         assert found[part].norm() > 0, part
     assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_values_start_at_zero_and_the_head_may_have_its_own_learning_rate(make_trainer, tiny_llama, tiny_tokenizer):
+    trainer = make_trainer(StepValue(head_learning_rate=0.5), tiny_llama(), [WRONG], batch=1, max_steps=1, lr=1e-9)
+    batch, _ = batch_of(tiny_tokenizer, [WRONG])
+    assert not trainer.network.values(batch).any()
+    trainer.train()
+    # Adam's first step moves every weight that has a gradient by its learning rate
+    assert trainer.network.critic.value.bias.item() == pytest.approx(-0.5, rel=1e-3)
 
 
 def test_a_part_with_nothing_to_count_adds_exactly_0(make_trainer, tiny_llama, tiny_tokenizer):

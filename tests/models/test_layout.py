@@ -84,8 +84,9 @@ def test_passes_continue_with_half_the_budget_when_memory_runs_out(
             return ModelReward(load_reward_model(str(tiny_folder)), tiny_tokenizer)(answers)
         if pass_ == "step reward":
             torch.manual_seed(0)
-            network = Network(model, StepValueHead(32))
-            return StepReward(network, tiny_tokenizer).values(answers)
+            head = StepValueHead(32)
+            torch.nn.init.normal_(head.value.weight)
+            return StepReward(Network(model, head), tiny_tokenizer).values(answers)
         if pass_ == "evaluate":
             return [trainer.evaluate()["eval_loss"]]
         results = trainer.engine.run(lambda b: {"x": forward.learned_logprobs(model, b)}, examples(12))

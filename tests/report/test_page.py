@@ -243,8 +243,8 @@ def test_text_in_curves_is_selectable(page: tuple[str, Page]) -> None:
 def test_results_are_compared_in_words(page: tuple[str, Page]) -> None:
     text = str(page[1])
     assert "Perplexity exp(loss per token); 1 is best 44.70 15.18 \N{MINUS SIGN}29.52 Better" in text
-    assert "50.0 % 44.0 % to 56.0 % 79.0 % 74.0 % to 83.0 % +29.0 points Better, the intervals do not overlap" in text
-    assert "24.00 22.00 to 26.00 24.50 22.40 to 26.60 +0.5000 Higher, but the intervals overlap" in text
+    assert "50.0 % 44.0 % to 56.0 % 79.0 % 74.0 % to 83.0 % +29.0 points Clearly better" in text
+    assert "24.00 22.00 to 26.00 24.50 22.40 to 26.60 +0.5000 No clear change" in text
     assert "Win rate completions that score higher than those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
 
 
@@ -328,10 +328,10 @@ def change(key: str, before: tuple, after: tuple) -> report.Change:
         ("loss", (1.0,), (2.0,), "Worse", "worse"),
         ("loss", (1.0,), (1.0,), "Unchanged", ""),
         ("length", (9.0,), (5.0,), "Lower", ""),
-        ("score", (1.0, (0.9, 1.1)), (2.0, (1.9, 2.1)), "Better, the intervals do not overlap", "better"),
-        ("score", (1.0, (0.9, 1.1)), (1.2, (1.1, 1.3)), "Better, but the intervals overlap", ""),
-        ("score", (2.0, (1.9, 2.1)), (1.0, (0.9, 1.1)), "Worse, the intervals do not overlap", "worse"),
-        ("score", (1.0, (0.0, 3.0)), (2.0, (1.9, 2.1)), "Better, but the intervals overlap", ""),
+        ("score", (1.0, (0.9, 1.1)), (2.0, (1.9, 2.1)), "Clearly better", "better"),
+        ("score", (1.0, (0.9, 1.1)), (1.2, (1.1, 1.3)), "No clear change", ""),
+        ("score", (2.0, (1.9, 2.1)), (1.0, (0.9, 1.1)), "Clearly worse", "worse"),
+        ("score", (1.0, (0.0, 3.0)), (2.0, (1.9, 2.1)), "No clear change", ""),
     ],
 )
 def test_verdicts(key: str, before: tuple, after: tuple, verdict: str, tone: str) -> None:

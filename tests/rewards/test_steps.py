@@ -44,6 +44,7 @@ def reward(tiny_llama, tiny_tokenizer):
     def make(**settings: Any) -> StepReward:
         torch.manual_seed(1)
         network = StepValue().prepare(tiny_llama(), tiny_tokenizer)
+        torch.nn.init.normal_(network.critic.value.weight)  # type: ignore[union-attr, arg-type]
         return StepReward(network, tiny_tokenizer, **settings)
 
     return make

@@ -29,7 +29,7 @@ from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, 
 from burnish.data.loader import RowLoader
 from burnish.methods.dpo import mismatched
 from burnish.models.adapters import add_adapter
-from burnish.models.heads import Network, SharedCritic
+from burnish.models.heads import Network, SharedCritic, StepValueHead
 from burnish.models.layout import Layout
 from burnish.models.settings import AdapterConfig
 from burnish.types import Encoded, Example, Pair, Sequence, Text, total_counts
@@ -246,7 +246,7 @@ def trainer(
         ddp_backend="gloo" if "RANK" in os.environ else None,
         neftune_noise_alpha=neftune,
     )
-    return Trainer(
+    made = Trainer(
         model=model,
         args=arguments,
         method=method,
@@ -255,6 +255,12 @@ def trainer(
         callbacks=[callback],
         **layout,
     )
+    if isinstance(made.network.critic, SharedCritic | StepValueHead):
+        # heads start at zero, which would hide the gradient that goes through them
+        torch.manual_seed(2)
+        for parameter in made.network.critic.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return made
 
 
 def network(critic: bool) -> Network:

@@ -96,6 +96,9 @@ class StepValueConfig(Config):
     """Settings of step-level value models."""
 
     alpha: float = Field(0.1, ge=0, description="weight of the value loss (squared error)")
+    head_learning_rate: float | None = Field(
+        None, gt=0, description="learning rate of the value head; default: that of the stage"
+    )
     learn: Literal["steps", "everything"] = Field(
         "steps", description="steps: train on the tokens of correct solutions; everything: train on their questions too"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -44,11 +45,16 @@ class StepValue(Method):
         alpha = self.settings.alpha
         return {"nll": 1.0} | ({"value": alpha} if alpha else {})
 
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of the value head, if it has its own."""
+        rate = self.settings.head_learning_rate
+        return {} if rate is None else {"critic": rate}
+
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
         """The model with a value head on its hidden states, without dropout."""
-        config = unwrap(model).config.get_text_config()
-        std = getattr(config, "initializer_range", 0.02)
-        head = StepValueHead(config.hidden_size, unwrap(model).dtype, self.settings.delimiter, std)
+        policy = unwrap(model)
+        head = StepValueHead(policy.config.get_text_config().hidden_size, policy.dtype, self.settings.delimiter)
         return Network(disable_dropout(model), head)
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
@@ -79,8 +85,15 @@ class StepValue(Method):
         } | measured(values.detach(), targets, outcomes, batch.arrays["depths"])
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
-        """Both parts, errors by outcome and depth, and sign accuracy at the last step with its 95 % interval."""
+        """Both parts, errors by outcome and depth, and sign accuracy at the last step with its 95 % interval.
+
+        ``explained_variance`` is 1 - mean (V - Q)^2 / variance of Q: 0 is no better than the best constant.
+        """
         metrics = engine.evaluate(self, examples)
+        arrays = [example.sequences[0].arrays for example in examples]
+        targets = np.concatenate([a["targets"][a["outcomes"] != 0] for a in arrays])
+        if variance := float(targets.var()):
+            metrics["explained_variance"] = 1 - metrics["value"] / variance
         whole = sum(bool((e.sequences[0].arrays["depths"] == 1).any()) for e in examples)
         if whole:
             low, high = wilson(metrics["sign_accuracy"], whole)

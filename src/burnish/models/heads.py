@@ -51,20 +51,18 @@ class SharedCritic(nn.Module):
 
 
 class StepValueHead(nn.Module):
-    """The value of the text so far, V_t = tanh(w h_t + b), in float32 or wider, without dropout.
+    """The value of the text so far, V_t = tanh(w h_t + b), initialized to zero, in float32 or wider, without dropout.
 
     Entry t reads hidden state t, without a shift: it judges the text up to and including token t. The tanh is part of
     the head, so training and search see the same values. ``delimiter`` is the text that ends a step. It is saved with
     the weights, because search must split a text where training did.
     """
 
-    def __init__(
-        self, hidden_size: int, dtype: torch.dtype = torch.float32, delimiter: str = "\n", std: float = 0.02
-    ) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32, delimiter: str = "\n") -> None:
         super().__init__()
         self.value = nn.Linear(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
         self.delimiter = delimiter
-        nn.init.normal_(self.value.weight, std=std)
+        nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:

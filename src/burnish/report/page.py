@@ -126,13 +126,14 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """The comparison in words."""
+        """The comparison in words. A change is clear if the two intervals do not overlap."""
         if not self.direction:
             return ""
-        word = {"same": "Unchanged"}.get(self.direction, self.direction.capitalize())
+        if self.direction == "same":
+            return "Unchanged"
         if self.overlap is None:
-            return word
-        return f"{word}, but the intervals overlap" if self.overlap else f"{word}, the intervals do not overlap"
+            return self.direction.capitalize()
+        return "No clear change" if self.overlap else f"Clearly {self.direction}"
 
     @property
     def whiskers(self) -> list[dict[str, Any]]:
@@ -167,8 +168,7 @@ def results(manifest: Mapping[str, Any]) -> Table:
         shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
         for i, change in enumerate(change for change in shown if change.metric.headline):
             cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
-            apart = {None: "", True: ", intervals overlap", False: ", intervals apart"}[change.overlap]
-            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.direction + apart)
+            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict.lower())
     return table
 
 
