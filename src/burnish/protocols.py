@@ -169,6 +169,16 @@ class Method(Protocol):
         """Separate learning rates for parts of the network: ``{"critic": 1e-5}``. There are none by default."""
         return {}
 
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps that learn from one batch of rollouts; 1 by default."""
+        return 1
+
+    @property
+    def iterations(self) -> int | None:
+        """The number of iterations after which training ends. By default, the trainer's arguments decide."""
+        return None
+
     def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Network:
         """The network to train: the model, with what the method adds to it, such as a critic."""
         ...

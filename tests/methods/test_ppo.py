@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.errors import UserError
 from burnish.generate.sampling import Sampling
 from burnish.rewards.functions import NamedReward
 from burnish.types import Example, Sequence, Trajectory
@@ -218,3 +219,12 @@ def test_without_a_reference_there_is_no_kl(run: Any) -> None:
     assert not {"kl", "kl_coef", "rlhf_reward"} & {key for line in found.log for key in line}
     assert found.policy[-1] != found.policy[0]
     assert found.policy == run(kl_coef=0.0).policy
+
+
+def test_iterations_limit_a_run_whose_model_stays_usable(run: Any) -> None:
+    found = run(iterations=1, epochs=2, mini_batches=2)
+    assert len(found.log) == 4 and found.trainer.method.steps_per_iteration == 4
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(found.trainer.model(ids).logits, found.trainer.network.policy(input_ids=ids).logits)
+    with pytest.raises(UserError, match="max_steps 3 and iterations 1: set only one of them"):
+        run(iterations=1, arguments={"max_steps": 3})

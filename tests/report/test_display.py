@@ -50,15 +50,18 @@ def stage_view(title: str = "[train]", clock: Clock | None = None) -> StageView:
     return StageView(title, console=console(), clock=clock or Clock())
 
 
-def test_time_left_is_the_pace_since_the_start_or_the_resume() -> None:
+def test_time_left_is_the_pace_since_the_first_iteration_of_a_start_or_a_resume() -> None:
     clock = Clock()
-    clock.now = 100.0
     view = stage_view(clock=clock)
-    view.begin(10, 50)
-    clock.now = 110.0
-    assert view.seconds_left() is None
-    view.at(30)
-    assert view.seconds_left() == 10.0  # 20 steps took 10 seconds, 20 remain
+    view.begin(10, 52, steps_per_iteration=4)
+    for step, now in ((11, 70.0), (12, 71.0), (13, 90.0), (14, 91.0), (15, 92.0)):
+        clock.now = now
+        view.at(step)
+        assert view.seconds_left() is None  # the iteration that ended with step 12 is not counted
+    clock.now = 93.0
+    view.at(16)
+    assert view.seconds_left() == 5.5 * 36  # 4 steps took 22 seconds, 36 remain
+    assert view.status() == "iteration 4/13, step 16/52 (31%), 3 min 18 s left"
 
 
 def test_speed_is_a_ratio_of_sums() -> None:
@@ -73,7 +76,7 @@ def test_a_metric_missing_from_a_step_keeps_its_value() -> None:
     view = stage_view()
     view.add({"score": 1.0, "loss": 3.0})
     view.add({"loss": 2.0})
-    assert (view.values, view.first) == ({"score": 1.0, "loss": 2.0}, {"score": 1.0, "loss": 3.0})
+    assert (view.values, view.first) == ({"score": 1.0, "loss": 2.0}, {"score": (1.0,), "loss": (3.0, 2.0)})
     assert view.history == {"score": (1.0,), "loss": (3.0, 2.0)}
 
 
@@ -81,7 +84,8 @@ def test_a_progress_line_has_all_parts_in_order() -> None:
     clock = Clock()
     view = stage_view("[2/3 reward]", clock)
     view.begin(0, 160)
-    clock.now = 50.0
+    view.at(1)
+    clock.now = 48.75
     view.at(40)
     view.add({"tokens": 2480, "seconds": 2.0, "loss": 0.5, "accuracy": 0.75})
     assert view.progress_line() == (
@@ -94,7 +98,7 @@ def test_an_interval_follows_its_value() -> None:
     assert numbers(values) == "score 1.500 [1.250, 1.750], kl 2"
 
 
-def test_a_result_line_compares_the_first_and_the_last_step() -> None:
+def test_a_result_line_compares_means_of_the_first_and_the_last_steps() -> None:
     clock = Clock()
     view = stage_view("[sft]", clock)
     view.begin(0, 1)
@@ -103,6 +107,10 @@ def test_a_result_line_compares_the_first_and_the_last_step() -> None:
     view.at(1)
     view.add({"loss": 1.5, "learning_rate": 0.0})
     assert view.result_line() == "[sft] 1 step in 1 min 01 s: loss 3.000 -> 1.500"
+    for loss in (5.0, 6.0, 7.0):
+        view.add({"loss": loss})
+    # of five values 3, 1.5, 5, 6 and 7, the first two and the last two
+    assert view.result_line().endswith(": loss 2.250 -> 6.500 (means of 2 logged steps)")
 
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:
@@ -119,8 +127,10 @@ def test_plain_lines_are_printed_every_few_seconds_and_at_both_ends() -> None:
     assert [line.split(",")[0] for line in lines[:-1]] == [
         f"[train] step {step}/10 ({step * 10}%)" for step in (1, 5, 9, 10)
     ]
-    assert lines[0].endswith("9 s left, 1,000 tokens/s, loss 4.000, learning rate 1.0e-04")
-    assert lines[-1] == "[train] 10 steps in 10 s: loss 4.000 -> 0.4000"
+    assert lines[0].endswith("(10%), 1,000 tokens/s, loss 4.000, learning rate 1.0e-04")
+    assert lines[1].endswith("5 s left, 1,000 tokens/s, loss 0.8000, learning rate 1.0e-04")
+    # the means of 4, 2, 4/3, 1, 4/5 and of 4/6, 4/7, 4/8, 4/9, 4/10
+    assert lines[-1] == "[train] 10 steps in 10 s: loss 1.827 -> 0.5165 (means of 5 logged steps)"
 
 
 def test_a_long_step_shows_that_the_run_is_alive() -> None:
@@ -131,6 +141,19 @@ def test_a_long_step_shows_that_the_run_is_alive() -> None:
         clock.now += 20.0
         display.step(step)
     assert shown(display) == ["[train] step 2/9 (22%), 2 min 20 s left"]
+
+
+def test_an_iteration_has_one_line() -> None:
+    clock = Clock()
+    display = Display(console(), interval=0.0, clock=clock)
+    display.begin(0, 6, steps_per_iteration=3)
+    for step in range(1, 7):
+        display.step(step)
+        display.log(step, {"score": float(step)})
+    assert [line.split(", score")[0] for line in shown(display)] == [
+        "[train] iteration 1/2, step 3/6 (50%)",
+        "[train] iteration 2/2, step 6/6 (100%)",
+    ]
 
 
 def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
@@ -161,8 +184,8 @@ def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> 
         display.begin(0, 20)
         display.log(0, {"eval_perplexity": 12.5})
         display.samples([SAMPLE])
-        clock.now = 5.0
         for step in range(1, 11):
+            clock.now = step / 2
             display.log(step, {"loss": 1.0 + step})
         plain = console()
         plain.print(*display.view.get_renderables(), sep="")
@@ -174,7 +197,7 @@ def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> 
     assert any(line.split() == ["loss", "11.00", "▁▂▃▃▄▅▆▆▇█"] for line in view)
     assert "evaluation at step 0: perplexity 12.50" in text
     assert "one\\ntwo\\x07" in text and "[bold]hi" in text and "1.250" in text
-    assert "[train] 10 steps in 5 s: loss 2.000 -> 11.00" in shown(display)[-1]
+    assert "[train] 10 steps in 5 s: loss 4.000 -> 9.000 (means of 5 logged steps)" in shown(display)[-1]
 
 
 def test_an_error_leaves_the_cursor_visible() -> None:

@@ -252,7 +252,7 @@ class TrainingStage:
             on_non_finite=self.stage.trainer.on_non_finite,
             recorder=recorder,
             show_samples=screen.samples,
-            callbacks=[RunCallback(recorder, screen)],
+            callbacks=[RunCallback(recorder, screen, method.steps_per_iteration)],
         )
         trainer.remove_callback(PrinterCallback)
         return trainer

@@ -213,6 +213,16 @@ class PolicyGradient(Method):
         """Learning rates of the parts of the network that have their own."""
         return {"critic": self.critic.learning_rate} if self.critic and self.critic.learning_rate else {}
 
+    @property
+    def steps_per_iteration(self) -> int:
+        """``mini_batches`` optimizer steps in each of ``epochs`` passes over a batch of rollouts."""
+        return self.settings.epochs * self.settings.mini_batches
+
+    @property
+    def iterations(self) -> int | None:
+        """The number of batches of rollouts, if the settings limit it."""
+        return self.settings.iterations
+
     def prepare(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Network:
         """Create the critic, disable dropout, and keep a reference model if the settings need one."""
         disable_dropout(model)

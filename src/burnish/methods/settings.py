@@ -336,6 +336,9 @@ class PolicyGradientConfig(Config):
     advantage: AdvantageBlock = Compared.model_validate({"name": "none"})
     critic: CriticBlock = NoCritic.model_validate({"name": "none"})
     reduction: ReductionBlock = Reduction.model_validate({"name": "sequence_sum"})
+    iterations: int | None = Field(
+        None, ge=1, description="number of batches of prompts to train on; default: those of trainer.num_train_epochs"
+    )
     epochs: Epochs = 1
     mini_batches: int = Field(
         1, ge=1, description="optimizer steps per pass; must divide the number of rollouts in a batch"

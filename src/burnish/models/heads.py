@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,12 +174,16 @@ class Network(nn.Module):
         separate = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
         return [self.policy, self.critic] if separate else [self.policy]  # type: ignore[list-item]
 
-    def forward(self, function: Callable[[MicroBatch], T], batch: MicroBatch) -> T:
-        """Apply a function of this network to a micro-batch.
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Apply a function of this network to a micro-batch: ``network(function, batch)``.
 
-        Every forward pass goes through here, so the hooks of wrappers (DistributedDataParallel, FSDP) run for it.
+        Every forward pass goes through here, so the hooks of wrappers (DistributedDataParallel, FSDP) run for it. Other
+        inputs are those of the policy: ``network(input_ids)``.
         """
-        return function(batch)
+        if len(inputs) == 2 and isinstance(inputs[1], MicroBatch):
+            function, batch = inputs
+            return function(batch)
+        return self.policy(*inputs, **keywords)
 
     def values(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """The critic's values (B, T). A head on the policy reads ``hidden`` (B, T, H), or computes it if it is None."""

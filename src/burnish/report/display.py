@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,7 @@ from burnish.report.metrics import Recorder, describe, duration, headline, is_ti
 
 SHOWN_SAMPLES = 4
 HISTORY = 32
+WINDOW = 10  # logged steps that the result of a stage averages over, at its start and at its end
 HEARTBEAT = 30.0
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -28,22 +30,25 @@ BARS = "▁▂▃▄▅▆▇█"
 class StageView(Progress):
     """The live view of a stage: rich's progress bar, and below it metrics with their trend, and some samples.
 
-    ``values`` holds the latest value of each metric, ``first`` its first one, and ``history`` its last ones, for the
-    trend; ``pace`` holds (tokens, seconds) of the last steps. These are replaced and never changed in place, because
-    rich draws the view from another thread.
+    ``values`` holds the latest value of each metric, ``first`` its first ones, and ``history`` its last ones, for the
+    trend; ``pace`` holds (tokens, seconds) of the last steps; ``iterations`` holds the step and time at which the first
+    and the last iteration ended. These are replaced and never changed in place, because rich draws the view from
+    another thread.
     """
 
     def __init__(
         self, title: str = "[train]", *, console: Console, clock: Callable[[], float], live: bool = False
     ) -> None:
         self.values: Mapping[str, float] = {}
-        self.first: Mapping[str, float] = {}
+        self.first: Mapping[str, tuple[float, ...]] = {}
         self.history: Mapping[str, tuple[float, ...]] = {}
         self.pace: tuple[tuple[float, float], ...] = ()
         self.evaluation: tuple[int, Mapping[str, float]] | None = None
         self.samples: tuple[Mapping[str, Any], ...] = ()
         self.title = title
         self.first_step = 0
+        self.steps_per_iteration = 1
+        self.iterations: tuple[tuple[int, float], ...] = ()
         columns = TextColumn("{task.description}", style="bold", markup=False), BarColumn(16), _Status(self)
         super().__init__(
             *columns, console=console, get_time=clock, disable=not live, transient=True, refresh_per_second=4
@@ -55,14 +60,20 @@ class StageView(Progress):
         """The one task of rich's progress bar: the stage's optimizer steps."""
         return self.tasks[0]
 
-    def begin(self, step: int, last_step: int) -> None:
-        """Start the clock. Training starts, or resumes after ``step``."""
-        self.first_step = step
+    def begin(self, step: int, last_step: int, steps_per_iteration: int = 1) -> None:
+        """Start the clock. Training starts, or resumes after ``step``.
+
+        An iteration is the optimizer steps that learn from one batch of rollouts; elsewhere it is one step.
+        """
+        self.first_step, self.steps_per_iteration, self.iterations = step, steps_per_iteration, ()
         self.reset(self.task.id, total=last_step, completed=step)
         self.values, self.first, self.history, self.pace, self.samples = {}, {}, {}, (), ()
 
     def at(self, step: int) -> None:
         """Optimizer step ``step`` is done."""
+        if step > self.task.completed and step % self.steps_per_iteration == 0:
+            now = (step, self.task.elapsed or 0.0)
+            self.iterations = (*self.iterations[:1], now)
         self.update(self.task.id, completed=step)
 
     def add(self, values: Mapping[str, float]) -> None:
@@ -72,14 +83,18 @@ class StageView(Progress):
         self.history = {**self.history, **grown}
         if "tokens" in values and "seconds" in values:
             self.pace = (*self.pace, (values["tokens"], values["seconds"]))[-HISTORY:]
-        self.values, self.first = {**self.values, **values}, {**values, **self.first}
+        self.first = {**self.first, **{key: (*self.first.get(key, ()), values[key])[:WINDOW] for key in shown}}
+        self.values = {**self.values, **values}
 
     def seconds_left(self) -> float | None:
-        """Estimated time for the remaining steps at the mean pace so far; None before the first step is done."""
-        done = self.task.completed - self.first_step
-        if self.task.total is None or self.task.elapsed is None or done <= 0:
+        """Estimated time for the remaining steps, at the mean pace since the end of the first iteration.
+
+        The first iteration is not counted, because it is slower than the others. None until the second one is done.
+        """
+        if self.task.total is None or len(self.iterations) < 2:
             return None
-        return self.task.elapsed / done * (self.task.total - self.task.completed)
+        (first, began), (last, ended) = self.iterations
+        return (ended - began) / (last - first) * (self.task.total - self.task.completed)
 
     def tokens_per_second(self) -> float | None:
         """Tokens per second over the last steps; None if steps do not report them."""
@@ -87,9 +102,14 @@ class StageView(Progress):
         return tokens / seconds if tokens and seconds else None
 
     def status(self) -> str:
-        """The progress of the stage: ``step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s``."""
-        step, last_step = int(self.task.completed), int(self.task.total or 0)
+        """The progress of the stage: ``step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s``.
+
+        With several steps per iteration, it counts iterations: ``iteration 10/78, step 40/312 (13%), ...``.
+        """
+        step, last_step, each = int(self.task.completed), int(self.task.total or 0), self.steps_per_iteration
         parts = [f"step {step:,}/{last_step:,} ({step / last_step:.0%})" if last_step else f"step {step:,}"]
+        if each > 1:
+            parts.insert(0, f"iteration {-(-step // each):,}" + (f"/{-(-last_step // each):,}" if last_step else ""))
         left, speed = self.seconds_left(), self.tokens_per_second()
         if left is not None and step < last_step:
             parts.append(f"{duration(left)} left")
@@ -102,13 +122,20 @@ class StageView(Progress):
         return ", ".join(part for part in [f"{self.title} {self.status()}", numbers(self.values)] if part)
 
     def result_line(self) -> str:
-        """The result of a stage: ``[1/3 sft] 313 steps in 4 min 10 s: loss 3.210 -> 1.440``."""
+        """The result of a stage: ``[1/3 sft] 313 steps in 4 min 10 s: loss 3.210 -> 1.440 (means of 10 steps)``.
+
+        A single batch says little, so the first and the last logged steps are averaged.
+        """
         done = int(self.task.completed) - self.first_step
-        changes = [
-            f"{_name(key)} {number(self.first[key], share)} -> {number(self.values[key], share)}"
-            for key, share in ((key, describe(key).share) for key in headline(self.values))
-            if key in self.first and key != "learning_rate"
-        ]
+        keys = [key for key in headline(self.values) if key in self.first and key != "learning_rate"]
+        window = {key: max(1, min(WINDOW, len(self.history[key]) // 2)) for key in keys}
+        changes = []
+        for key in keys:
+            first, last = fmean(self.first[key][: window[key]]), fmean(self.history[key][-window[key] :])
+            share = describe(key).share
+            changes.append(f"{_name(key)} {number(first, share)} -> {number(last, share)}")
+        if keys and max(window.values()) > 1:
+            changes[-1] += f" (means of {max(window.values())} logged steps)"
         line = f"{self.title} {done:,} {'step' if done == 1 else 'steps'} in {duration(self.task.elapsed or 0.0)}"
         return f"{line}: {', '.join(changes)}" if changes else line
 
@@ -236,9 +263,9 @@ class Display:
         title = f"[{part}/{parts} {name}]" if parts > 1 else f"[{name}]"
         self.view = StageView(title, console=self.console, clock=self._clock, live=self._is_live)
 
-    def begin(self, step: int, last_step: int) -> None:
+    def begin(self, step: int, last_step: int, steps_per_iteration: int = 1) -> None:
         """Training starts, or resumes after ``step``. It will end with ``last_step``."""
-        self.view.begin(step, last_step)
+        self.view.begin(step, last_step, steps_per_iteration)
         self._last_line = self._clock() - self._interval
         if step:
             self._print(f"{self.view.title} resumes after step {step:,}")
@@ -258,7 +285,8 @@ class Display:
             return
         self.view.at(step)
         self.view.add(values)
-        if step == self.view.task.total or self._clock() - self._last_line >= self._interval:
+        due = self._clock() - self._last_line >= self._interval and step % self.view.steps_per_iteration == 0
+        if step == self.view.task.total or due:
             self._print_progress()
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -294,14 +322,15 @@ class RunCallback(TrainerCallback):
     timings. Its summary at the end of training does not belong to a step and is left out.
     """
 
-    def __init__(self, recorder: Recorder, display: Display) -> None:
+    def __init__(self, recorder: Recorder, display: Display, steps_per_iteration: int = 1) -> None:
         self.recorder = recorder
         self.display = display
+        self.steps_per_iteration = steps_per_iteration
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training starts or resumes."""
         if state.is_world_process_zero:
-            self.display.begin(state.global_step, state.max_steps)
+            self.display.begin(state.global_step, state.max_steps, self.steps_per_iteration)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An optimizer step is done."""

@@ -113,7 +113,11 @@ class Trainer(transformers.Trainer):
         super().__init__(
             model=self.network,
             args=dataclasses.replace(
-                args, gradient_accumulation_steps=1, ignore_data_skip=True, remove_unused_columns=False
+                args,
+                gradient_accumulation_steps=1,
+                ignore_data_skip=True,
+                remove_unused_columns=False,
+                max_steps=_max_steps(args, method),
             ),
             train_dataset=self.rows if self.stream is None else self.stream,  # type: ignore[arg-type]
             eval_dataset=self.eval_rows or None,  # type: ignore[arg-type]
@@ -498,3 +502,12 @@ class TrainerRun:
                 trainer.recorder.samples(rows)
             if trainer.show_samples is not None:
                 trainer.show_samples(rows)
+
+
+def _max_steps(args: TrainingArguments, method: Method) -> int:
+    """The number of optimizer steps, if the method limits its iterations; else that of the arguments."""
+    if method.iterations is None:
+        return args.max_steps
+    if args.max_steps > 0:
+        raise UserError(f"max_steps {args.max_steps} and iterations {method.iterations}: set only one of them")
+    return method.iterations * method.steps_per_iteration
