@@ -104,6 +104,10 @@ def test_pairs_give_the_accuracy_of_implicit_rewards(here: Path, tiny_llama: Any
         margins.append(c - r)
     assert measures["margin"]["value"] == pytest.approx(sum(margins) / 6, abs=1e-4)
     assert measures["accuracy"]["value"] == pytest.approx(sum(m > 0 for m in margins) / 6)
+    assert call("one", "data.eval=pairs.jsonl", "reference=two", "--output", "out.json").exit_code == 0
+    pairs = json.loads(Path("out.json").read_text())["samples"]
+    assert [pair["margin"] for pair in pairs] == pytest.approx(margins, abs=1e-4)
+    assert pairs[2]["source"] == "pairs.jsonl:3" and pairs[2]["chosen"] == [{"role": "assistant", "content": "a2"}]
     same = measured("one", "data.eval=pairs.jsonl", "reference=one")
     assert (same["accuracy"]["value"], same["margin"]["value"]) == (0.5, 0.0)
 
@@ -129,6 +133,11 @@ def test_a_reward_model_is_measured_by_accuracy(here: Path, tiny_tokenizer: Any)
     measures = measured("rm", "data.eval=pairs.jsonl")
     assert measures["margin"]["value"] == pytest.approx(sum(differences) / 6, abs=1e-5)
     assert measures["accuracy"]["value"] == pytest.approx(sum(d > 0 for d in differences) / 6)
+    assert call("rm", "data.eval=pairs.jsonl", "--output", "out.json").exit_code == 0
+    pairs = json.loads(Path("out.json").read_text())["samples"]
+    assert [p["chosen_score"] - p["rejected_score"] for p in pairs] == pytest.approx(differences, abs=1e-5)
+    # both answers share a prompt, so the difference of their lengths is that of "a0" and "0bc"
+    assert pairs[0]["rejected_tokens"] - pairs[0]["chosen_tokens"] == 1
 
 
 RECIPE = """\

@@ -43,7 +43,7 @@ from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import sample_and_score
 from burnish.rl.metrics import sample_rows
-from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
+from burnish.types import Conversation, Example, Pair, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
 """Formats of rows that the model completes."""
@@ -73,7 +73,7 @@ class Measure(NamedTuple):
 
 @dataclass
 class Measured:
-    """The results of one model: measures by name, its samples, and its truncated or dropped rows."""
+    """The results of one model: measures by name, its completions or pairs, and its truncated or dropped rows."""
 
     measures: dict[str, Measure]
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -216,13 +216,35 @@ def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation,
         values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
         sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
     before, after = sums
-    margins = {
-        source: (chosen - before[source][0]) - (rejected - before[source][1])
-        for source, (chosen, rejected) in after.items()
+    rewards = {
+        source: [value - start for value, start in zip(values, before[source], strict=True)]
+        for source, values in after.items()
         if source in before
     }
+    margins = {source: chosen - rejected for source, (chosen, rejected) in rewards.items()}
     measures = {"accuracy": Measure({s: _share(m) for s, m in margins.items()}), "margin": Measure(margins)}
-    return Measured(measures, changed=_messages(changed))
+    pairs = [
+        _pair_sample(example, row, Pair(0, 1), rewards[example.source])
+        for example, row in _with_rows(examples, eval_rows)
+        if example.source in rewards
+    ]
+    return Measured(measures, pairs, changed=_messages(changed))
+
+
+def _with_rows(examples: list[Example], eval_rows: list[Row]) -> list[tuple[Example, Preference | Ranking]]:
+    """Each example with the row that it was made of."""
+    by_source = {row.source: row for row in eval_rows if isinstance(row, Preference | Ranking)}
+    return [(example, by_source[example.source]) for example in examples]
+
+
+def _pair_sample(example: Example, row: Preference | Ranking, pair: Pair, answer_scores: list[float]) -> dict[str, Any]:
+    """A pair for error analysis: its texts, and the score and the length in tokens of both answers."""
+    answers = (row.chosen, row.rejected) if isinstance(row, Preference) else row.completions
+    sample: dict[str, Any] = {"source": row.source, "prompt": list(row.prompt)}
+    for name, index in (("chosen", pair.better), ("rejected", pair.worse)):
+        sample[name] = list(answers[index])
+        sample |= {f"{name}_score": answer_scores[index], f"{name}_tokens": len(example.sequences[index])}
+    return sample | {"margin": answer_scores[pair.better] - answer_scores[pair.worse]}
 
 
 def _share(difference: float) -> float:
@@ -238,17 +260,20 @@ def _measure_rewards(reference: str, eval_rows: list[Row], evaluation: Evaluatio
     examples, changed = RewardModel().examples(eval_rows, tokenizer, _length(model, tokenizer, evaluation))
     pad_id: Any = tokenizer.pad_token_id
     layout = Layout([model], pad_id=pad_id or 0)
-    differences: list[list[float]] = [[] for _ in examples]
+    row_scores: list[list[float]] = [[] for _ in examples]
     with evaluating(model):
         for group, _, values in layout.passes(lambda batch: scores(model, batch).tolist(), examples, TOKEN_BUDGET):
-            row_scores = iter(values)
+            in_order = iter(values)
             for i in group:
-                mine = [next(row_scores) for _ in examples[i].sequences]
-                differences[i] = [mine[pair.better] - mine[pair.worse] for pair in examples[i].pairs]
-    pairs = list(zip(examples, differences, strict=True))
-    accuracies = {example.source: fmean(map(_share, mine)) for example, mine in pairs}
-    margins = {example.source: fmean(mine) for example, mine in pairs}
-    return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=_messages(changed))
+                row_scores[i] = [next(in_order) for _ in examples[i].sequences]
+    accuracies, margins, samples = {}, {}, []
+    for (example, row), mine in zip(_with_rows(examples, eval_rows), row_scores, strict=True):
+        pairs = [_pair_sample(example, row, pair, mine) for pair in example.pairs]
+        accuracies[example.source] = fmean(_share(pair["margin"]) for pair in pairs)
+        margins[example.source] = fmean(pair["margin"] for pair in pairs)
+        samples += pairs
+    measures = {"accuracy": Measure(accuracies), "margin": Measure(margins)}
+    return Measured(measures, samples, changed=_messages(changed))
 
 
 def _measure_answers(
