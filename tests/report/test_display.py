@@ -156,6 +156,19 @@ def test_an_iteration_has_one_line() -> None:
     ]
 
 
+def test_a_long_pass_is_reported_every_few_seconds_and_a_short_one_is_not() -> None:
+    clock = Clock()
+    display = Display(console(), interval=5.0, clock=clock)
+    for done, now in ((0, 0.0), (10, 4.0), (20, 8.0), (30, 12.0), (40, 16.0), (80, 20.0)):
+        clock.now = now
+        display.progress("sampling", done, 80)
+    for done in (1, 2):
+        clock.now += 2.0
+        display.progress("evaluating", done, 2)
+    # 20 of 80 took 8 seconds, and 40 took 16
+    assert shown(display) == ["[train] sampling 20/80, 24 s left", "[train] sampling 40/80, 16 s left"]
+
+
 def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
     display = Display(console(), clock=Clock())
     display.stage("ppo", 3, 3)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as hf_logging
 
-from burnish import files, user_functions
+from burnish import files, progress, user_functions
 from burnish.config import Recipe, Stage, StageData
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
@@ -80,7 +80,8 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         training = None if stage.run else TrainingStage(recipe, stage)
         entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
         write_manifest(folder, manifest)
-        outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage)
+        with progress.shown_by(screen.progress):
+            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage)
         for name, checksum in outcome["files"].items():
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}

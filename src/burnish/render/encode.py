@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from burnish import files
+from burnish import files, progress
 from burnish.errors import UserError
 from burnish.render.truncate import ToExamples, Truncation, fit
 from burnish.types import Changed, Encoded, Example, Pair, Prompt, Row, Sequence
@@ -61,7 +60,8 @@ def encode(
     origins: list[int] = []  # the index of each example's row
     distinct = list({id(row): row for row in rows}.values())  # a mixture may draw a row more than once
     examples_of: dict[int, list[Example]] = {}
-    for start in _progress(range(0, len(distinct), CHUNK)):
+    for start in range(0, len(distinct), CHUNK):
+        progress.report("encoding rows", start, len(distinct))
         chunk = distinct[start : start + CHUNK]
         for row, example in zip(chunk, _each(chunk, function), strict=True):
             if isinstance(example, Example):
@@ -72,6 +72,7 @@ def encode(
                 raise example
             if reason:
                 encoded.changed.append(Changed(row.source, reason))
+    progress.report("encoding rows", len(distinct), len(distinct))
     for index, row in enumerate(rows):
         encoded.examples.extend(examples_of[id(row)])
         origins += [index] * len(examples_of[id(row)])
@@ -130,16 +131,6 @@ def _logged(encoded: Encoded) -> Encoded:
             "%d rows were truncated or dropped, the first: %s: %s", len(encoded.changed), first.source, first.reason
         )
     return encoded
-
-
-def _progress(starts: range) -> Iterable[int]:
-    """The starts of chunks, with a progress bar on a terminal."""
-    if not sys.stderr.isatty():
-        return starts
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(starts, "Encoding rows", console=Console(stderr=True), transient=True)
 
 
 # --- cache --------------------------------------------------------------------------------------------------------

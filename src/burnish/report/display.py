@@ -47,6 +47,7 @@ class StageView(Progress):
         self.samples: tuple[Mapping[str, Any], ...] = ()
         self.title = title
         self.first_step = 0
+        self.passing = ""
         self.steps_per_iteration = 1
         self.iterations: tuple[tuple[int, float], ...] = ()
         columns = TextColumn("{task.description}", style="bold", markup=False), BarColumn(16), _Status(self)
@@ -107,6 +108,8 @@ class StageView(Progress):
         With several steps per iteration, it counts iterations: ``iteration 10/78, step 40/312 (13%), ...``.
         """
         step, last_step, each = int(self.task.completed), int(self.task.total or 0), self.steps_per_iteration
+        if self.passing and not last_step:
+            return self.passing
         parts = [f"step {step:,}/{last_step:,} ({step / last_step:.0%})" if last_step else f"step {step:,}"]
         if each > 1:
             parts.insert(0, f"iteration {-(-step // each):,}" + (f"/{-(-last_step // each):,}" if last_step else ""))
@@ -115,7 +118,7 @@ class StageView(Progress):
             parts.append(f"{duration(left)} left")
         if speed is not None:
             parts.append(f"{number(round(speed))} tokens/s")
-        return ", ".join(parts)
+        return ", ".join(parts + ([self.passing] if self.passing else []))
 
     def progress_line(self) -> str:
         """One plain line: ``[1/3 sft] step 40/313 (13%), 4 min 10 s left, 1,240 tokens/s, loss 2.314``."""
@@ -250,6 +253,7 @@ class Display:
         self._interval = interval
         self._clock = clock
         self._last_line = float("-inf")
+        self._pass: tuple[str, float] = ("", 0.0)
         self.stage("train")
 
     def __enter__(self) -> Display:
@@ -288,6 +292,24 @@ class Display:
         due = self._clock() - self._last_line >= self._interval and step % self.view.steps_per_iteration == 0
         if step == self.view.task.total or due:
             self._print_progress()
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show the progress of a pass over rows (``progress.report``), if it takes longer than a few seconds."""
+        now = self._clock()
+        if what != self._pass[0] or done >= total:
+            self._pass = (what if done < total else "", now)
+            self.view.passing = ""
+            return
+        spent = now - self._pass[1]
+        if spent < self._interval:
+            return
+        left = f", {duration(spent / done * (total - done))} left" if done else ""
+        self.view.passing = f"{what} {done:,}/{total:,}{left}"
+        if self._is_live:
+            self.view.start()
+        elif now - self._last_line >= self._interval:
+            self._last_line = now
+            self._print(f"{self.view.title} {self.view.passing}")
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the first few of these rows of samples.jsonl."""

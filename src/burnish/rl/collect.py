@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from burnish import progress
 from burnish.generate.protocol import Completion, Generator, Request, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
@@ -100,6 +101,7 @@ def sample_and_score(
         while places:
             for handle, completion in generator.poll(POLL_SECONDS if scorer.tasks else None):
                 k = places.pop(handle)
+                progress.report("sampling", len(requests) - len(places), len(requests))
                 text = _text(tokenizer, completion)
                 trajectories[k] = with_turn(begin(rows[k], requests[k].tokens), completion, text)
                 group = k // size

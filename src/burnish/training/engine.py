@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from burnish import progress
 from burnish.errors import UserError
 from burnish.models import sharding
 from burnish.models.forward import evaluating
@@ -116,6 +117,7 @@ class Engine:
         mine: dict[int, list[dict[str, np.ndarray]]] = {}
         with evaluating(self.network):
             for group, batch, results in self._passes(
+                "computing log-probabilities",
                 lambda batch: {name: x.flatten().double().cpu().numpy() for name, x in function(batch).items()},
                 examples,
             ):
@@ -144,13 +146,13 @@ class Engine:
             raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
         sums: Metrics = {}
         with evaluating(self.network):
-            for _, batch, terms in self._passes(lambda batch: method.loss(self.network, batch), examples):
+            for _, batch, terms in self._passes("evaluating", lambda batch: method.loss(self.network, batch), examples):
                 add(sums, terms, batch)
         means = self.means(sums)
         return {"loss": sum(weight * means[name] for name, weight in method.weights.items())} | means
 
     def _passes(
-        self, function: Callable[[MicroBatch], T], examples: list[Example]
+        self, what: str, function: Callable[[MicroBatch], T], examples: list[Example]
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
         """Apply a function to the micro-batches of this process. Yields indices, micro-batches and results."""
 
@@ -159,7 +161,12 @@ class Engine:
                 return self.network(function, batch)
 
         processes = {"rank": self.rank, "world_size": self.world_size}
-        return self.layout.passes(run, examples, self.token_budget, **processes, halve=not self.sharded)
+        done, total = 0, len(examples)
+        for result in self.layout.passes(run, examples, self.token_budget, **processes, halve=not self.sharded):
+            yield result
+            done += len(result[0]) * self.world_size
+            progress.report(what, min(done, total - 1), total)
+        progress.report(what, total, total)
 
     # --- micro-batches of a step -----------------------------------------------------------------------------------
 
