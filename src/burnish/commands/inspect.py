@@ -28,6 +28,7 @@ from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template
+from burnish.report.metrics import duration
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
@@ -292,7 +293,7 @@ def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
 
 
 def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
-    """Memory of one optimizer step, and a lower bound for the time of an epoch from the measured matmul rate."""
+    """Memory of one optimizer step, and the time of an epoch from the measured rate of matrix products."""
     config = AutoConfig.from_pretrained(loading.resolve(reference), trust_remote_code=stage.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
@@ -329,5 +330,7 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
         passes = 6 * parameters if stage.adapter is None else 4 * parameters
         total = sum(len(s.tokens) for e in examples for s in e.sequences)
         rate = matmul_rate(torch.float32 if size == 4 else torch.bfloat16)
-        table.add_row("minimum time per epoch", f"{passes * total / rate:,.0f} s")
+        seconds = passes * total / rate
+        # a training step reaches 42 to 48 % of the rate of large matrix products (docs/speed.md)
+        table.add_row("time per epoch", f"at least {duration(seconds)}, about {duration(2.2 * seconds)}")
     return table
