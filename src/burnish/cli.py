@@ -17,7 +17,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from burnish import kernels
+from burnish import files, kernels
 from burnish.errors import UserCodeError, UserError
 
 STOPPED = 130
@@ -36,6 +36,11 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             _print_error(str(error))
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if (message := files.explain(error)) is None:
+                raise
+            _print_error(message)
             raise typer.Exit(2) from None
         except UserCodeError as error:
             typer.echo(error.traceback, err=True, nl=False)
@@ -75,14 +80,15 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
 ) -> None:
     """Run a recipe. An unfinished run of the same recipe resumes where it stopped."""
-    from burnish.machine import refuse_processes
-
-    refuse_processes()
     from burnish.config import load
+
+    loaded = load(recipe, overrides or [])  # first, because what follows imports torch
     from burnish.config import run as pipeline
+    from burnish.machine import refuse_processes
     from burnish.report.page import results
 
-    folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
+    refuse_processes()
+    folder = pipeline.run(loaded, fresh=fresh)
     Console(highlight=False).print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
     _print(f"done: {folder}  (report: {folder / 'report.html'})")
 
@@ -94,17 +100,22 @@ def inspect(
     row: Annotated[int | None, typer.Option(min=0, help="Show only this row, counting from 0.")] = None,
 ) -> None:
     """Show rows as the model sees them: tokens, loss masks, lengths, truncation. This trains nothing."""
-    from burnish.commands.inspect import show
     from burnish.config import load
 
-    show(load(recipe, overrides or []), row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
+    loaded = load(recipe, overrides or [])  # first, because what follows imports torch
+    from burnish.commands.inspect import show
+
+    show(loaded, row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
 
 
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: runs/NAME.")]) -> None:
     """Write a self-contained HTML report of a run: curves, samples before and after, and the manifest."""
-    if not (folder / "manifest.json").is_file():
-        raise UserError(f"{folder}: not the folder of a run: manifest.json is missing")
+    from burnish.config.manifest import MANIFEST, read_manifest
+
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder}: not the folder of a run: {MANIFEST} is missing")
+    read_manifest(folder / MANIFEST)
     from burnish.report.page import write
 
     _print(str(write(folder)))

@@ -1,7 +1,8 @@
-"""Writes files and folders atomically, and detects damage by checksums."""
+"""Writes files and folders atomically, detects damage by checksums, and explains why storage fails."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from burnish.errors import UserError
 
 CHECKSUMS = "checksums.json"
 PARTIAL, OLD = ".partial", ".old"
@@ -32,14 +37,24 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of a file atomically, and flush it to disk."""
+    """Replace the content of a file atomically, and flush it to disk.
+
+    Raises:
+        UserError: if the disk is full or the folder cannot be written. The old file is kept.
+    """
     aside = path.with_name(f".{path.name}{PARTIAL}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
-    sync(path.parent)
+    data = text.encode("utf-8", "backslashreplace")  # in JSON, the escape of a lone surrogate
+    with storing(path, len(data)):
+        try:
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:
@@ -49,6 +64,86 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# --- storage that fails -------------------------------------------------------------------------------------------
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REASONS = {
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.EROFS: "its file system is read-only",
+    errno.EIO: "its device reports an input/output error",
+    errno.ENAMETOOLONG: "its name is too long",
+    errno.ELOOP: "its symbolic links form a loop",
+    errno.ENOTDIR: "a part of its path is a file, not a folder",
+    errno.EISDIR: "it is a folder, not a file",
+    errno.ENOENT: "there is no such file or folder",
+    errno.EMFILE: "too many files are open",
+    errno.ENFILE: "too many files are open",
+}
+"""Why an operation on a file may fail for reasons outside of Burnish, by the number of the error."""
+# safetensors and torch raise their own errors, which have the reason only in their text
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because the disk, its inodes, a quota or a limit on file sizes is used up."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    return any(text in str(error) for text in _FULL_TEXTS)
+
+
+def explain(error: OSError) -> str | None:
+    """A message about an operation on a file that failed: ``a.jsonl: permission denied``; None for other errors."""
+    if error.filename is None:
+        return None
+    if is_full(error):
+        return _full_message(Path(os.fsdecode(error.filename)))
+    reason = REASONS.get(error.errno or 0)
+    return f"{os.fsdecode(error.filename)}: {reason}" if reason else None
+
+
+@contextmanager
+def storing(path: Path, needed: int | None = None, aside: Path | None = None) -> Iterator[None]:
+    """A context that writes a file or a folder. A full disk or a missing right is a UserError that names it.
+
+    Args:
+        path: what is written.
+        needed: its size in bytes, if known.
+        aside: the folder in which it is written, which is removed if the disk is full, so that its space is free again.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if is_full(error):
+            message = _full_message(path, needed, aside)
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise UserError(message) from error
+        if isinstance(error, OSError) and (reason := REASONS.get(error.errno or 0)) and error.errno != errno.ENOENT:
+            raise UserError(f"{path}: cannot be written: {reason}") from error
+        raise
+
+
+def _full_message(path: Path, needed: int | None = None, aside: Path | None = None) -> str:
+    home = next(folder for folder in path.absolute().parents if folder.is_dir())
+    disk = os.statvfs(home)
+    free = disk.f_bavail * disk.f_frsize
+    facts = [f"{megabytes(needed)} were needed"] if needed is not None else []
+    if aside is not None and aside.is_dir():
+        written = sum(part.stat().st_size for part in aside.rglob("*") if part.is_file())
+        facts.append(f"{megabytes(written)} of it were written")
+    facts.append("no more files can be created" if disk.f_files and not disk.f_favail else f"{megabytes(free)} are free")
+    return (
+        f"{path}: cannot be written: the disk is full, or a quota or limit is reached ({', '.join(facts)}): free some "
+        "space and run the same command again; a run resumes from its last complete checkpoint"
+    )
+
+
+def megabytes(size: int) -> str:
+    """A size for people: ``12.3 MB``."""
+    return f"{size / 1e6:,.1f} MB"
 
 
 # --- sealed folders -----------------------------------------------------------------------------------------------
@@ -98,17 +193,22 @@ def removing(folder: Path) -> Path:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """A context that provides a temporary folder, which replaces ``folder`` if the context ends without an error."""
+    """A context that provides a temporary folder, which replaces ``folder`` if the context ends without an error.
+
+    Raises:
+        UserError: if the disk is full or the folder cannot be written. The old folder is kept.
+    """
     aside, old = staging(folder), removing(folder)
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
-    aside.mkdir(parents=True)
-    yield aside
-    seal(aside)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    sync(folder.parent)
+    with storing(folder, aside=aside):
+        aside.mkdir(parents=True)
+        yield aside
+        seal(aside)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
