@@ -88,9 +88,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        if not isinstance(values, dict) or not isinstance(values.get("step", 0), int):
             raise UserError(
-                f"{path}:{number}: this line is damaged: expected a JSON object with a step, got "
+                f"{path}:{number}: this line is damaged: expected a JSON object, got "
                 f"{line[:60].decode('utf-8', 'backslashreplace')!r}: restore the file, or remove the line"
             )
         lines.append(values)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from burnish.data import streaming
 from burnish.data.readers import Rows, load
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.models.dropout import key_dropout
 from burnish.models.heads import Network
 from burnish.models.layout import default_budget, is_out_of_memory
@@ -325,10 +325,21 @@ class Trainer(transformers.Trainer):
         if not math.isfinite(loss := metrics.get(f"{metric_key_prefix}_loss", 0.0)):
             advice = self.non_finite.advice() if self.state.global_step else "Check the model and these rows"
             raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {advice}")
+        self._check_best_metric(metrics, metric_key_prefix)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._clock = time.perf_counter()
         return metrics
+
+    def _check_best_metric(self, metrics: Mapping[str, float], prefix: str) -> None:
+        """Raise a UserError if the metric that decides which checkpoint is best is not measured."""
+        best = self.args.metric_for_best_model
+        known = [name.removeprefix(f"{prefix}_") for name in metrics]
+        if prefix == "eval" and best is not None and (name := best.removeprefix("eval_")) not in known:
+            raise UserError(
+                f"metric_for_best_model: {name!r} is not measured on the held-out rows{did_you_mean(name, known)}; "
+                f"measured are {', '.join(known)}"
+            )
 
     # --- optimizer and logs ----------------------------------------------------------------------------------------
 
