@@ -202,7 +202,7 @@ def mutated(chance: random.Random) -> Iterator[str]:
         for _ in range(chance.choice([1, 1, 2, 5])):
             path = chance.choice(everywhere)
             new = chance.choice([..., *EXTREMES]) if chance.random() < 0.8 else find(chance.choice(everywhere))
-            recipe = replaced(recipe, path, new)
+            recipe = replaced(recipe, path, chance.choice(EXTREMES) if new is ... and not path else new)
         text = yaml(recipe)
         if chance.random() < 0.3:  # cut it, or write something into the middle
             at = chance.randrange(len(text))
