@@ -129,6 +129,7 @@ def merge(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base model.")] = False,
 ) -> None:
     """Merge an adapter into the base model it was trained on. Any other base is an error."""
+    _check_names(adapter)
     from burnish.models.merge import merge as fold
 
     fold(adapter, base, output, say=_print, trust_remote_code=trust_remote_code)
@@ -191,6 +192,7 @@ def generate(
     if source is not None and output is not None and source.resolve() == output.resolve():
         raise UserError("--output would overwrite the input: choose another file")
     _make_room(output)
+    _check_names(model, source)
     from burnish.commands import generate as inference
 
     decoding = inference.decoding_settings(
@@ -235,6 +237,7 @@ def chat(
     dtype: DType = "auto",
 ) -> None:
     """Chat with a model. Type /help for a list of commands."""
+    _check_names(model)
     from burnish.commands import generate as inference
     from burnish.commands.chat import Talk
     from burnish.commands.chat import run as talk_in_terminal
@@ -257,12 +260,14 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model: perplexity, pair accuracy, rewards, KL, pass@k and win rate, with 95 % intervals."""
-    from burnish.commands import evaluate as measuring
     from burnish.config.evaluation import load_evaluation
     from burnish.files import write_text
 
     evaluation = load_evaluation(recipe or [])
     _make_room(output)
+    _check_names(model)
+    from burnish.commands import evaluate as measuring
+
     result = measuring.evaluate(model, evaluation)
     if output is not None:
         write_text(output, json.dumps(result, indent=1, ensure_ascii=False))
@@ -294,6 +299,14 @@ def _print_error(message: str) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print("error:", style="bold red", end=" ")
     console.print(message, markup=False)
+
+
+def _check_names(model: str, source: Path | None = None) -> None:
+    """Report a mistyped model or file before torch is imported, which takes seconds."""
+    from burnish.config.checks import data_problem, model_problem
+
+    if problem := model_problem(model) or (data_problem(str(source)) if source is not None else None):
+        raise UserError(problem)
 
 
 def _make_room(output: Path | None) -> None:

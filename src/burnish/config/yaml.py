@@ -22,7 +22,7 @@ DEEPEST = 32
 """Maximum number of blocks inside each other."""
 LONGEST = 300_000
 """Maximum number of characters of a recipe, which take a few seconds to parse."""
-MOST = 100_000
+MOST = 20_000
 """Maximum number of values of a recipe."""
 SHOWN = 20
 """Maximum number of mistakes that a message lists."""
