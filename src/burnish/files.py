@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from burnish.errors import UserError
 
 CHECKSUMS = "checksums.json"
@@ -83,8 +81,9 @@ REASONS = {
     errno.ENFILE: "too many files are open",
 }
 """Why an operation on a file may fail for reasons outside of Burnish, by the number of the error."""
-# safetensors and torch raise their own errors, which have the reason only in their text
-_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed")
+# safetensors, tokenizers and torch raise their own errors, which have the reason only in their text. torch does not
+# even know the reason: it notices that less was written than it passed on.
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large", "inline_container.cc")
 
 
 def is_full(error: BaseException) -> bool:
@@ -115,7 +114,7 @@ def storing(path: Path, needed: int | None = None, aside: Path | None = None) ->
     """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # tokenizers raises Exception itself
         if is_full(error):
             message = _full_message(path, needed, aside)
             if aside is not None:
@@ -132,8 +131,7 @@ def _full_message(path: Path, needed: int | None = None, aside: Path | None = No
     free = disk.f_bavail * disk.f_frsize
     facts = [f"{megabytes(needed)} were needed"] if needed is not None else []
     if aside is not None and aside.is_dir():
-        written = sum(part.stat().st_size for part in aside.rglob("*") if part.is_file())
-        facts.append(f"{megabytes(written)} of it were written")
+        facts.append(f"{megabytes(size(aside))} of it were written")
     facts.append("no more files can be created" if disk.f_files and not disk.f_favail else f"{megabytes(free)} are free")
     return (
         f"{path}: cannot be written: the disk is full, or a quota or limit is reached ({', '.join(facts)}): free some "
@@ -141,9 +139,14 @@ def _full_message(path: Path, needed: int | None = None, aside: Path | None = No
     )
 
 
-def megabytes(size: int) -> str:
-    """A size for people: ``12.3 MB``."""
-    return f"{size / 1e6:,.1f} MB"
+def size(folder: Path) -> int:
+    """The size in bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes for people: ``12.3 MB``."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
 
 
 # --- sealed folders -----------------------------------------------------------------------------------------------
@@ -192,8 +195,12 @@ def removing(folder: Path) -> Path:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[Path]:
+def writing(folder: Path, needed: int | None = None) -> Iterator[Path]:
     """A context that provides a temporary folder, which replaces ``folder`` if the context ends without an error.
+
+    Args:
+        folder: the folder to write.
+        needed: its size in bytes, if known, for the message if the disk is full.
 
     Raises:
         UserError: if the disk is full or the folder cannot be written. The old folder is kept.
@@ -201,7 +208,7 @@ def writing(folder: Path) -> Iterator[Path]:
     aside, old = staging(folder), removing(folder)
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
-    with storing(folder, aside=aside):
+    with storing(folder, needed, aside):
         aside.mkdir(parents=True)
         yield aside
         seal(aside)

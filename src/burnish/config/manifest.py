@@ -40,12 +40,12 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
                 f"{recipe.folder} holds a run of another version of Burnish: start over with --fresh, or name another "
                 "folder with out=FOLDER"
             )
-        # ``out`` may differ, because a run can be moved.
-        different = next(_differences(manifest["recipe"] | {"out": recipe.out}, resolved, ""), None)
+        _move(manifest, recipe)
+        different = next(_differences(manifest["recipe"], resolved, ""), None)
         if different is not None:
             raise UserError(
-                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
-                "folder with out=FOLDER"
+                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, name another "
+                "folder with out=FOLDER, or restore this setting to resume: only out= may change, if the run was moved"
             )
         if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
             raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
@@ -64,6 +64,19 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
         "stages": [pending(stage) for stage in recipe.stages],
         "checksums": {},
     }
+
+
+def _move(manifest: dict[str, Any], recipe: Recipe) -> None:
+    """Change the manifest of a run that was moved: the folder, and the paths of files in it whose checksums it knows."""
+    before = Path(manifest["recipe"].get("out") or Path("runs") / manifest["name"])
+    manifest["recipe"]["out"] = recipe.out
+    if before != recipe.folder:
+        paths = {path: Path(path) for path in manifest["checksums"]}
+        moved = {
+            name: str(recipe.folder / path.relative_to(before)) if path.is_relative_to(before) else name
+            for name, path in paths.items()
+        }
+        manifest["checksums"] = {moved[name]: known for name, known in manifest["checksums"].items()}
 
 
 def pending(stage: Stage) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Recorder:
         """The size of each file, flushed to disk. A checkpoint keeps it, and `truncate` goes back to it."""
         sizes = {}
         for name in (METRICS_FILE, SAMPLES_FILE):
-            with (self.folder / name).open("ab") as file:
+            path = self.folder / name
+            with files.storing(path), path.open("ab") as file:
                 os.fsync(file.fileno())
                 sizes[name] = file.tell()
         return sizes
@@ -55,11 +56,12 @@ class Recorder:
         """Remove what was written after `offsets` was called; ``{}`` removes everything.
 
         Raises:
-            UserError: if a file is shorter than its offset.
+            UserError: if a file is shorter than its offset, or a line before it is damaged.
         """
         for name in (METRICS_FILE, SAMPLES_FILE):
             path, size = self.folder / name, offsets.get(name, 0)
-            with path.open("ab") as file:
+            read_lines(path, size)
+            with files.storing(path), path.open("ab") as file:
                 if file.tell() < size:
                     raise UserError(
                         f"{path}: {file.tell()} bytes, but the checkpoint was saved when it had {size}; "
@@ -74,16 +76,19 @@ class Recorder:
             file.write(lines.encode("utf-8", "backslashreplace"))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that may still be growing; an empty list if there is no file.
+def read_lines(path: Path, size: int | None = None) -> list[dict[str, Any]]:
+    """The complete lines of a file that may still be growing, or of its first ``size`` bytes; [] if there is no file.
 
     Raises:
         UserError: if a line is damaged. The message names it.
     """
     if not path.exists():
         return []
+    *complete, rest = path.read_bytes()[:size].split(b"\n")
+    if size and rest:
+        complete.append(rest)  # these bytes ended with a line when they were written
     lines = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(complete, start=1):
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
