@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from burnish import files, kernels
-from burnish.errors import UserCodeError, UserError
+from burnish.errors import UserCodeError, UserError, is_out_of_memory, out_of_memory
+from burnish.terminal import visible
 
 STOPPED = 130
 
@@ -41,6 +42,11 @@ class Commands(typer.core.TyperGroup):
             if (message := files.explain(error)) is None:
                 raise
             _print_error(message)
+            raise typer.Exit(2) from None
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, UserCodeError) or not is_out_of_memory(error):
+                raise
+            _print_error(out_of_memory(error))
             raise typer.Exit(2) from None
         except UserCodeError as error:
             typer.echo(error.traceback, err=True, nl=False)
@@ -212,13 +218,16 @@ def generate(
     )
     rows = inference.prompts(prompts or [], source, system)
     loaded = inference.load(model, template, dtype)
+    if note := inference.context_note(loaded, decoding):
+        typer.echo(note, err=True)
     if output is not None:
         _print(f"{inference.write(loaded, rows, decoding, output, seed, scores)} completions in {output}")
         return
     for _, lines in inference.completions(loaded, rows, decoding, seed, scores):
         for line in lines:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
-            _print(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
+            shown = (f"> {prompt}" if len(rows) > 1 else "", line["completion"])
+            _print(*(map(visible, shown) if sys.stdout.isatty() else shown))
             if scores:
                 _print(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} per token, {line['finish_reason']}]")
 
@@ -298,7 +307,7 @@ def doctor() -> None:
 def _print_error(message: str) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False)
+    console.print(visible(message), markup=False)
 
 
 def _check_names(model: str, source: Path | None = None) -> None:
@@ -324,7 +333,7 @@ def _make_room(output: Path | None) -> None:
 def _print(*lines: str) -> None:
     for line in lines:
         if line:
-            typer.echo(line)
+            typer.echo(line, color=True)  # without this, escape codes are removed from what goes to a file
 
 
 def main() -> None:

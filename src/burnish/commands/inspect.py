@@ -28,6 +28,7 @@ from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template
+from burnish.terminal import visible
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
@@ -173,7 +174,7 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
 
 def _list(console: Console, title: str, lines: list[str]) -> None:
     for line in lines[:SHOWN_CHANGES]:
-        console.print(f"{title}: {line}", markup=False)
+        console.print(visible(f"{title}: {line}"), markup=False)
     if len(lines) > SHOWN_CHANGES:
         console.print(f"{title}: and {len(lines) - SHOWN_CHANGES:,} more")
 
@@ -205,7 +206,8 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
             if len(example.pairs) == 1:
                 place = ", chosen" if number == example.pairs[0].better else ", rejected"
             notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
-            console.print(f"row {index} ({sequence.source}{place}): {', '.join(notes)}", style="bold", markup=False)
+            title = visible(f"row {index} ({sequence.source}{place}): {', '.join(notes)}")
+            console.print(title, style="bold", markup=False)
             console.print(marked(sequence, tokenizer, colors=colors))
 
 
@@ -241,7 +243,7 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bo
     for trained, is_special, span, value in _spans(sequence, tokenizer, special):
         # show the value on the line of its step, before the newline
         end = "\n" if value is not None and span.endswith("\n") else ""
-        body = span.removesuffix(end)
+        body = visible(span.removesuffix(end))
         if colors:
             style = f"{learned if trained else 'dim'}{' bold reverse' if is_special else ''}"
             text.append(body.replace("\n", "⏎\n") + "⏎" * len(end) if trained else body, style)

@@ -13,6 +13,15 @@ COLDEST = 1e-3
 """Minimum temperature above 0. Logits divided by less could be infinite."""
 
 
+def check_temperature(temperature: float) -> None:
+    """Raise a ValueError if logits cannot be divided by a temperature."""
+    if 0 < temperature < COLDEST:
+        raise ValueError(
+            f"temperature {temperature:g} is too small to divide logits by: expected 0, which always takes the "
+            f"likeliest token, or at least {COLDEST:g}"
+        )
+
+
 class Sampling(Config, use_attribute_docstrings=True):
     """Sampling settings: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["User:"])``."""
 
@@ -35,11 +44,7 @@ class Sampling(Config, use_attribute_docstrings=True):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if 0 < self.temperature < COLDEST:
-            raise ValueError(
-                f"temperature {self.temperature:g} is too small to divide logits by: expected 0, which always takes "
-                f"the likeliest token, or at least {COLDEST:g}"
-            )
+        check_temperature(self.temperature)
         shortest = self.max_new_tokens
         if self.length_range is not None:
             low, high = self.length_range

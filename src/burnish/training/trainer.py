@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from burnish.data import streaming
 from burnish.data.readers import Rows, load
-from burnish.errors import UserError, did_you_mean
+from burnish.errors import UserError, did_you_mean, is_out_of_memory
 from burnish.models.dropout import key_dropout
 from burnish.models.heads import Network
-from burnish.models.layout import default_budget, is_out_of_memory
+from burnish.models.layout import default_budget, does_not_fit
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Method, StepLoader
 from burnish.render.truncate import Truncation
@@ -222,8 +222,10 @@ class Trainer(transformers.Trainer):
             try:
                 return self._forward_backward(model, examples)
             except RuntimeError as error:
-                if not is_out_of_memory(error) or not self.engine.halve_budget(examples):
+                if not is_out_of_memory(error):
                     raise
+                if not self.engine.halve_budget(examples):
+                    raise does_not_fit(error, examples, self.engine.world_size) from error
             model.zero_grad()
             torch.set_rng_state(random_state)
             if torch.cuda.is_available():
