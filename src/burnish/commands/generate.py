@@ -26,6 +26,7 @@ from burnish.generate.stopping import eos_ids
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
+from burnish.models.limits import Limits
 from burnish.render.renderer import Renderer
 from burnish.render.templates import set_template
 from burnish.terminal import check_typed
@@ -178,14 +179,16 @@ def completions(
 
 
 def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
-    """Raise a UserError if a prompt fills the context window, before anything is generated."""
-    context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Raise a UserError if a prompt fills the context window, or has ids outside of the model's vocabulary."""
+    config = unwrap(model).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
     for row, ids in zip(prompt_rows, tokens, strict=True):
         if context is not None and len(ids) >= context:
             raise UserError(
                 f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
                 f"{context}: shorten the prompt or remove the row"
             )
+        Limits(context, config.vocab_size).check_ids(ids, row.source)
 
 
 def context_note(loaded: Loaded, decoding: Sampling | Beams) -> str | None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
@@ -26,6 +26,7 @@ from burnish.methods.settings import PolicyGradientConfig
 from burnish.models import loading
 from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
+from burnish.models.limits import limits_of
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template
 from burnish.terminal import visible
@@ -97,12 +98,17 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     if Prompt in spec.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
     method = method_class(stage.method.name)(**settings)
+    limits = limits_of(loading.load_config(reference, trust_remote_code=stage.trust_remote_code), tokenizer)
     splits = {}
     for split in ("train", "eval"):
         if getattr(stage.data, split) is not None:
             read = _read(recipe, stage.data, split, spec.kinds)
             encode = method.examples if split == "train" else method.eval_examples
-            splits[split] = (read, encode(read.rows, tokenizer, stage.data.length))
+            length = limits.default(stage.data.length, read.rows, spec.too_long)
+            splits[split] = (read, encode(read.rows, tokenizer, length))
+            limits.check(splits[split][1].examples)
+            if length.max_length != stage.data.max_length and split == "train":
+                console.print(f"data.max_length is not set: it is {length.max_length:,}, the most that the model reads")
     check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
         console.print(f"a stream: showing the first {stage.data.shuffle_buffer:,} rows of train")
@@ -295,7 +301,7 @@ def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
 
 def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     """Memory of one optimizer step, and a lower bound for the time of an epoch from the measured matmul rate."""
-    config = AutoConfig.from_pretrained(loading.resolve(reference), trust_remote_code=stage.trust_remote_code)
+    config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())

@@ -67,7 +67,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
 
 
 def _move(manifest: dict[str, Any], recipe: Recipe) -> None:
-    """Change the manifest of a run that was moved: the folder, and the paths of files in it whose checksums it knows."""
+    """Change the manifest of a run that was moved: its folder, and the paths of its files with known checksums."""
     before = Path(manifest["recipe"].get("out") or Path("runs") / manifest["name"])
     manifest["recipe"]["out"] = recipe.out
     if before != recipe.folder:

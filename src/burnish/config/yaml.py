@@ -293,7 +293,7 @@ _EXPECTED = {
     "less_than_equal": "{le:g} or less",
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
-    "string_pattern_mismatch": "a name of at most 100 letters, digits, '_', '-' and '.', that starts with a letter or digit",
+    "string_pattern_mismatch": "a name of at most 100 letters, digits, '_', '-' and '.', first a letter or digit",
 }
 
 

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from burnish.types import Config
 
-
 COLDEST = 1e-3
 """Minimum temperature above 0. Logits divided by less could be infinite."""
 

@@ -243,7 +243,9 @@ class TrainerConfig(Config):
             yield "warmup_stable_decay needs num_decay_steps"
         if "min_lr_rate" in known and ("min_lr" in given) == ("min_lr_rate" in given):
             yield f"{self.lr_scheduler_type} needs either min_lr or min_lr_rate"
-        if self.lr_scheduler_type == "polynomial" and (not _is_number(end := given.get("lr_end", 1e-7)) or end >= self.learning_rate):
+        if self.lr_scheduler_type == "polynomial" and (
+            not _is_number(end := given.get("lr_end", 1e-7)) or end >= self.learning_rate
+        ):
             yield f"lr_end must be less than learning_rate, {self.learning_rate:g}"
 
     def _is_read(self, readers: dict[str, Collection[Any]]) -> bool:
@@ -512,6 +514,19 @@ def check_arguments(args: TrainingArguments, on_non_finite: str) -> None:
         raise UserError(f"on_non_finite: expected error or skip, got {on_non_finite!r}")
     if on_non_finite == "skip" and args.fp16:
         raise UserError("on_non_finite: skip: with fp16, the loss scaler already skips such steps; remove this setting")
+
+
+def check_generation_config(model: Any) -> None:
+    """Raise a UserError if transformers would refuse to save the model's generation config with a checkpoint."""
+    config = getattr(model, "generation_config", None)
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"the model's generation_config.json cannot be saved again: correct it first: {reason}"
+        ) from error
 
 
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
