@@ -10,7 +10,7 @@ from burnish.terminal import check_typed, visible
     ("text", "shown"),
     [
         ("plain\n\ttext", "plain\n\ttext"),
-        ("漢字\u3000 نیم\u200cفاصله 👩\u200d🔬", "漢字\u3000 نیم\u200cفاصله 👩\u200d🔬"),
+        ("漢字\u3000 नमस्\u200cते 👩\u200d🔬", "漢字\u3000 नमस्\u200cते 👩\u200d🔬"),
         ("\x1b[2J", "\\x1b[2J"),
         ("a\rb\x07\x9b1m\x7f\0", "a\\rb\\x07\\x9b1m\\x7f\\x00"),
         ("abc\u202edef", "abc\\u202edef"),

@@ -132,9 +132,8 @@ def _full_message(path: Path, needed: int | None = None, aside: Path | None = No
     facts = [f"{megabytes(needed)} were needed"] if needed is not None else []
     if aside is not None and aside.is_dir():
         facts.append(f"{megabytes(size(aside))} of it were written")
-    facts.append(
-        "no more files can be created" if disk.f_files and not disk.f_favail else f"{megabytes(free)} are free"
-    )
+    without_inodes = disk.f_files and not disk.f_favail
+    facts.append("no more files can be created" if without_inodes else f"{megabytes(free)} are free")
     return (
         f"{path}: cannot be written: the disk is full, or a quota or limit is reached ({', '.join(facts)}): free some "
         "space and run the same command again; a run resumes from its last complete checkpoint"

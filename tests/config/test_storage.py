@@ -279,5 +279,5 @@ def test_a_moved_run_resumes_where_it_is(home: Path, monkeypatch: pytest.MonkeyP
     manifest = json.loads(Path("third/manifest.json").read_text())
     assert manifest["recipe"]["out"] == "third"
     assert all(path.startswith(("third/", "base/", "chat.jsonl")) for path in manifest["checksums"])
-    with pytest.raises(UserError, match="name was 'small' and is 'other'; .* only out= may change"):
+    with pytest.raises(UserError, match=r"name was 'small' and is 'other'; .* only out= may change"):
         run("out=third", "name=other")

@@ -243,9 +243,8 @@ class TrainerConfig(Config):
             yield "warmup_stable_decay needs num_decay_steps"
         if "min_lr_rate" in known and ("min_lr" in given) == ("min_lr_rate" in given):
             yield f"{self.lr_scheduler_type} needs either min_lr or min_lr_rate"
-        if self.lr_scheduler_type == "polynomial" and (
-            not _is_number(end := given.get("lr_end", 1e-7)) or end >= self.learning_rate
-        ):
+        end = given.get("lr_end", 1e-7)
+        if self.lr_scheduler_type == "polynomial" and _is_number(end) and end >= self.learning_rate:
             yield f"lr_end must be less than learning_rate, {self.learning_rate:g}"
 
     def _is_read(self, readers: dict[str, Collection[Any]]) -> bool:
@@ -524,9 +523,7 @@ def check_generation_config(model: Any) -> None:
             config.validate(strict=True)
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"the model's generation_config.json cannot be saved again: correct it first: {reason}"
-        ) from error
+        raise UserError(f"the model's generation_config.json cannot be saved again: correct it: {reason}") from error
 
 
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
