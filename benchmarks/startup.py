@@ -1,4 +1,4 @@
-"""How long until a user sees something: ``burnish --help``, and the first optimizer step of ``burnish run tiny``.
+"""How long until a user sees something: ``burnish --help``, a mistake in a recipe, and the first step of ``tiny``.
 
     python benchmarks/startup.py --repeats 5
 
@@ -29,6 +29,14 @@ def of_help() -> float:
     return time.perf_counter() - began
 
 
+def of_mistake() -> float:
+    """Until ``burnish run`` has reported a key that does not exist."""
+    began = time.perf_counter()
+    done = subprocess.run([BURNISH, "run", "tiny", "stages.sft.trainer.learnig_rate=1"], capture_output=True)
+    assert done.returncode == 2, done.stderr
+    return time.perf_counter() - began
+
+
 def of_first_step() -> float:
     """Until the first step of the first stage that trains is in its metrics."""
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +62,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     found = {}
-    for what, measure in {"burnish --help": of_help, "first step of burnish run tiny": of_first_step}.items():
+    measures = {
+        "burnish --help": of_help,
+        "a mistake in a recipe": of_mistake,
+        "first step of burnish run tiny": of_first_step,
+    }
+    for what, measure in measures.items():
         seconds = sorted(measure() for _ in range(options.repeats))
         found[what] = [seconds[0], median(seconds), seconds[-1]]
         print(f"{what:32} {found[what][1]:5.2f} s  ({seconds[0]:.2f} to {seconds[-1]:.2f})", flush=True)

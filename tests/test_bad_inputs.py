@@ -285,7 +285,7 @@ ARGUMENTS = {
     "an override of a wrong type": (["run", "r.yaml", "seed=x"], ["command line: seed: expected a whole number"]),
     "a report of no run": (["report", "empty"], ["empty", "manifest.json is missing"]),
     "generation without a prompt": (["generate", "model"], ["prompts on the command line"]),
-    "generation by no model": (["generate", "./modle", "Hi"], ["./modle", "config.json"]),
+    "generation by no model": (["generate", "./modle", "Hi"], ["./modle", "did you mean 'model'?"]),
     "generation from no file": (["generate", "model", "--input", "promts.jsonl"], ["promts.jsonl", "prompts.jsonl"]),
     "a row that is not there": (["inspect", "r.yaml", "--row", "5"], ["--row 5: there are only 1 rows"]),
 }

@@ -17,8 +17,9 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from burnish import kernels
-from burnish.errors import UserCodeError, UserError
+from burnish import files, kernels
+from burnish.errors import UserCodeError, UserError, is_out_of_memory, out_of_memory
+from burnish.terminal import visible
 
 STOPPED = 130
 
@@ -36,6 +37,16 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             _print_error(str(error))
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if (message := files.explain(error)) is None:
+                raise
+            _print_error(message)
+            raise typer.Exit(2) from None
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, UserCodeError) or not is_out_of_memory(error):
+                raise
+            _print_error(out_of_memory(error))
             raise typer.Exit(2) from None
         except UserCodeError as error:
             typer.echo(error.traceback, err=True, nl=False)
@@ -75,14 +86,15 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
 ) -> None:
     """Run a recipe. An unfinished run of the same recipe resumes where it stopped."""
-    from burnish.machine import refuse_processes
-
-    refuse_processes()
     from burnish.config import load
+
+    loaded = load(recipe, overrides or [])  # first, because what follows imports torch
     from burnish.config import run as pipeline
+    from burnish.machine import refuse_processes
     from burnish.report.page import results
 
-    folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
+    refuse_processes()
+    folder = pipeline.run(loaded, fresh=fresh)
     table = results(json.loads((folder / "manifest.json").read_text("utf-8")))
     if table.row_count:
         _print_table(table)
@@ -96,17 +108,22 @@ def inspect(
     row: Annotated[int | None, typer.Option(min=0, help="Show only this row, counting from 0.")] = None,
 ) -> None:
     """Show rows as the model sees them: tokens, loss masks, lengths, truncation. This trains nothing."""
-    from burnish.commands.inspect import show
     from burnish.config import load
 
-    show(load(recipe, overrides or []), row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
+    loaded = load(recipe, overrides or [])  # first, because what follows imports torch
+    from burnish.commands.inspect import show
+
+    show(loaded, row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
 
 
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: runs/NAME.")]) -> None:
     """Write a self-contained HTML report of a run: curves, samples before and after, and the manifest."""
-    if not (folder / "manifest.json").is_file():
-        raise UserError(f"{folder}: not the folder of a run: manifest.json is missing")
+    from burnish.config.manifest import MANIFEST, read_manifest
+
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder}: not the folder of a run: {MANIFEST} is missing")
+    read_manifest(folder / MANIFEST)
     from burnish.report.page import write
 
     _print(str(write(folder)))
@@ -120,6 +137,7 @@ def merge(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base model.")] = False,
 ) -> None:
     """Merge an adapter into the base model it was trained on. Any other base is an error."""
+    _check_names(adapter)
     from burnish.models.merge import merge as fold
 
     fold(adapter, base, output, say=_print, trust_remote_code=trust_remote_code)
@@ -182,6 +200,7 @@ def generate(
     if source is not None and output is not None and source.resolve() == output.resolve():
         raise UserError("--output would overwrite the input: choose another file")
     _make_room(output)
+    _check_names(model, source)
     from burnish.commands import generate as inference
 
     decoding = inference.decoding_settings(
@@ -201,13 +220,16 @@ def generate(
     )
     rows = inference.prompts(prompts or [], source, system)
     loaded = inference.load(model, template, dtype)
+    if note := inference.context_note(loaded, decoding):
+        typer.echo(note, err=True)
     if output is not None:
         _print(f"{inference.write(loaded, rows, decoding, output, seed, scores)} completions in {output}")
         return
     for _, lines in inference.completions(loaded, rows, decoding, seed, scores):
         for line in lines:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
-            _print(f"> {prompt}" if len(rows) > 1 else "", line["completion"])
+            shown = (f"> {prompt}" if len(rows) > 1 else "", line["completion"])
+            _print(*(map(visible, shown) if sys.stdout.isatty() else shown))
             if scores:
                 _print(f"[log p {line['logprob']:.4f}, {line['logprob_mean']:.4f} per token, {line['finish_reason']}]")
 
@@ -226,6 +248,7 @@ def chat(
     dtype: DType = "auto",
 ) -> None:
     """Chat with a model. Type /help for a list of commands."""
+    _check_names(model)
     from burnish.commands import generate as inference
     from burnish.commands.chat import Talk
     from burnish.commands.chat import run as talk_in_terminal
@@ -248,12 +271,14 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model: perplexity, pair accuracy, rewards, KL, pass@k and win rate, with 95 % intervals."""
-    from burnish.commands import evaluate as measuring
     from burnish.config.evaluation import load_evaluation
     from burnish.files import write_text
 
     evaluation = load_evaluation(recipe or [])
     _make_room(output)
+    _check_names(model)
+    from burnish.commands import evaluate as measuring
+
     result = measuring.evaluate(model, evaluation)
     if output is not None:
         write_text(output, json.dumps(result, indent=1, ensure_ascii=False))
@@ -284,7 +309,15 @@ def doctor() -> None:
 def _print_error(message: str) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False)
+    console.print(visible(message), markup=False)
+
+
+def _check_names(model: str, source: Path | None = None) -> None:
+    """Report a mistyped model or file before torch is imported, which takes seconds."""
+    from burnish.config.checks import data_problem, model_problem
+
+    if problem := model_problem(model) or (data_problem(str(source)) if source is not None else None):
+        raise UserError(problem)
 
 
 def _make_room(output: Path | None) -> None:
@@ -310,7 +343,7 @@ def _print_table(table: Table) -> None:
 def _print(*lines: str) -> None:
     for line in lines:
         if line:
-            typer.echo(line)
+            typer.echo(line, color=True)  # without this, escape codes are removed from what goes to a file
 
 
 def main() -> None:

@@ -26,6 +26,22 @@ class UserCodeError(RuntimeError):
         self.traceback = traceback
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device or the machine has run out of memory. This does not import torch."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
+        return True
+    return "can't allocate memory" in str(error)
+
+
+def out_of_memory(error: BaseException, where: str = "") -> str:
+    """A message that says what to change if even the smallest batch does not fit into memory."""
+    reason = (str(error).strip() or "no more memory").splitlines()[0]
+    return (
+        f"out of memory{where}: {reason}: close other programs, or use a smaller model, an adapter:, "
+        "trainer.activation_checkpointing: true, a smaller data.max_length, or fewer generator.slots"
+    )
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is most similar to the given one, or None if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1)), None)

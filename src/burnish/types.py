@@ -24,9 +24,11 @@ T = TypeVar("T", bound=np.generic)
 
 
 class Config(pydantic.BaseModel):
-    """Base class of all settings. They are immutable; unknown keys and wrong types are errors."""
+    """Base class of all settings. They are immutable; unknown keys, wrong types, NaN and infinity are errors."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 # --- rows: what a line of a data file means -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from burnish import cli
-from burnish.commands.chat import Talk, pieces
+from burnish.commands.chat import Talk, pieces, run
 from burnish.commands.generate import Loaded
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
@@ -141,6 +141,24 @@ def test_commands(tiny_folder: Path) -> None:
 def test_terminal_escapes_in_answers_are_shown_as_text(make_talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burnish.commands.chat.pieces", lambda tokenizer, tokens: iter(["a\x1b[2J", "b\n\tc"]))
     assert "".join(make_talk().answer("hi")).startswith("a\\x1b[2Jb\n\tc")
+
+
+def test_a_line_that_is_not_text_is_refused_and_the_chat_goes_on(
+    make_talk: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["\udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "/reset", "/exit"])
+
+    def read(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, UnicodeDecodeError):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    run(make_talk())
+    refused, other, cleared = capsys.readouterr().out.splitlines()
+    assert refused == "[this line: not valid UTF-8 at character 1, '\\udcff']"
+    assert "can't decode byte 0xff" in other and cleared == "[conversation cleared]"
 
 
 def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> None:

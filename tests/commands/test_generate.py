@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +209,37 @@ def test_commands_of_the_page_run(here: Path, tiny_folder: Path) -> None:
         short = ["--max-new-tokens", "4"] if words[0] == "generate" else []
         done = CliRunner().invoke(cli.app, [*words, *short])
         assert done.exit_code == 0, f"{command}\n{done.output}"
+
+
+def test_more_tokens_than_the_context_window_take_no_memory(here: Path, tiny_folder: Path) -> None:
+    arguments = ["generate", str(tiny_folder), "a", "b", "--temperature", "0"]
+    context = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
+    results = {n: CliRunner().invoke(cli.app, [*arguments, "--max-new-tokens", str(n)]) for n in (context, 10**12)}
+    assert results[10**12].stdout == results[context].stdout
+    assert results[context].stderr == ""
+    assert f"context window of {context} tokens, prompt included, ends completions" in results[10**12].stderr
+
+
+def test_bytes_on_the_command_line_that_are_not_text_are_refused(here: Path, tiny_folder: Path) -> None:
+    for arguments in (["\udcff"], ["a", "--system", "\udcff"]):
+        result = generate(tiny_folder, *arguments)
+        assert result.exit_code == 2 and "not valid UTF-8 at character 1" in result.stderr
+
+
+class Terminal(io.StringIO):
+    """Stands for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_no_control_characters_and_a_file_gets_all(
+    here: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"prompt": "a\x1b[2J", "completion": "b\x1b[0m", "finish_reason": "stop", "source": "x"}
+    monkeypatch.setattr(inference, "completions", lambda *_: iter([(1, [line])]))
+    for terminal in (True, False):
+        shown = Terminal() if terminal else io.StringIO()
+        monkeypatch.setattr(sys, "stdout", shown)
+        cli.app(["generate", str(tiny_folder), "a", "b"], standalone_mode=False)
+        assert shown.getvalue() == ("> a\\x1b[2J\nb\\x1b[0m\n" if terminal else "> a\x1b[2J\nb\x1b[0m\n")

@@ -20,6 +20,7 @@ from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
 from burnish.models.forward import unwrap
 from burnish.render.renderer import Renderer
+from burnish.terminal import check_typed, visible
 from burnish.types import Message
 
 HELP = {
@@ -109,14 +110,15 @@ class Talk:
         dropped = [message["content"] for message in self.turns[:start] if message["role"] == "user"]
         self.turns = [*self.turns[start:], asked]
         if dropped:
-            yield _note(f"the context of {self.context} tokens is full; dropped: {', '.join(map(_short, dropped))}")
+            short = visible(", ".join(map(_short, dropped)))
+            yield _note(f"the context of {self.context} tokens is full; dropped: {short}")
             yield "\n"
         tokenizer, sampled = self.loaded.tokenizer, list[int]()
         begun, note = False, ""
         for piece in pieces(tokenizer, self._sampled(prompt, sampled)):
             shown = piece if begun else piece.lstrip()
             begun = begun or bool(shown)
-            yield _harmless(shown)
+            yield visible(shown)
         if self.ended_by is None:
             note = "stopped"
         elif self.ended_by != "stop":
@@ -152,11 +154,6 @@ def _short(text: str) -> str:
     return repr(line if len(line) <= 40 else f"{line[:37]}...")
 
 
-def _harmless(text: str) -> str:
-    """Escape control characters, so that the model's text cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
 # --- the terminal -------------------------------------------------------------------------------------------------
 
 
@@ -169,13 +166,15 @@ def run(talk: Talk) -> None:
         typer.echo(f"{talk.loaded.reference}  (/help lists the commands; Ctrl-D leaves)")
     while True:
         try:
-            line = input("> " if terminal else "").strip()
+            line = check_typed(input("> " if terminal else ""), "this line").strip()
             if line == "/exit":
                 return
             if line.startswith("/"):
                 typer.echo(_command(talk, line))
             elif line:
                 _speak(talk, line)
+        except (UserError, UnicodeDecodeError) as error:
+            typer.echo(_note(str(error)))
         except EOFError:
             typer.echo()
             return
@@ -195,7 +194,7 @@ def _speak(talk: Talk, line: str) -> None:
         for text in talk.answer(line):
             typer.echo(text, nl=False)
     except UserError as error:
-        typer.echo(_note(str(error)))
+        typer.echo(visible(_note(str(error))))
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from burnish.config.yaml import OVERRIDE, Document, complain, mistakes
 from burnish.data import readers as rows
 from burnish.errors import UserError
-from burnish.files import write_text
+from burnish.files import storing, write_text
 from burnish.generate.beams import Beams, search
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete, request_seed
@@ -26,8 +26,10 @@ from burnish.generate.stopping import eos_ids
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
+from burnish.models.limits import Limits
 from burnish.render.renderer import Renderer
 from burnish.render.templates import set_template
+from burnish.terminal import check_typed
 from burnish.types import Config, Example, Prompt, Sequence
 
 AT_ONCE = 64
@@ -117,7 +119,10 @@ def _checked(kind: type[Any], options: dict[str, Any]) -> Any:
 
 def prompts(texts: list[str], source: str | Path | None = None, system: str | None = None) -> list[Prompt]:
     """Read prompts from texts or from a file of rows, and add the system message to prompts without one."""
-    loaded = rows.load(source or [{"prompt": text} for text in texts], (Prompt,)).rows
+    given = [{"prompt": check_typed(text, f"prompt {i}")} for i, text in enumerate(texts, start=1)]
+    if system is not None:
+        check_typed(system, "--system")
+    loaded = rows.load(source or given, (Prompt,)).rows
     return [_with_system(row, system) for row in loaded if isinstance(row, Prompt)]
 
 
@@ -174,14 +179,28 @@ def completions(
 
 
 def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
-    """Raise a UserError if a prompt fills the context window, before anything is generated."""
-    context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Raise a UserError if a prompt fills the context window, or has ids outside of the model's vocabulary."""
+    config = unwrap(model).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
     for row, ids in zip(prompt_rows, tokens, strict=True):
         if context is not None and len(ids) >= context:
             raise UserError(
                 f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
                 f"{context}: shorten the prompt or remove the row"
             )
+        Limits(context, config.vocab_size).check_ids(ids, row.source)
+
+
+def context_note(loaded: Loaded, decoding: Sampling | Beams) -> str | None:
+    """A note if completions may be longer than the model's context window, which ends them."""
+    context = getattr(unwrap(loaded.model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = decoding.longest if isinstance(decoding, Sampling) else decoding.max_new_tokens
+    if context is None or longest <= context:
+        return None
+    return (
+        f"note: the model's context window of {context:,} tokens, prompt included, ends completions before the "
+        f"{longest:,} tokens that were asked for"
+    )
 
 
 def _generate(
@@ -260,7 +279,12 @@ def write(
     done = _whole_lines(aside)
     parts = [json.loads(line) for line in done]
     start = sum(count for count, _ in parts)
-    with aside.open("w", encoding="utf-8") as file, Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with (
+        storing(output),
+        aside.open("w", encoding="utf-8") as file,
+        Progress(console=console, transient=True) as progress,
+    ):
         file.writelines(done)
         task = progress.add_task("prompts", total=len(prompt_rows), completed=start)
         for count, lines in completions(loaded, prompt_rows, decoding, seed, scores, start):

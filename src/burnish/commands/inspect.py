@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
@@ -26,9 +26,11 @@ from burnish.methods.settings import PolicyGradientConfig
 from burnish.models import loading
 from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
+from burnish.models.limits import limits_of
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import set_template
 from burnish.report.metrics import duration
+from burnish.terminal import visible
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
@@ -97,12 +99,17 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     if Prompt in spec.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
     method = method_class(stage.method.name)(**settings)
+    limits = limits_of(loading.load_config(reference, trust_remote_code=stage.trust_remote_code), tokenizer)
     splits = {}
     for split in ("train", "eval"):
         if getattr(stage.data, split) is not None:
             read = _read(recipe, stage.data, split, spec.kinds)
             encode = method.examples if split == "train" else method.eval_examples
-            splits[split] = (read, encode(read.rows, tokenizer, stage.data.length))
+            length = limits.default(stage.data.length, read.rows, spec.too_long)
+            splits[split] = (read, encode(read.rows, tokenizer, length))
+            limits.check(splits[split][1].examples)
+            if length.max_length != stage.data.max_length and split == "train":
+                console.print(f"data.max_length is not set: it is {length.max_length:,}, the most that the model reads")
     check_rewards(stage, {split: read for split, (read, _) in splits.items()})
     if stage.data.stream:
         console.print(f"a stream: showing the first {stage.data.shuffle_buffer:,} rows of train")
@@ -174,7 +181,7 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
 
 def _list(console: Console, title: str, lines: list[str]) -> None:
     for line in lines[:SHOWN_CHANGES]:
-        console.print(f"{title}: {line}", markup=False)
+        console.print(visible(f"{title}: {line}"), markup=False)
     if len(lines) > SHOWN_CHANGES:
         console.print(f"{title}: and {len(lines) - SHOWN_CHANGES:,} more")
 
@@ -206,7 +213,8 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
             if len(example.pairs) == 1:
                 place = ", chosen" if number == example.pairs[0].better else ", rejected"
             notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
-            console.print(f"row {index} ({sequence.source}{place}): {', '.join(notes)}", style="bold", markup=False)
+            title = visible(f"row {index} ({sequence.source}{place}): {', '.join(notes)}")
+            console.print(title, style="bold", markup=False)
             console.print(marked(sequence, tokenizer, colors=colors))
 
 
@@ -242,7 +250,7 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bo
     for trained, is_special, span, value in _spans(sequence, tokenizer, special):
         # show the value on the line of its step, before the newline
         end = "\n" if value is not None and span.endswith("\n") else ""
-        body = span.removesuffix(end)
+        body = visible(span.removesuffix(end))
         if colors:
             style = f"{learned if trained else 'dim'}{' bold reverse' if is_special else ''}"
             text.append(body.replace("\n", "⏎\n") + "⏎" * len(end) if trained else body, style)
@@ -294,7 +302,7 @@ def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
 
 def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
     """Memory of one optimizer step, and the time of an epoch from the measured rate of matrix products."""
-    config = AutoConfig.from_pretrained(loading.resolve(reference), trust_remote_code=stage.trust_remote_code)
+    config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())

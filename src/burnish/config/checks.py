@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import pydantic
 
@@ -26,11 +27,13 @@ from burnish.config.schema import (
 from burnish.config.yaml import Keys, Problem, find, mistakes
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
+from burnish.files import explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import PLAIN_TEMPLATES
+from burnish.report.metrics import METRICS
 from burnish.training.arguments import ABSENT, TrainerConfig
 from burnish.types import Prompt
 
@@ -171,6 +174,8 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from (Problem(("stages", index, *path), text) for path, text in _stream_problems(stage))
         for key, text in stage.trainer.conflicts():
             yield Problem(("stages", index, "trainer", key), text)
+        if text := _best_metric_problem(stage):
+            yield Problem(("stages", index, "trainer", "metric_for_best_model"), text)
         for text in _tracker_problems(stage.trainer):
             yield Problem(("stages", index, "trainer", "report_to"), text)
         if stage.data and stage.trainer.eval_strategy != "no" and stage.data.eval is None:
@@ -204,6 +209,15 @@ def _tracker_problems(trainer: TrainerConfig) -> Iterator[str]:
         yield from (f"{name} is not installed: pip install {name}" for name in trackers if name not in installed)
 
 
+def _best_metric_problem(stage: Stage) -> str | None:
+    """A metric that no method of Burnish has. The user's own methods may have any."""
+    metric = (stage.trainer.metric_for_best_model or "loss").removeprefix("eval_")
+    known = [name for name, meaning in METRICS.items() if meaning.better]
+    if stage.method is None or stage.method.name not in METHODS or metric in METRICS or metric.startswith("reward_"):
+        return None
+    return f"there is no metric {metric!r}{did_you_mean(metric, known)}; metrics are {', '.join(known)}"
+
+
 def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     assert stage.method is not None
     if not method_spec(stage.method.name).streams:
@@ -230,7 +244,9 @@ def _generator_problem(stage: Stage) -> str | None:
 
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Files, folders, packages and functions that do not exist."""
+    """Files, folders, packages and functions that do not exist, or whose path is impossible."""
+    if text := _folder_problem(recipe.folder):
+        yield Problem(("out",) if recipe.out else (), text)
     for index, stage in enumerate(recipe.stages):
         for path, source in _sources(stage):
             text = None
@@ -256,13 +272,45 @@ def _is_hub_id(source: str) -> bool:
     return bool(shape) and not source.endswith((*READERS, ".gguf", ".gz")) and not (slash and Path(owner).is_dir())
 
 
+P = ParamSpec("P")
+
+
+def possible(check: Callable[P, str | None]) -> Callable[P, str | None]:
+    """A check of a path that reports what the file system refuses, such as a path that is too long."""
+
+    def checked(*args: P.args, **kwargs: P.kwargs) -> str | None:
+        try:
+            return check(*args, **kwargs)
+        except OSError as error:
+            return explain(error) or str(error)
+        except RuntimeError as error:  # expanduser() found no such user
+            return f"{args[0]}: {error}"
+
+    return checked
+
+
+@possible
+def _folder_problem(folder: Path) -> str | None:
+    """A problem with the folder of a run; None if there is none."""
+    if folder.is_symlink() and not folder.exists():
+        return f"{folder} is a link to {os.readlink(folder)}, which does not exist: remove the link"
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            return f"{part} is a file: expected a folder for the run: name another one with out=FOLDER"
+    place = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place}: permission denied: name another folder with out="
+
+
 def _missing(source: str, what: str) -> str:
     path = Path(source).expanduser()
+    if path.is_symlink():
+        return f"{source} is a link to {os.readlink(path)}, which does not exist"
     beside = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
     home = "" if path.parent.is_dir() else f"; there is no folder {path.parent}"
     return f"no such {what}: {source}{did_you_mean(str(path), beside)}{home}; paths start at {Path.cwd()}"
 
 
+@possible
 def data_problem(source: str) -> str | None:
     """A problem with the name of a file, folder or dataset; None if there is none."""
     name, _, _ = source.partition(":")  # a folder or a hub id may end in :split
@@ -275,6 +323,7 @@ def data_problem(source: str) -> str | None:
     return None
 
 
+@possible
 def model_problem(source: str) -> str | None:
     """A problem with the name of a model; None if there is none."""
     path = Path(source).expanduser()
@@ -295,6 +344,7 @@ def model_problem(source: str) -> str | None:
     return f"{source}: this folder contains no model: config.json is missing{near}"
 
 
+@possible
 def function_problem(reference: str) -> str | None:
     """A problem with ``file.py:name`` or ``package.module:name``; None if there is none."""
     file, colon, name = reference.rpartition(":")
@@ -308,6 +358,8 @@ def function_problem(reference: str) -> str | None:
         body = ast.parse(Path(file).read_text("utf-8")).body
     except SyntaxError as error:
         return f"{file}:{error.lineno}: not valid Python: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:  # not UTF-8, NUL, or too many brackets
+        return f"{file}: not valid Python: {error}"
     known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     known |= {
         target.id

@@ -46,7 +46,7 @@ class Evaluation(Config, use_attribute_docstrings=True):
     """Settings of an evaluation: its rows, models and rewards."""
 
     name: str = Field("eval", pattern=NAME)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     data: EvaluationData
     against: ModelSource | None = None
     """A second model, evaluated on the same rows with the same seeds. Differences are paired."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from burnish.config.checks import file_problems, reference_problems, shape_problems
 from burnish.config.schema import Recipe
-from burnish.config.yaml import Document, complain, find, override, read, shown
+from burnish.config.yaml import LONGEST, Document, complain, find, override, read, shown
 from burnish.errors import UserError, did_you_mean
 from burnish.methods import METHODS
 
@@ -48,9 +48,16 @@ def document(reference: str | Path) -> tuple[Document, Path]:
     """
     file = _file(reference)
     try:
-        written = read(file.read_text("utf-8"), str(reference))
+        with file.open("rb") as opened:
+            data = opened.read(4 * LONGEST + 1)  # a character has at most 4 bytes
+        if len(data) > 4 * LONGEST:
+            raise UserError(f"{reference}: a recipe has at most {LONGEST:,} characters")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{reference}: not a text file in UTF-8 (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"{reference}: cannot be read: {error.strerror}") from error
+    written = read(text, str(reference))
     if not isinstance(written.value, dict):
         raise UserError(f"{reference}: expected keys such as name: and stages:, got {shown(written.value)}")
     return written, file

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from burnish import files
 from burnish.errors import UserError
 
 LOCK = "RUN.lock"
@@ -34,9 +35,10 @@ def locked(folder: Path) -> Iterator[None]:
     file = _open(path)
     try:
         owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        file.truncate(0)
-        json.dump(owner, file)
-        file.flush()
+        with files.storing(path):
+            file.truncate(0)
+            json.dump(owner, file)
+            file.flush()
         _held.add(file)
         yield
     finally:
@@ -48,7 +50,8 @@ def locked(folder: Path) -> Iterator[None]:
 def _open(path: Path) -> IO[str]:
     """Open and lock the file."""
     while True:
-        file = path.open("a+", encoding="utf-8")
+        with files.storing(path):
+            file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
+import pydantic
 
 from burnish import files
 from burnish.config.schema import NAME, Recipe, Stage
@@ -40,12 +40,12 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
                 f"{recipe.folder} holds a run of another version of Burnish: start over with --fresh, or name another "
                 "folder with out=FOLDER"
             )
-        # ``out`` may differ, because a run can be moved.
-        different = next(_differences(manifest["recipe"] | {"out": recipe.out}, resolved, ""), None)
+        _move(manifest, recipe)
+        different = next(_differences(manifest["recipe"], resolved, ""), None)
         if different is not None:
             raise UserError(
-                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, or name another "
-                "folder with out=FOLDER"
+                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, name another "
+                "folder with out=FOLDER, or restore this setting to resume: only out= may change, if the run was moved"
             )
         if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
             raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
@@ -60,14 +60,23 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
         "state": "running",
         "recipe": resolved,
         "versions": _versions(),
-        "machine": {
-            "processor": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
-        },
+        "machine": _machine(),
         "stages": [pending(stage) for stage in recipe.stages],
         "checksums": {},
     }
+
+
+def _move(manifest: dict[str, Any], recipe: Recipe) -> None:
+    """Change the manifest of a run that was moved: its folder, and the paths of its files with known checksums."""
+    before = Path(manifest["recipe"].get("out") or Path("runs") / manifest["name"])
+    manifest["recipe"]["out"] = recipe.out
+    if before != recipe.folder:
+        paths = {path: Path(path) for path in manifest["checksums"]}
+        moved = {
+            name: str(recipe.folder / path.relative_to(before)) if path.is_relative_to(before) else name
+            for name, path in paths.items()
+        }
+        manifest["checksums"] = {moved[name]: known for name, known in manifest["checksums"].items()}
 
 
 def pending(stage: Stage) -> dict[str, Any]:
@@ -77,6 +86,16 @@ def pending(stage: Stage) -> dict[str, Any]:
         "method": stage.method.name if stage.method else None,
         "state": "pending",
         "seconds": 0.0,
+    }
+
+
+def _machine() -> dict[str, str | int]:
+    import torch  # here, so that a manifest is checked without it
+
+    return {
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
     }
 
 
@@ -91,17 +110,57 @@ def other_versions(manifest: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {manifest['versions'][name]} and resumes with {now.get(name)}" for name in changed)
 
 
+class _Entry(pydantic.BaseModel):
+    """What is read of a stage's entry, besides its name."""
+
+    state: Literal["pending", "running", "done"]
+    seconds: float
+    method: str | None = None
+    model: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    results: dict[Literal["before", "after"], dict[str, Any]] = {}
+    data: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    files: dict[str, str] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> _Entry:
+        if self.state == "done" and "files" not in self.model_fields_set:
+            raise ValueError("a stage that is done lists its files")
+        return self
+
+
+class _Manifest(pydantic.BaseModel):
+    """What is read of a manifest of this version, besides the names of its stages."""
+
+    name: str
+    state: Literal["running", "done"]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, str | int]
+    stages: list[_Entry]
+    checksums: dict[str, tuple[int, int, str]]
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest and check the names of its stages.
+    """Read a manifest and check everything that is read of it. Of another version, only the stages' names are checked.
 
     Raises:
         UserError: if the file is not a valid manifest.
     """
+    advice = "restore it, or remove the folder"
     try:
         manifest = json.loads(path.read_text("utf-8"))
         names = [entry["name"] for entry in manifest["stages"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a valid manifest ({error!r}): restore it, or remove the folder") from error
+        if manifest.get("format") == FORMAT:
+            _Manifest.model_validate(manifest)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: not a valid manifest: {at}: {first['msg']}: {advice}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = "it is empty" if not path.stat().st_size else f"{error!r}"
+        raise UserError(f"{path}: not a valid manifest ({what}): {advice}") from error
     if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(NAME, name))]:
         raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: restore the file, or remove the folder")
     return manifest

@@ -21,7 +21,9 @@ from burnish.render.truncate import Truncation
 from burnish.training.arguments import TrainerConfig
 from burnish.types import Config
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+RESERVED = ("manifest.json", "report.html", "run.lock")
+"""Files of a run's folder, beside the folders of its stages."""
 
 
 class StageModel(Config, use_attribute_docstrings=True):
@@ -269,6 +271,13 @@ class Stage(Config, use_attribute_docstrings=True):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """Learning rate, batch size, checkpoints and other fields of transformers.TrainingArguments."""
 
+    @pydantic.field_validator("name")
+    @classmethod
+    def _not_reserved(cls, name: str) -> str:
+        if name.lower() in RESERVED:
+            raise ValueError(f"{name} is a file in the folder of every run: choose another name for this stage")
+        return name
+
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:
         if (self.run is None) == (self.method is None):
@@ -292,8 +301,8 @@ class Recipe(Config, use_attribute_docstrings=True):
     name: str = Field(pattern=NAME)
     out: str | None = None
     """Folder of the run. Default: runs/NAME."""
-    seed: int = Field(0, ge=0)
-    threads: int | None = Field(None, gt=0)
+    seed: int = Field(0, ge=0, lt=2**32)
+    threads: int | None = Field(None, gt=0, le=4096)
     """Number of torch threads. Default: one per core."""
     stages: list[Stage] = Field(min_length=1)
     _home: Path = pydantic.PrivateAttr(Path())
@@ -369,5 +378,5 @@ def is_module(name: str) -> bool:
     """Whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         return False

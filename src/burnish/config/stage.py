@@ -255,6 +255,8 @@ class TrainingStage:
             callbacks=[RunCallback(recorder, screen, method.steps_per_iteration)],
         )
         trainer.remove_callback(PrinterCallback)
+        if (limit := trainer.truncation.max_length) != self.data.max_length:
+            screen.message(f"data.max_length is not set: it is {limit:,}, the most that the model reads")
         return trainer
 
     def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:

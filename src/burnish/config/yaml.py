@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import pydantic
-from ruamel.yaml import YAML, RoundTripConstructor
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
+from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from burnish.errors import UserError, did_you_mean
 
@@ -17,6 +19,16 @@ Keys = tuple[str | int, ...]
 """The path to a value: ``("stages", 0, "method")``."""
 OVERRIDE = "command line"
 DEEPEST = 32
+"""Maximum number of blocks inside each other."""
+LONGEST = 300_000
+"""Maximum number of characters of a recipe, which take a few seconds to parse."""
+MOST = 20_000
+"""Maximum number of values of a recipe."""
+SHOWN = 20
+"""Maximum number of mistakes that a message lists."""
+STANDARD = "tag:yaml.org,2002:"
+MERGE = f"{STANDARD}merge"
+_TOO_DEEP = f"more than {DEEPEST} blocks inside each other"
 
 
 @dataclass(frozen=True)
@@ -43,71 +55,137 @@ class Problem(NamedTuple):
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-class _DuplicateKey(YAMLError):
-    """``_DuplicateKey(3, "seed: this key is written twice, first in line 2")``."""
+def read(text: str, label: str, *, lines: bool = True) -> Document:
+    """Parse YAML 1.2. ``label`` names the file in messages, with line numbers unless ``lines`` is false.
 
-    def __init__(self, line: int, text: str) -> None:
-        super().__init__(text)
-        self.line = line
-
-
-class _Constructor(RoundTripConstructor):
-    """Keeps dates as text, and reports both lines of a duplicate key."""
-
-    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
-        if key in mapping:
-            first, second = mapping.lc.key(key)[0] + 1, key_node.start_mark.line + 1
-            raise _DuplicateKey(second, f"{key}: this key is written twice, first in line {first}")
-        return True
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
-
-
-def read(text: str, label: str) -> Document:
-    """Parse YAML 1.2. ``label`` names the file in messages.
+    The size of a recipe is limited, because few lines of aliases can stand for billions of values.
 
     Raises:
-        UserError: if there is a syntax error, a duplicate key, or a value that is not plain YAML.
+        UserError: if there is a syntax error, a duplicate key, a value that is not plain YAML, or too much of anything.
     """
-    yaml = YAML()
-    yaml.Constructor = _Constructor
+    if len(text) > LONGEST:
+        raise UserError(f"{label}: {len(text):,} characters: a recipe has at most {LONGEST:,}")
+    yaml = YAML(typ="safe", pure=True)
+    yaml.max_depth = DEEPEST + 1
+    reader = _Reader(label, lines)
     try:
-        root = yaml.load(text)
-    except _DuplicateKey as error:
-        raise UserError(f"{label}:{error.line}: {error}") from error
+        root = yaml.compose(text)
+    except MaxDepthExceededError as error:
+        raise UserError(f"{reader.at(error.problem_mark)}: {_TOO_DEEP}") from error
     except MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{label}{line}: not valid YAML: {error.problem or error.context}") from error
-    except (YAMLError, ValueError, RecursionError) as error:
+        at = reader.at(error.problem_mark)
+        raise UserError(f"{at}: not valid YAML: {error.problem or error.context}") from error
+    except (YAMLError, ValueError) as error:
         raise UserError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
-    places: dict[Keys, str] = {(): label}
-    return Document(_plain(root, (), places, label), places)
+    return Document(None if root is None else reader.value(root, ()), reader.places)
 
 
-def _plain(value: Any, path: Keys, places: dict[Keys, str], label: str) -> Any:
-    """Convert the values of ruamel.yaml to plain Python values, and collect their lines in ``places``."""
-    at = next(places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in places)
-    if len(path) > DEEPEST:
-        raise UserError(f"{at}: more than {DEEPEST} blocks inside each other")
-    if isinstance(value, CommentedMap):
-        lines = {key: f"{label}:{place[0] + 1}" for key, place in (value.lc.data or {}).items()}
-        for key in value:
-            if not isinstance(key, str):
-                raise UserError(f"{lines.get(key, at)}: a key must be text, got {shown(key)}: put it in quotes")
-            if key in lines:  # a key from a merge (<<) has no line here
-                places[(*path, key)] = lines[key]
-        return {str(key): _plain(item, (*path, str(key)), places, label) for key, item in value.items()}
-    if isinstance(value, CommentedSeq):
-        for index in range(len(value)):
-            places[(*path, index)] = f"{label}:{value.lc.item(index)[0] + 1}"
-        return [_plain(item, (*path, index), places, label) for index, item in enumerate(value)]
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if value is not None:
-        raise UserError(f"{at}: expected text, a number, true, false, null, a list or keys, got {value}")
-    return None
+class _Reader:
+    """Converts the nodes of a file to plain values, and keeps the place of each in ``places``."""
+
+    def __init__(self, label: str, lines: bool) -> None:
+        self.label, self.lines, self.count = label, lines, 0
+        self.places: dict[Keys, str] = {(): label}
+
+    def at(self, mark: StreamMark | None) -> str:
+        """A place in the file: ``r.yaml:3``."""
+        return f"{self.label}:{mark.line + 1}" if self.lines and mark is not None else self.label
+
+    def value(self, node: Node, path: Keys) -> Any:
+        """The value of a node. An alias is the value that it repeats."""
+        self.count += 1
+        if self.count > MOST:
+            raise UserError(f"{self.at(node.start_mark)}: more than {MOST:,} values, counting those of aliases")
+        if len(path) > DEEPEST:
+            raise UserError(f"{self.at(node.start_mark)}: {_TOO_DEEP}")
+        tag = str(node.tag).removeprefix(STANDARD)
+        if isinstance(node, MappingNode) and tag == "map":
+            return self._keys(node, path)
+        if isinstance(node, SequenceNode) and tag == "seq":
+            for index, item in enumerate(node.value):
+                self.places[(*path, index)] = self.at(item.start_mark)
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        try:
+            if not isinstance(node, ScalarNode):
+                raise KeyError
+            return _SCALARS[tag](node.value)
+        except KeyError:
+            kinds = "text, a number, true, false, null, a list or keys"
+            name = f"!!{tag}" if str(node.tag).startswith(STANDARD) else tag
+            raise UserError(f"{self.at(node.start_mark)}: expected {kinds}, got a value with the tag {name}") from None
+        except ValueError as error:
+            raise UserError(f"{self.at(node.start_mark)}: {error}") from error
+
+    def _keys(self, node: MappingNode, path: Keys) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key, source in node.value:
+            if str(key.tag) == MERGE:
+                sources = source.value if isinstance(source, SequenceNode) else [source]
+                kept, self.places = self.places, {}  # merged keys have the place of the block that they are merged into
+                for one in reversed(sources):  # the first one wins
+                    if not isinstance(values := self.value(one, path), dict):
+                        raise UserError(f"{self.at(key.start_mark)}: << takes a block of keys, got {shown(values)}")
+                    merged |= values
+                self.places = kept
+        for key, item in node.value:
+            if str(key.tag) == MERGE:
+                continue
+            at = self.at(key.start_mark)
+            name = self.value(key, path)
+            if not isinstance(name, str):
+                raise UserError(f"{at}: a key must be text, got {shown(name)}: put it in quotes")
+            if name in own:
+                raise UserError(f"{at}: {name}: this key is written twice, first in line {first[name]}")
+            first[name] = key.start_mark.line + 1
+            self.places[(*path, name)] = at
+            own[name] = self.value(item, (*path, name))
+        return merged | own
+
+
+def _text(written: str) -> str:
+    if wrong := re.search("[\0\ud800-\udfff]", written):
+        raise ValueError(f"text with the character {wrong[0]!r}, which files and models cannot hold: remove it")
+    return written
+
+
+def _boolean(written: str) -> bool:
+    if written.lower() not in ("true", "false"):
+        raise ValueError(f"expected true or false, got {written[:60]!r}")
+    return written.lower() == "true"
+
+
+def _integer(written: str) -> int:
+    digits = written.replace("_", "")
+    try:
+        number = int(digits, 0 if re.match("[+-]?0[box]", digits) else 10)
+    except ValueError:  # not a number, or one of thousands of digits
+        number = None
+    if number is None or not -(2**63) <= number < 2**63:
+        raise ValueError(f"expected a whole number of at most 64 bits, got {_short(written)}")
+    return number
+
+
+def _float(written: str) -> float:
+    try:
+        return float(re.sub(r"\.(?=inf|nan)", "", written.replace("_", "").lower()))
+    except ValueError:
+        raise ValueError(f"expected a number, got {_short(written)}") from None
+
+
+def _short(written: str) -> str:
+    return repr(written if len(written) <= 60 else f"{written[:57]}...")
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "bool": _boolean,
+    "float": _float,
+    "int": _integer,
+    "null": lambda written: None,
+    **dict.fromkeys(("merge", "str", "timestamp", "value"), _text),
+}
+"""How the text of each kind of scalar is read. Dates stay text."""
 
 
 def override(document: Document, text: str) -> Document:
@@ -115,7 +193,9 @@ def override(document: Document, text: str) -> Document:
     keys, equals, written = text.partition("=")
     if not equals or not all(keys.split(".")):
         raise UserError(f"{OVERRIDE}: {text!r} is not key=value, for instance trainer.learning_rate=1e-5")
-    value = read(written, f"{OVERRIDE}: {keys}").value
+    if keys.count(".") >= DEEPEST:
+        raise UserError(f"{OVERRIDE}: {keys[:60]}...: {_TOO_DEEP}")
+    value = read(written, f"{OVERRIDE}: {keys}", lines=False).value
     path: Keys = ()
     for key in keys.split("."):
         path = (*path, _step(document.value, path, key, text))
@@ -137,7 +217,7 @@ def _step(root: Any, path: Keys, key: str, text: str) -> str | int:
         names = [item.get("name") if isinstance(item, dict) else None for item in block]
         if key in names:
             return names.index(key)
-        if key.isdigit() and int(key) < len(block):
+        if re.fullmatch("[0-9]{1,9}", key) and int(key) < len(block):
             return int(key)
         known = [str(name) for name in names if name]
         have = f"its entries are {', '.join(known)}" if known else f"it has {len(block)} entries, counted from 0"
@@ -213,7 +293,7 @@ _EXPECTED = {
     "less_than_equal": "{le:g} or less",
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
-    "string_pattern_mismatch": "a name of letters, digits, '_', '-' and '.', that starts with a letter or digit",
+    "string_pattern_mismatch": "a name of at most 100 letters, digits, '_', '-' and '.', first a letter or digit",
 }
 
 
@@ -282,8 +362,9 @@ def complain(document: Document, problems: list[Problem]) -> None:
         if document.hidden and path[: len(document.hidden)] == document.hidden:
             name = dotted(path[len(document.hidden) :], find(document.value, document.hidden))
         lines.append(f"{document.where(path)}: {name + ': ' if name else ''}{text}")
-    title = f"{document.places[()]}: {len(lines)} mistakes\n  "
-    raise UserError(title + "\n  ".join(lines) if len(lines) > 1 else lines[0])
+    title = f"{document.places[()]}: {len(lines)} mistakes"
+    more = [f"and {len(lines) - SHOWN:,} more"] if len(lines) > SHOWN else []
+    raise UserError("\n  ".join([title, *lines[:SHOWN], *more]) if len(lines) > 1 else lines[0])
 
 
 def _line(place: str) -> float:

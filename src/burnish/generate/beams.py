@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicCache
 
 from burnish.errors import UserError
 from burnish.generate.protocol import Completion
+from burnish.generate.sampling import check_temperature
 from burnish.generate.stopping import completes_stop
 from burnish.math.tensors import upcast, warp
 from burnish.models.forward import backbone, evaluating, head, unwrap
@@ -64,6 +65,7 @@ class Beams(Config, use_attribute_docstrings=True):
     def _consistent(self) -> Self:
         if self.returned > self.beams:
             raise ValueError(f"{self.beams} beams find at most {self.beams} completions: cannot return {self.returned}")
+        check_temperature(self.temperature)
         drawn = {"top_k", "top_p", "temperature", "samples"} & self.model_fields_set
         if drawn and not self.sample:
             raise ValueError(f"{', '.join(sorted(drawn))} applies only to sampled beams: set sample to true")

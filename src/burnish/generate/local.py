@@ -17,6 +17,7 @@ from burnish.generate.protocol import Completion, Handle, PlanQueue, Request
 from burnish.generate.session import DecodingSession
 from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import SharedCritic, StepValueHead, load_weights
+from burnish.models.limits import Limits
 
 
 class LocalGenerator:
@@ -147,7 +148,8 @@ def check_requests(requests: SequenceOf[Request], model: Any, tokenizer: Any, cr
         raise UserError("stop strings need a tokenizer: pass tokenizer=, or leave stop empty")
     if critic is None and any(request.return_values for request in requests):
         raise UserError("values need a critic that is a head on the policy: pass critic=, or remove return_values")
-    context = getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = unwrap(model).config.get_text_config(decoder=True)
+    context, vocabulary = getattr(config, "max_position_embeddings", None), config.vocab_size
     for index, request in enumerate(requests):
         if not request.tokens:
             raise UserError(f"request {index}: the prompt is empty; expected at least one token, such as BOS")
@@ -156,3 +158,4 @@ def check_requests(requests: SequenceOf[Request], model: Any, tokenizer: Any, cr
                 f"request {index}: a prompt of {len(request.tokens)} tokens leaves no room in the model's context "
                 f"window of {context}: shorten the prompt"
             )
+        Limits(context, vocabulary).check_ids(request.tokens, f"request {index}")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from burnish import files
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator, check_requests
 from burnish.generate.protocol import Completion, Handle, Request
@@ -61,7 +62,9 @@ class ProcessGenerator:
         self.model, self.tokenizer, self.critic, self.slots = model, tokenizer, critic, slots
         self.version = 0
         self._folder = tempfile.TemporaryDirectory(prefix="burnish-generator-")
-        torch.save((model, tokenizer, critic), Path(self._folder.name) / "model.pt")
+        path = Path(self._folder.name) / "model.pt"
+        with files.storing(path):
+            torch.save((model, tokenizer, critic), path)
         self._weights: list[tuple[str, Tensor]] | Path | None = None
         self._plans: list[_Plan] = []
         self._submitted = 0

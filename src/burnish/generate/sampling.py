@@ -8,6 +8,18 @@ from pydantic import Field, model_validator
 
 from burnish.types import Config
 
+COLDEST = 1e-3
+"""Minimum temperature above 0. Logits divided by less could be infinite."""
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise a ValueError if logits cannot be divided by a temperature."""
+    if 0 < temperature < COLDEST:
+        raise ValueError(
+            f"temperature {temperature:g} is too small to divide logits by: expected 0, which always takes the "
+            f"likeliest token, or at least {COLDEST:g}"
+        )
+
 
 class Sampling(Config, use_attribute_docstrings=True):
     """Sampling settings: ``Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=["User:"])``."""
@@ -24,13 +36,14 @@ class Sampling(Config, use_attribute_docstrings=True):
     """Sample only from the k likeliest tokens."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Sample only from the smallest set of likeliest tokens whose total probability reaches top_p."""
-    samples: Annotated[int, Field(ge=1)] = 1
+    samples: Annotated[int, Field(ge=1, le=65536)] = 1
     """Number of completions per prompt."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Stop strings. A completion ends with the token that completes one of them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        check_temperature(self.temperature)
         shortest = self.max_new_tokens
         if self.length_range is not None:
             low, high = self.length_range

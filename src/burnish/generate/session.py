@@ -95,7 +95,7 @@ class DecodingSession:
     def _prepare_state(self) -> None:
         """Create tables of the settings that differ between requests, and the state of all slots."""
         samplings = [request.sampling for request in self.requests]
-        longest = max(sampling.longest for sampling in samplings)
+        longest = max(self._room(request) for request in self.requests)
         self.transforms = _distinct(_transform(request) for request in self.requests)
         self.stop_sets = _distinct(request.stop_ids for request in self.requests)
         self.values = any(request.return_values for request in self.requests)
@@ -190,7 +190,7 @@ class DecodingSession:
         """Start requests in the next slots, whose cache holds their prompts without the last token."""
         here = slice(self.live, self.live + len(members))
         requests = [self.requests[index] for index in members]
-        draws = [_draws(request) for request in requests]
+        draws = [_draws(request, self._room(request)) for request in requests]
         for index, (limit, _) in zip(members, draws, strict=True):
             self.limits[index] = limit
         lengths = torch.tensor([len(request.tokens) for request in requests])
@@ -216,6 +216,11 @@ class DecodingSession:
         self.held[here] = [NOTHING] * len(members)
         self.live += len(members)
         self.length = max(self.length, int(lengths.max()) - 1)
+
+    def _room(self, request: Request) -> int:
+        """The maximum number of tokens that a request may get, at most what fits into the context window."""
+        longest = request.sampling.longest
+        return longest if self.context is None else min(longest, self.context - len(request.tokens))
 
     # --- reuse ----------------------------------------------------------------------------------------------------
 
@@ -411,14 +416,14 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _draws(request: Request) -> tuple[int, Tensor]:
-    """The maximum number of tokens of a request, and a uniform number for each. They depend only on its seed."""
+def _draws(request: Request, count: int) -> tuple[int, Tensor]:
+    """The maximum number of tokens of a request, and ``count`` uniform numbers. They depend only on its seed."""
     generator = torch.Generator().manual_seed(request.seed)
     limit = request.sampling.max_new_tokens
     if request.sampling.length_range is not None:
         low, high = request.sampling.length_range
         limit = int(torch.randint(low, high, (), generator=generator))
-    return limit, torch.rand(request.sampling.longest, generator=generator, dtype=torch.float64)
+    return limit, torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def _transform(request: Request) -> SamplingTransform:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from burnish.errors import UserError
+from burnish.errors import UserError, is_out_of_memory, out_of_memory
 from burnish.models.batching import collate, micro_batches, prompt_groups, prompt_key
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.types import Example, MicroBatch, Sequence, total_counts
@@ -26,9 +26,14 @@ BUDGET_OF_PASS = 4096
 T = TypeVar("T")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device or the machine has run out of memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def does_not_fit(error: BaseException, examples: list[Example], world_size: int = 1) -> UserError:
+    """The error to raise if memory runs out and the token budget cannot be halved."""
+    if world_size > 1:
+        several = ", and one of several processes cannot repeat a step with a smaller token_budget: set it"
+        return UserError(out_of_memory(error, several))
+    longest = max((s for example in examples for s in example.sequences), key=len)
+    one = f" with a micro-batch of one example (the longest has {len(longest):,} tokens, {longest.source})"
+    return UserError(out_of_memory(error, one))
 
 
 def default_budget(device: torch.device) -> int | None:
@@ -94,7 +99,7 @@ class Layout:
             The indices of the examples, the micro-batch and the function's result, for each micro-batch.
 
         Raises:
-            UserError: out of memory, and ``halve`` is False.
+            UserError: out of memory with a single example, or ``halve`` is False.
         """
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
@@ -107,8 +112,10 @@ class Layout:
             try:
                 result = function(batch)
             except RuntimeError as error:
-                if not is_out_of_memory(error) or len(group) == 1:
+                if not is_out_of_memory(error):
                     raise
+                if len(group) == 1:
+                    raise does_not_fit(error, [examples[group[0]]]) from error
                 if not halve:
                     raise UserError(
                         f"out of memory in a pass without gradient, with token_budget={budget}: set a smaller "

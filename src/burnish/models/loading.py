@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
-import os
+import json
+import pickle
 import shutil
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from huggingface_hub import is_offline_mode
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -27,7 +30,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from burnish import files, kernels
-from burnish.errors import UserError
+from burnish.errors import UserError, is_out_of_memory
 from burnish.math.tensors import upcast
 from burnish.models import bases, quantize
 from burnish.models.adapters import without_warning
@@ -108,26 +111,32 @@ def convert_gguf(path: Path) -> Path:
         if (damage := files.damage(folder)) is None:
             return folder
         warnings.warn(f"{folder}: {damage}: it will be rebuilt", stacklevel=2)
-        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+        with contextlib.suppress(OSError):  # another process is removing it
             files.remove(folder)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}")
     extra = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     )
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **extra)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as a GGUF model: {str(error).strip().splitlines()[0]}") from error
-    model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    files.seal(staging)
-    try:
-        staging.rename(folder)
-    except OSError:  # another process has made it
-        if not folder.is_dir():
+    except Exception as error:  # the file is foreign: transformers may raise anything
+        if is_out_of_memory(error):
             raise
-        shutil.rmtree(staging)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path}: cannot be read as a GGUF model: {reason}") from error
+    with files.storing(folder):
+        staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")  # several processes may convert the file
+        staging.mkdir(parents=True)
+        try:
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+            files.seal(staging)
+            staging.rename(folder)
+        except OSError:
+            if files.damage(folder) is not None:  # else another process has made it
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 
@@ -356,12 +365,25 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     """``cls.from_pretrained``; what goes wrong because of the user's input is a UserError."""
     kernels.prepare_process()
     folder = resolve(reference)
+    _check_objects(Path(folder))
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
+        if issubclass(cls, AutoModelForCausalLM | AutoModelForSequenceClassification):
+            trust = bool(options.get("trust_remote_code"))
+            _check_sizes(Path(folder), AutoConfig.from_pretrained(folder, trust_remote_code=trust))
         return cls.from_pretrained(folder, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except UserError:
+        raise
+    except Exception as error:  # the files of a model are foreign: transformers may raise anything
+        if is_out_of_memory(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "its weights are a pickle that is damaged or holds more than tensors, which could run any code"
+        elif not isinstance(error, OSError | ValueError | RuntimeError | SafetensorError):
+            reason = f"one of its files is damaged ({type(error).__name__}: {reason})"
         if isinstance(error, OSError) and not Path(folder).is_dir():
             offline = "HF_HUB_OFFLINE is set, and it is not in the hub's cache" if is_offline_mode() else reason
             raise UserError(f"{reference}: no such folder, and it could not be read from the hub: {offline}") from error
@@ -371,6 +393,68 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     finally:
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def load_config(reference: str, *, trust_remote_code: bool = False) -> Any:
+    """The config of a model; of an adapter, that of its base."""
+    folder = resolve(reference)
+    if is_adapter(folder):
+        folder = base_of(folder)
+    return _pretrained(AutoConfig, folder, trust_remote_code=trust_remote_code)
+
+
+OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "vocab_size",
+)
+WEIGHTS = ("*.safetensors", "*.bin")
+SMALLEST = 1 / 16
+"""Bytes of a parameter: even half a bit is less than any quantization needs."""
+
+
+def _check_objects(folder: Path) -> None:
+    """Raise a UserError if a file that must hold a JSON object holds another value."""
+    for path in (folder / name for name in OBJECTS):
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{path}: expected a JSON object, got {json.dumps(value)[:60]}")
+
+
+def _check_sizes(folder: Path, config: Any) -> None:
+    """Raise a UserError if a config has sizes below 1, or describes a model much larger than its files.
+
+    Such a model would be built, and its missing weights drawn at random, before the mistake is found.
+    """
+    text = config.get_text_config(decoder=True)
+    sizes = {name: getattr(text, name, None) for name in SIZES}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 1:
+            raise UserError(f"{folder / 'config.json'}: {name}: expected 1 or more, got {size}")
+    layers, hidden, inner, vocabulary = (
+        size if isinstance(size := sizes[name], int) else 1
+        for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads = max(size if isinstance(size := sizes[name], int) else 1 for name in SIZES[2:4])
+    heads *= size if isinstance(size := sizes["head_dim"], int) else 1
+    described = vocabulary * hidden + layers * (hidden + heads) * (hidden + inner)
+    held = sum(path.stat().st_size for pattern in WEIGHTS for path in folder.glob(pattern))
+    if held and described * SMALLEST > held:
+        raise UserError(
+            f"{folder / 'config.json'}: its sizes are those of a model with {described:.1e} parameters, but its weight "
+            f"files have only {files.megabytes(held)}: restore the config or the weights"
+        )
 
 
 def summary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

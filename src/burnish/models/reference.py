@@ -119,5 +119,5 @@ def _save(path: Path, values: np.ndarray) -> None:
             stored = torch.from_numpy(values)
             save_file({ARRAY: stored}, Path(folder) / path.name, {CHECKSUM: files.digest([values.data])})
             os.replace(Path(folder) / path.name, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         warnings.warn(f"log-probabilities of the reference could not be cached for the next run: {error}", stacklevel=2)

@@ -14,7 +14,7 @@ Quantization = Literal["nf4", "int8"]
 class AdapterConfig(Config):
     """A LoRA adapter (Hu et al. 2021): ``AdapterConfig(r=16, alpha=32)``."""
 
-    r: int = Field(16, gt=0, description="rank")
+    r: int = Field(16, gt=0, le=65536, description="rank")
     alpha: float = Field(32, gt=0, description="the update is scaled by alpha / r (rslora: alpha / sqrt(r))")
     dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input; off in RL, reward and value models")
     targets: str | list[str] = Field(

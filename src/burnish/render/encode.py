@@ -193,9 +193,10 @@ def _write(encoded: Encoded, origins: list[int], path: Path) -> None:
     notes |= {CHECKSUM: _checksum(tensors, notes)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            file.write(save(tensors, notes))
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            aside = Path(folder) / path.name
+            aside.write_bytes(save(tensors, notes))
+            os.replace(aside, path)
     except OSError as error:
         warnings.warn(f"encoded rows are not kept for the next run: {error}", stacklevel=3)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from burnish import files
 from burnish.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,7 +46,8 @@ class Recorder:
         """The size of each file, flushed to disk. A checkpoint keeps it, and `truncate` goes back to it."""
         sizes = {}
         for name in (METRICS_FILE, SAMPLES_FILE):
-            with (self.folder / name).open("ab") as file:
+            path = self.folder / name
+            with files.storing(path), path.open("ab") as file:
                 os.fsync(file.fileno())
                 sizes[name] = file.tell()
         return sizes
@@ -54,11 +56,12 @@ class Recorder:
         """Remove what was written after `offsets` was called; ``{}`` removes everything.
 
         Raises:
-            UserError: if a file is shorter than its offset.
+            UserError: if a file is shorter than its offset, or a line before it is damaged.
         """
         for name in (METRICS_FILE, SAMPLES_FILE):
             path, size = self.folder / name, offsets.get(name, 0)
-            with path.open("ab") as file:
+            read_lines(path, size)
+            with files.storing(path), path.open("ab") as file:
                 if file.tell() < size:
                     raise UserError(
                         f"{path}: {file.tell()} bytes, but the checkpoint was saved when it had {size}; "
@@ -68,20 +71,43 @@ class Recorder:
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         lines = "".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        with (self.folder / name).open("ab") as file:
+        with files.storing(self.folder / name), (self.folder / name).open("ab") as file:
             # A lone surrogate cannot be UTF-8; backslashreplace turns it into its JSON escape.
             file.write(lines.encode("utf-8", "backslashreplace"))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that may still be growing; an empty list if there is no file."""
+def read_lines(path: Path, size: int | None = None) -> list[dict[str, Any]]:
+    """The complete lines of a file that may still be growing, or of its first ``size`` bytes; [] if there is no file.
+
+    Raises:
+        UserError: if a line is damaged. The message names it.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    *complete, rest = path.read_bytes()[:size].split(b"\n")
+    if size and rest:
+        complete.append(rest)  # these bytes ended with a line when they were written
+    lines = []
+    for number, line in enumerate(complete, start=1):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not isinstance(values.get("step", 0), int):
+            raise UserError(
+                f"{path}:{number}: this line is damaged: expected a JSON object, got "
+                f"{line[:60].decode('utf-8', 'backslashreplace')!r}: restore the file, or remove the line"
+            )
+        lines.append(values)
+    return lines
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a stage's metrics.jsonl, with NaN and infinities as floats."""
+    """The lines of a stage's metrics.jsonl, with NaN and infinities as floats.
+
+    Raises:
+        UserError: if a line is damaged.
+    """
     return [
         {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
         for line in read_lines(folder / METRICS_FILE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from burnish.errors import UserError, did_you_mean
+from burnish.files import write_text
 from burnish.report.curves import Estimate, estimates, panels
 from burnish.report.metrics import (
     SAMPLES_FILE,
@@ -67,9 +67,7 @@ def write(run_folder: Path) -> Path:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(template).render(_page(manifest, folder))
     path = folder / "report.html"
-    aside = path.with_suffix(".html.tmp")
-    aside.write_text(page, "utf-8")
-    os.replace(aside, path)
+    write_text(path, page)
     return path
 
 

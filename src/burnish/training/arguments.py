@@ -6,8 +6,10 @@ This module does not import torch, so that checking a recipe is fast.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
@@ -209,7 +211,7 @@ class TrainerConfig(Config):
         return self.model_dump(exclude={"on_non_finite"}, exclude_none=True)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Fields that have no effect with the other settings: ``("eval_steps", "nothing reads it with ...")``."""
+        """Fields that contradict the others, or have no effect: ``("eval_steps", "nothing reads it with ...")``."""
         for key, readers in READ_WITH.items():
             value = getattr(self, key)
             if value == type(self).model_fields[key].default or self._is_read(readers):
@@ -219,6 +221,31 @@ class TrainerConfig(Config):
             yield key, f"nothing reads it with {here}; it belongs to {ways}"
         if self.optim_args:
             yield from (("optim_args", text) for text in _optim_args_problems(self.optim, self.optim_args))
+        problems = self._schedule_problems(self.lr_scheduler_kwargs or {})
+        yield from (("lr_scheduler_kwargs", text) for text in problems)
+        package = next((name for start, name in PACKAGES.items() if self.optim.startswith(start)), None)
+        if package and importlib.util.find_spec(package) is None:
+            name = PIP_NAMES.get(package, package)
+            yield "optim", f"{self.optim} needs the package {package}, which is not installed: pip install {name}"
+        if self.save_strategy == "best" and self.metric_for_best_model is None:
+            yield "save_strategy", "best needs metric_for_best_model, such as loss"
+
+    def _schedule_problems(self, given: dict[str, Any]) -> Iterator[str]:
+        """Problems in lr_scheduler_kwargs: names that the schedule does not take, and values of the wrong kind."""
+        known = SCHEDULE_ARGS.get(self.lr_scheduler_type, {})
+        for name, value in given.items():
+            if name not in known:
+                takes = f"it takes {', '.join(known)}" if known else "it takes none"
+                yield f"{self.lr_scheduler_type} takes no {name!r}{did_you_mean(name, known)}; {takes}"
+            elif not known[name](value):
+                yield f"{name}: {self.lr_scheduler_type} does not take the value {value!r}"
+        if self.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
+            yield "warmup_stable_decay needs num_decay_steps"
+        if "min_lr_rate" in known and ("min_lr" in given) == ("min_lr_rate" in given):
+            yield f"{self.lr_scheduler_type} needs either min_lr or min_lr_rate"
+        end = given.get("lr_end", 1e-7)
+        if self.lr_scheduler_type == "polynomial" and _is_number(end) and end >= self.learning_rate:
+            yield f"lr_end must be less than learning_rate, {self.learning_rate:g}"
 
     def _is_read(self, readers: dict[str, Collection[Any]]) -> bool:
         given = ((getattr(self, other), values) for other, values in readers.items())
@@ -300,6 +327,73 @@ OPTIM_ARGS: dict[str, tuple[str, ...] | None] = {
     "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
 }
 """The names that each optimizer reads from optim_args; None if it reads any name. Other optimizers read nothing."""
+
+
+PACKAGES = {
+    "adamw_torch_xla": "torch_xla",
+    "adamw_torch_npu": "torch_npu",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "adamw_anyprecision": "torchdistx",
+    **dict.fromkeys(("adamw_bnb", "adamw_8bit", "ademamix", "lion", "paged", "rmsprop_bnb"), "bitsandbytes"),
+    "galore": "galore_torch",
+    "apollo": "apollo_torch",
+    "lomo": "lomo_optim",
+    "adalomo": "lomo_optim",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "optimi",
+}
+"""The packages that optimizers need, by the beginning of their names. Other optimizers are part of torch."""
+PIP_NAMES = {"optimi": "torch-optimi"}
+"""Names of packages for pip, if they differ from those of their modules."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_true_or_false(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: value in choices
+
+
+_SHAPE = _one_of("linear", "cosine", "1-sqrt")
+_PLATEAU = {
+    "mode": _one_of("min", "max"),
+    **dict.fromkeys(("factor", "threshold", "min_lr", "eps"), _is_number),
+    **dict.fromkeys(("patience", "cooldown"), _is_count),
+}
+_MIN_LR = dict.fromkeys(("num_cycles", "min_lr", "min_lr_rate"), _is_number)
+SCHEDULE_ARGS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "cosine": {"num_cycles": _is_number},
+    "cosine_with_restarts": {"num_cycles": _is_count},
+    "polynomial": {"lr_end": _is_number, "power": _is_number},
+    "inverse_sqrt": {"timescale": lambda value: _is_count(value) and value > 0},
+    "reduce_lr_on_plateau": {**_PLATEAU, "threshold_mode": _one_of("rel", "abs")},
+    "greedy": {
+        **_PLATEAU,
+        "threshold_mode": _one_of("rel", "abs"),
+        "max_lr": _is_number,
+        **dict.fromkeys(("warmup", "window_size", "reset_start"), _is_count),
+        **dict.fromkeys(("verbose", "smooth"), _is_true_or_false),
+    },
+    "cosine_with_min_lr": _MIN_LR,
+    "cosine_warmup_with_min_lr": {**_MIN_LR, "warmup_lr_rate": _is_number},
+    "warmup_stable_decay": {
+        **dict.fromkeys(("num_decay_steps", "num_stable_steps"), _is_count),
+        **dict.fromkeys(("warmup_type", "decay_type"), _SHAPE),
+        **dict.fromkeys(("min_lr_ratio", "num_cycles"), _is_number),
+    },
+}
+"""What each schedule takes from lr_scheduler_kwargs, with a check of the value."""
 
 
 def _optim_args_problems(optimizer: str, written: str) -> Iterator[str]:
@@ -419,6 +513,17 @@ def check_arguments(args: TrainingArguments, on_non_finite: str) -> None:
         raise UserError(f"on_non_finite: expected error or skip, got {on_non_finite!r}")
     if on_non_finite == "skip" and args.fp16:
         raise UserError("on_non_finite: skip: with fp16, the loss scaler already skips such steps; remove this setting")
+
+
+def check_generation_config(model: Any) -> None:
+    """Raise a UserError if transformers would refuse to save the model's generation config with a checkpoint."""
+    config = getattr(model, "generation_config", None)
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the model's generation_config.json cannot be saved again: correct it: {reason}") from error
 
 
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")

@@ -75,7 +75,8 @@ def writing(
     the checkpoint.
     """
     checkpoint = folder / f"checkpoint-{trainer_state.global_step}"
-    with files.writing(checkpoint) if should_save else nullcontext(files.staging(checkpoint)) as staging:
+    needed = next((files.size(before) for before in checkpoints(folder)), None)  # as large as the one before
+    with files.writing(checkpoint, needed) if should_save else nullcontext(files.staging(checkpoint)) as staging:
         parts = staging / "parts"
         accelerator.wait_for_everyone()  # the folder exists
         yield parts

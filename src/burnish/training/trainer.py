@@ -26,16 +26,18 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from burnish.data import streaming
 from burnish.data.readers import Rows, load
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean, is_out_of_memory
 from burnish.models.dropout import key_dropout
+from burnish.models.forward import unwrap
 from burnish.models.heads import Network
-from burnish.models.layout import default_budget, is_out_of_memory
+from burnish.models.layout import default_budget, does_not_fit
+from burnish.models.limits import limits_of
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Method, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder
 from burnish.training import checkpoint
-from burnish.training.arguments import check_arguments, check_sharded, warn_ignored
+from burnish.training.arguments import check_arguments, check_generation_config, check_sharded, warn_ignored
 from burnish.training.engine import Engine
 from burnish.training.non_finite import NonFiniteSteps
 from burnish.training.terms import Metrics, add, detach_unused, merge
@@ -109,6 +111,10 @@ class Trainer(transformers.Trainer):
         self._set_rows(train_dataset, eval_dataset, args.max_steps)
         check_noise(args.neftune_noise_alpha, self.rows)
         self.network: Network = method.prepare(model, processing_class)
+        policy = unwrap(self.network.policy)
+        check_generation_config(policy)
+        self.limits = limits_of(policy.config, self.tokenizer)
+        self.truncation = self.limits.default(self.truncation, self.rows, method.spec.too_long)
         self.noise = EmbeddingNoise(self.network.policy, args.neftune_noise_alpha)
         super().__init__(
             model=self.network,
@@ -131,7 +137,7 @@ class Trainer(transformers.Trainer):
             self.accelerator,
             token_budget or default_budget(args.device),
             sharded,
-            pad_id=self.tokenizer.pad_token_id or 0,
+            pad_id=pad_id if (pad_id := self.tokenizer.pad_token_id or 0) < self.limits.vocabulary else 0,
             side=padding_side,
             pad_to=pad_to,
             packed=packed,
@@ -170,7 +176,15 @@ class Trainer(transformers.Trainer):
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def _encoded(self, rows: list[Row]) -> Encoded:
-        return self.method.examples(rows, self.tokenizer, self.truncation)
+        encoded = self.method.examples(rows, self.tokenizer, self.truncation)
+        self.limits.check(encoded.examples)
+        return encoded
+
+    def _encoded_for_evaluation(self, rows: list[Row]) -> Encoded:
+        truncation = self.limits.default(self.truncation, rows, self.method.spec.too_long)
+        encoded = self.method.eval_examples(rows, self.tokenizer, truncation)
+        self.limits.check(encoded.examples)
+        return encoded
 
     @cached_property
     def train_examples(self) -> Encoded:
@@ -183,7 +197,7 @@ class Trainer(transformers.Trainer):
     @cached_property
     def eval_examples(self) -> Encoded:
         """The examples of the evaluation data, and the rows that were truncated or dropped."""
-        return self.method.eval_examples(self.eval_rows, self.tokenizer, self.truncation)
+        return self._encoded_for_evaluation(self.eval_rows)
 
     @property
     def folder(self) -> Path:
@@ -226,8 +240,10 @@ class Trainer(transformers.Trainer):
             try:
                 return self._forward_backward(model, examples)
             except RuntimeError as error:
-                if not is_out_of_memory(error) or not self.engine.halve_budget(examples):
+                if not is_out_of_memory(error):
                     raise
+                if not self.engine.halve_budget(examples):
+                    raise does_not_fit(error, examples, self.engine.world_size) from error
             model.zero_grad()
             torch.set_rng_state(random_state)
             if torch.cuda.is_available():
@@ -320,19 +336,27 @@ class Trainer(transformers.Trainer):
         rows = self.eval_rows if eval_dataset is None else self._rows(eval_dataset)
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
-        if eval_dataset is None:
-            encoded = self.eval_examples
-        else:
-            encoded = self.method.eval_examples(rows, self.tokenizer, self.truncation)
+        encoded = self.eval_examples if eval_dataset is None else self._encoded_for_evaluation(rows)
         measured = self.method.evaluate(encoded.examples, self.engine, self.run)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         if not math.isfinite(loss := metrics.get(f"{metric_key_prefix}_loss", 0.0)):
             advice = self.non_finite.advice() if self.state.global_step else "Check the model and these rows"
             raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {advice}")
+        self._check_best_metric(metrics, metric_key_prefix)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._clock = time.perf_counter()
         return metrics
+
+    def _check_best_metric(self, metrics: Mapping[str, float], prefix: str) -> None:
+        """Raise a UserError if the metric that decides which checkpoint is best is not measured."""
+        best = self.args.metric_for_best_model
+        known = [name.removeprefix(f"{prefix}_") for name in metrics]
+        if prefix == "eval" and best is not None and (name := best.removeprefix("eval_")) not in known:
+            raise UserError(
+                f"metric_for_best_model: {name!r} is not measured on the held-out rows{did_you_mean(name, known)}; "
+                f"measured are {', '.join(known)}"
+            )
 
     # --- optimizer and logs ----------------------------------------------------------------------------------------
 

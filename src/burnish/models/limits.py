@@ -1,0 +1,73 @@
+"""What a model can read: the longest sequence, and the token ids that it has embeddings for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.errors import UserError
+from burnish.render.truncate import Truncation
+from burnish.types import Example, Prompt
+
+
+class Limits(NamedTuple):
+    """The limits of a model: ``Limits(longest=512, vocabulary=30522)``."""
+
+    longest: int | None
+    """Maximum number of tokens of a sequence; None if there is no limit."""
+    vocabulary: int
+    """Number of embeddings: every token id is smaller."""
+
+    def default(self, truncation: Truncation, rows: Sequence[Any], too_long: str | None) -> Truncation:
+        """Set ``max_length`` to the longest sequence if it is not set.
+
+        It stays as it is for prompts, whose completions end where the context window does, and for methods that split
+        texts, whose pieces have a length of their own.
+        """
+        if truncation.max_length is not None or self.longest is None or too_long == "split":
+            return truncation
+        if rows and isinstance(rows[0], Prompt):
+            return truncation
+        return truncation.model_copy(update={"max_length": self.longest})
+
+    def check(self, examples: Iterable[Example]) -> None:
+        """Check that the model can read examples.
+
+        Raises:
+            UserError: a sequence is too long, or it has a token id without an embedding. The message names the row.
+        """
+        for sequence in (s for example in examples for s in example.sequences):
+            if self.longest is not None and len(sequence) > self.longest:
+                raise UserError(
+                    f"{sequence.source}: {len(sequence):,} tokens, but the model reads at most {self.longest:,}: set "
+                    f"data.max_length: {self.longest} and data.too_long"
+                )
+            self.check_ids(sequence.tokens.tolist(), sequence.source)
+
+    def check_ids(self, tokens: Iterable[int], source: str) -> None:
+        """Check that the model has an embedding for each token id.
+
+        Raises:
+            UserError: the vocabulary of the model is smaller than that of its tokenizer.
+        """
+        if (largest := max(tokens, default=0)) >= self.vocabulary:
+            raise UserError(
+                f"{source}: the token id {largest:,}, but the model has embeddings only for the {self.vocabulary:,} "
+                "ids below: its tokenizer belongs to another model, or tokens were added to it without resizing the "
+                "embeddings"
+            )
+
+
+OFFSET = 8
+"""RoBERTa and its relatives count positions from 2 on: their tokenizers know that fewer tokens fit."""
+
+
+def limits_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> Limits:
+    """The limits of a model, from its config and its tokenizer."""
+    text = config.get_text_config(decoder=True)
+    window = getattr(text, "max_position_embeddings", None)
+    if window is not None and window - OFFSET <= tokenizer.model_max_length < window:
+        window = tokenizer.model_max_length
+    return Limits(window, text.vocab_size)
