@@ -258,7 +258,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps({key: value for key, value in result.items() if key != "samples"}, indent=1))
         return
-    for kind in ("skipped", "changed"):
+    for kind in ("skipped", "dropped", "shortened"):
         _print(*(f"{kind}: {line}" for line in result[kind]))
     _print(f"{result['rows']} rows; brackets show 95 % confidence intervals over rows")
     Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))

@@ -93,7 +93,8 @@ def make_run(folder: Path) -> Path:
                 "train": {
                     "rows": 1997,
                     "skipped": ["train.jsonl:17: no assistant turn"],
-                    "cut": ["train.jsonl:4: 1,300 tokens", "train.jsonl:9: 1,101 tokens"],
+                    "dropped": ["train.jsonl:5: 2,200 tokens"],
+                    "shortened": ["train.jsonl:4: 1,300 tokens", "train.jsonl:9: 1,101 tokens"],
                 }
             },
             "results": {"before": {"loss": 3.8, "perplexity": 44.7}, "after": {"loss": 2.72, "perplexity": 15.18}},
@@ -262,7 +263,7 @@ def test_samples_are_escaped_and_come_from_the_first_and_last_evaluation(page: t
 
 def test_data_and_manifest_are_shown(page: tuple[str, Page]) -> None:
     text = str(page[1])
-    assert "train 1,997 1 2" in text
+    assert "train 1,997 1 1 2" in text
     assert "train.jsonl:17: no assistant turn" in text
     assert "torch 2.13.0" in text and "seed: 0" in text and "ab12" * 16 in text
     assert "sft → reward → ppo · 14 min 04 s · x86_64 · 2 threads · no GPU" in text

@@ -35,7 +35,7 @@ from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.encode import encode
+from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
@@ -43,7 +43,7 @@ from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import sample_and_score
 from burnish.rl.metrics import sample_rows
-from burnish.types import Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
+from burnish.types import Changed, Conversation, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
 """Formats of rows that the model completes."""
@@ -73,12 +73,12 @@ class Measure(NamedTuple):
 
 @dataclass
 class Measured:
-    """The results of one model: measures by name, its samples, and its truncated or dropped rows."""
+    """The results of one model: measures by name, its samples, and its skipped, dropped and shortened rows."""
 
     measures: dict[str, Measure]
     samples: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, list[float]] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
 
 
 def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
@@ -105,14 +105,17 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
         else _measure_policy(_policy(name, evaluation), eval_rows.rows, evaluation, scorers, reference)
         for name in references
     ]  # fmt: skip
+    measures = _compared(done, evaluation)
+    used = account(eval_rows.rows, dict.fromkeys(change for one in done for change in one.changed))
     return {
         "name": evaluation.name,
         "models": references,
         "evaluation": evaluation.model_dump(mode="json"),
-        "rows": len(eval_rows.rows),
-        "skipped": [f"{row.source}: {row.reason}" for row in eval_rows.skipped],
-        "changed": done[0].changed,
-        "measures": _compared(done, evaluation),
+        "rows": used.rows,
+        "skipped": [f"{row.source}: {row.reason}" for row in eval_rows.skipped] + used.skipped,
+        "dropped": used.dropped,
+        "shortened": used.shortened,
+        "measures": measures,
         "samples": [
             {"model": name} | sample for name, one in zip(references, done, strict=True) for sample in one.samples
         ],
@@ -193,7 +196,7 @@ def _measure_policy(
         counts[sequence.source] = counts.get(sequence.source, 0.0) + len(values)
     means = {source: losses[source] / counts[source] for source in losses}
     measures = {"perplexity": Measure(means, counts, exp=True), "nll per token": Measure(means, counts)}
-    return Measured(measures, changed=_messages(changed))
+    return Measured(measures, changed=changed)
 
 
 def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
@@ -202,17 +205,14 @@ def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
     return Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
 
 
-def _messages(changed: list[Any]) -> list[str]:
-    return [f"{row.source}: {row.reason}" for row in changed]
-
-
 def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:
     """Implicit rewards log p(answer) - log p_reference(answer) of both answers (Rafailov et al. 2023)."""
     sums: list[dict[str, list[float]]] = []
-    changed: list[Any] = []
+    changed: list[Changed] = []
     for one in (reference, loaded):
         to_examples = partial(Renderer(one.tokenizer).comparisons, learned=True)
-        examples, changed = encode(eval_rows, to_examples, _length(one.model, one.tokenizer, evaluation))
+        examples, its_changes = encode(eval_rows, to_examples, _length(one.model, one.tokenizer, evaluation))
+        changed += its_changes
         values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
         sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
     before, after = sums
@@ -222,7 +222,7 @@ def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation,
         if source in before
     }
     measures = {"accuracy": Measure({s: _share(m) for s, m in margins.items()}), "margin": Measure(margins)}
-    return Measured(measures, changed=_messages(changed))
+    return Measured(measures, changed=changed)
 
 
 def _share(difference: float) -> float:
@@ -248,7 +248,7 @@ def _measure_rewards(reference: str, eval_rows: list[Row], evaluation: Evaluatio
     pairs = list(zip(examples, differences, strict=True))
     accuracies = {example.source: fmean(map(_share, mine)) for example, mine in pairs}
     margins = {example.source: fmean(mine) for example, mine in pairs}
-    return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=_messages(changed))
+    return Measured({"accuracy": Measure(accuracies), "margin": Measure(margins)}, changed=changed)
 
 
 def _measure_answers(

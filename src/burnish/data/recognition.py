@@ -27,8 +27,8 @@ from burnish.types import Prompt, Row
 
 NO_SHAPE = "fits no shape"
 NOT_READ = {
-    "segments": "text with a loss mask of its own, as in axolotl's input_output: write messages, and choose the learned "
-    "ones with method.learn"
+    "segments": "text with a loss mask of its own, as in axolotl's input_output: write messages, and choose what is "
+    "learned with method.learn"
 }
 """Columns of other tools that no shape can have."""
 IN_MESSAGES = frozenset({"role", "content"})

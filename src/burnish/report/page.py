@@ -313,5 +313,6 @@ def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
 
 
 def _rows(splits: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of each split, and which were skipped and cut: lists of ``"train.jsonl:17: no answer"``."""
-    return [{"split": split, "rows": 0, "skipped": [], "cut": [], **counts} for split, counts in splits.items()]
+    """The number of rows that each split uses, and which are not: lists of ``"train.jsonl:17: no answer"``."""
+    none: dict[str, Any] = {"rows": 0, "skipped": [], "dropped": [], "shortened": []}
+    return [{"split": split, **none, **counts} for split, counts in splits.items()]
