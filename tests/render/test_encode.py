@@ -176,6 +176,13 @@ def test_ways_are_tried_in_order(byte_tokenizer: Any) -> None:
             Truncation.model_validate({"too_long": wrong})
 
 
+def test_a_missing_template_is_one_error_and_no_row_is_skipped(byte_tokenizer: Any) -> None:
+    rows: list[Row] = [Conversation((user("Hi"), says("Yo")), None, f"c:{i}") for i in range(3)]
+    with pytest.raises(UserError, match="no chat template: set template: question_answer or text") as caught:
+        encode(rows, conversations(byte_tokenizer(None)), Truncation(on_bad_row="skip"))
+    assert "rows" not in str(caught.value)
+
+
 # --- many rows ----------------------------------------------------------------------------------------------------
 
 MARKED = (

@@ -190,7 +190,7 @@ def _measure_policy(
     )
     losses: dict[str, float] = {}
     counts: dict[str, float] = {}
-    sequences = [example.sequences[0] for example in examples]
+    sequences = [sequence for example in examples for sequence in example.sequences]
     for sequence, values in zip(sequences, logprobs(loaded.model, sequences), strict=True):
         losses[sequence.source] = losses.get(sequence.source, 0.0) - math.fsum(values)
         counts[sequence.source] = counts.get(sequence.source, 0.0) + len(values)

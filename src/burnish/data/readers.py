@@ -32,6 +32,8 @@ Located = tuple[str, Any]  # the place of a record, and the record
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
 FIELD_LIMIT = 2**31 - 1
 LONGEST_LINE = 2**28
+OF_A_ROW = {"empty text", "empty conversation", "equal to chosen", "equal to another completion", "no assistant turn"}
+"""Reasons of bad rows that a data set may have a few of."""
 NOTHING_AFTER = "nothing after it can be read"
 
 
@@ -138,7 +140,8 @@ def read(
                 row = parse(record, kinds, place, format, keys, keep)
             except BadRow as bad:
                 if on_bad_row == "error":
-                    raise
+                    hint = "on_bad_row: skip skips such rows" if bad.reason in OF_A_ROW else ""
+                    raise BadRow(bad.source, bad.key, bad.reason, "; ".join(filter(None, (bad.detail, hint)))) from None
                 yield Skipped(place, bad.reason, str(bad))
                 continue
             good += 1

@@ -20,6 +20,7 @@ import numpy as np
 
 from burnish import files
 from burnish.errors import UserError
+from burnish.render.templates import NoTemplateError
 from burnish.render.truncate import ToExamples, Truncation, fit
 from burnish.types import Changed, Encoded, Example, Pair, Prompt, Row, Sequence
 
@@ -98,6 +99,8 @@ def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
     """The example of each row, or its error. If a batch fails, its halves are tried separately, down to single rows."""
     try:
         return list(function(rows))
+    except NoTemplateError:  # no row is at fault, so none is skipped
+        raise
     except UserError as error:
         if len(rows) == 1:
             return [error]

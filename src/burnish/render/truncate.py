@@ -104,14 +104,18 @@ def _shortened(
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_left or drop")
         shorter, left_out = _truncate_prompt(row, function, limit, what)
         return [shorter], f"truncate_left: {what}: {left_out}"
-    (sequence,) = example.sequences
     if isinstance(row, Steps):
+        (sequence,) = example.sequences
         if too_long != "truncate_right":
             detail = "would separate steps from their question; only the last steps may be left out"
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_right or drop")
         shorter, left_out = _whole_steps(sequence, limit, what)
         return [Example((shorter,))], f"truncate_right: {what}: {left_out}"
-    pieces = [_part(sequence, start, end) for start, end in _spans(len(sequence), limit, too_long)]
+    pieces = [
+        _part(sequence, start, end)
+        for sequence in example.sequences
+        for start, end in ([(0, len(sequence))] if len(sequence) <= limit else _spans(len(sequence), limit, too_long))
+    ]
     learned = [piece for piece in pieces if piece.loss_mask.any()]
     if not learned:
         raise _DoesNotFitError(f"{row.source}: {what}: {too_long} leaves nothing to learn: {_or_drop(too_long)}")
