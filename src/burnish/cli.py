@@ -16,6 +16,7 @@ import typer
 import typer.core
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from burnish import kernels
 from burnish.errors import UserCodeError, UserError
@@ -83,7 +84,7 @@ def run(
     from burnish.report.page import results
 
     folder = pipeline.run(load(recipe, overrides or []), fresh=fresh)
-    Console(highlight=False).print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
+    _console().print(results(json.loads((folder / "manifest.json").read_text("utf-8"))))
     _print(f"done: {folder}  (report: {folder / 'report.html'})")
 
 
@@ -97,7 +98,7 @@ def inspect(
     from burnish.commands.inspect import show
     from burnish.config import load
 
-    show(load(recipe, overrides or []), row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
+    show(load(recipe, overrides or []), row, _console(soft_wrap=not sys.stdout.isatty()))
 
 
 @app.command()
@@ -131,7 +132,7 @@ def recipes() -> None:
     table = Table("recipe", "what it does", box=None, pad_edge=False)
     for name, description in shipped().items():
         table.add_row(name, description)
-    Console(highlight=False).print(table)
+    _console().print(table)
 
 
 @app.command()
@@ -198,6 +199,8 @@ def generate(
         }
     )
     rows = inference.prompts(prompts or [], source, system)
+    if output is not None:
+        inference.check_columns(rows)
     loaded = inference.load(model, template, dtype)
     if output is not None:
         _print(f"{inference.write(loaded, rows, decoding, output, seed, scores)} completions in {output}")
@@ -261,7 +264,7 @@ def evaluate(
     for kind in ("skipped", "dropped", "shortened"):
         _print(*(f"{kind}: {line}" for line in result[kind]))
     _print(f"{result['rows']} rows; brackets show 95 % confidence intervals over rows")
-    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))
+    _console(soft_wrap=not sys.stdout.isatty()).print(measuring.table(result))
 
 
 @app.command()
@@ -273,16 +276,21 @@ def doctor() -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
         table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console(soft_wrap=True)
     console.print(table)
     for line in advice(facts):
-        console.print(f"[yellow]advice:[/] {line}")
+        console.print(Text.assemble(("advice:", "yellow"), f" {line}"))
 
 
 def _print_error(message: str) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = _console(stderr=True, soft_wrap=True)
     console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False)
+    console.print(message)
+
+
+def _console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """A console that prints text as it is. Brackets and colons in names and rows are not rich's markup and emoji."""
+    return Console(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
 
 
 def _make_room(output: Path | None) -> None:

@@ -20,7 +20,7 @@ from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import ChatTemplate, set_template
 from burnish.render.truncate import Truncation
-from burnish.types import Conversation, Message, Messages, Preference, Ranking, Scored, Sequence, Text
+from burnish.types import Conversation, Message, Messages, Preference, Ranking, Row, Scored, Sequence, Text
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -193,7 +193,7 @@ def test_each_turn_is_a_sequence_if_the_template_rewrites_earlier_turns(
         "(the first one: chat.jsonl:17)"
     ]
     for method in (SFT(), Reinforce()):
-        kinds = [Scored(messages, 0.5, "s:1")] if isinstance(method, Reinforce) else [rows[1]]
+        kinds: list[Row] = [Scored(messages, 0.5, "s:1")] if isinstance(method, Reinforce) else [rows[1]]
         for limit, sizes in ((None, [2]), (len(turns[1]) - 1, [1, 1])):
             truncation = Truncation(max_length=limit, too_long="truncate_left")
             (*examples,), _ = method.examples(kinds, tokenizer, truncation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from burnish.errors import UserError
 from burnish.methods import METHODS
@@ -259,6 +261,15 @@ def test_samples_are_escaped_and_come_from_the_first_and_last_evaluation(page: t
     assert "The first 6 of 9, in the order of the file (not selected)." in str(parsed)
     assert html.count("<span>Optimizer step 0</span>") == html.count("<span>Optimizer step 600</span>") == 9
     assert "<span>Optimizer step 300</span>" not in html
+
+
+def test_names_are_not_markup() -> None:
+    evaluation = {"reward_[/bold]": 0.5, "reward_:smile: [red]<b>": 0.25}
+    manifest = {"stages": [{"name": "ppo", "results": {"before": evaluation, "after": evaluation}}]}
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report.results(manifest))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[/bold]" in shown and ":smile: [red]<b>" in shown
 
 
 def test_data_and_manifest_are_shown(page: tuple[str, Page]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import rich.text
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -374,12 +375,12 @@ def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, floa
 
 def table(result: Mapping[str, Any]) -> Table:
     """A table of measures with their 95 % intervals."""
-    shown = Table("measure", *(_end(name) for name in result["models"]), box=None, pad_edge=False)
+    shown = Table("measure", *(rich.text.Text(_end(name)) for name in result["models"]), box=None, pad_edge=False)
     if len(result["models"]) == 2:
         shown.add_column("difference")
     for name, interval in result["measures"].items():
         both = [interval[key] for key in ("against", "difference") if key in interval]
-        shown.add_row(name, *(_cell(one) for one in [interval, *both]))
+        shown.add_row(rich.text.Text(name), *(_cell(one) for one in [interval, *both]))
     return shown
 
 

@@ -80,7 +80,8 @@ def fit(
         return [example], ""
     reserved = f" and {completion} for the completion" if completion else ""
     what = f"{longest} tokens{reserved}, max_length {truncation.max_length}"
-    *first, last = ways if isinstance(ways, list) else [ways]
+    in_order: list[TooLong] = ways if isinstance(ways, list) else [ways]
+    *first, last = in_order
     for way in first:
         with suppress(_DoesNotFitError):
             return _shortened(row, example, function, way, limit, what)

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from burnish.errors import UserError, did_you_mean
 from burnish.report.curves import Estimate, estimates, panels
@@ -168,7 +169,7 @@ def results(manifest: Mapping[str, Any]) -> Table:
         for i, change in enumerate(change for change in shown if change.metric.headline):
             cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
             apart = {None: "", True: ", intervals overlap", False: ", intervals apart"}[change.overlap]
-            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.direction + apart)
+            table.add_row(entry["name"] if i == 0 else "", Text(change.metric.label), *cells, change.direction + apart)
     return table
 
 
