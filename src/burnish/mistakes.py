@@ -94,7 +94,10 @@ def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], v
             expected.setdefault(path, []).append(_EXPECTED[kind].format(detail["msg"], **context))
         else:
             problems.append(Problem(path, str(context.get("error", detail["msg"]))))
+    paths = [*expected, *(problem.path for problem in problems)]
     for path, options in expected.items():
+        if any(len(other) > len(path) and other[: len(path)] == path for other in paths):
+            continue  # the value has one of the types that the key allows, with a mistake inside
         got = find(value, path)
         choices = re.findall(r"'([^']+)'", options[0])
         near = did_you_mean(got, choices) if isinstance(got, str) else ""
@@ -132,7 +135,7 @@ def _keys(annotation: Any, path: Keys) -> set[str]:
     return _keys(fields[str(path[0])].annotation, path[1:]) if path[0] in fields else set()
 
 
-def refuse(error: pydantic.ValidationError, model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> NoReturn:
+def refuse(error: pydantic.ValidationError, model: type[Any], values: Mapping[str, Any]) -> NoReturn:
     """Raise a UserError that lists the mistakes of settings written in Python: ``SFT: lern: unknown key; ...``."""
     name = model.__name__.removesuffix("Config")
     lines = [f"{dotted(path, values)}: {text}" if path else text for path, text in mistakes(error, model, dict(values))]

@@ -164,7 +164,11 @@ PLAIN_MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content"
 RECORD = st.dictionaries(st.sampled_from(COLUMNS), VALUES | st.lists(MESSAGE, max_size=3), max_size=5)
 KINDS = st.sampled_from([spec.kinds for spec in METHODS.values()])
 FIXED: Any = settings(
-    derandomize=True, database=None, deadline=5000, suppress_health_check=list(HealthCheck), print_blob=False
+    derandomize=True,
+    database=None,
+    deadline=5000,
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.function_scoped_fixture),
+    print_blob=False,
 )
 GIGABYTE = 2**20  # in KiB
 

@@ -505,10 +505,11 @@ def test_rewards_with_the_parameters_of_trl():
     async def some(prompts, completion_ids, n, scale=2.0):
         return [scale * len(ids) + k + len(text) for text, ids, k in zip(prompts, completion_ids, n, strict=True)]
 
-    by_name = score(answers("a", "bb"), [NamedReward("whole", 1.0, whole), NamedReward("some", 1.0, some)]).by_name
+    rewards: list = [NamedReward("whole", 1.0, whole), NamedReward("some", 1.0, some)]  # type: ignore[arg-type]
+    by_name = score(answers("a", "bb"), rewards).by_name
     assert seen == [(["a", "bb"], {"prompts": ["Hi", "Hi"], "completion_ids": [[5], [5, 5]], "n": [0, 1]})]
     assert by_name == {"whole": [1.0, 2.0], "some": [4.0, 7.0]}
     with pytest.raises(
         UserError, match=r"reward mine: its parameter 'm' is not a column of the prompts; columns are n"
     ):
-        score(answers("a"), [NamedReward("mine", 1.0, lambda completions, m: [0.0])])
+        score(answers("a"), [NamedReward("mine", 1.0, lambda completions, m: [0.0])])  # type: ignore[arg-type]

@@ -353,10 +353,9 @@ def _alpaca_prompt(record: Record, row: At) -> Messages:
     for i, pair in enumerate([] if empty(record.get("history")) else _list(record["history"], at)):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise at.inside(i).bad("not a question and an answer", f"expected a list of two texts, got {shown(pair)}")
-        turns += [
-            {"role": role, "content": _text(text, at.inside(i).inside(j))}
-            for j, (role, text) in enumerate(zip(("user", "assistant"), pair, strict=True))
-        ]
+        texts = [_text(text, at.inside(i).inside(j)) for j, text in enumerate(pair)]
+        turns.append({"role": "user", "content": texts[0]})
+        turns.append({"role": "assistant", "content": texts[1]})
     return (*turns, {"role": "user", "content": question})
 
 
