@@ -69,6 +69,8 @@ def error(*arguments: str) -> str:
 
 
 def test_the_recipe_without_a_mistake_is_accepted(here):
+    (here / "rewards.py").write_text("async def brevity(answers):\n    return [0.0 for _ in answers]\n")
+    (here / "r.yaml").write_text(SFT.replace("max_length: 64", "max_length: 64, too_long: [truncate_left, drop]"))
     result = CliRunner().invoke(app, ["inspect", "r.yaml"])
     assert result.exit_code == 0, result.output
 
@@ -117,6 +119,16 @@ RECIPES = {
         "max_length: 64",
         "max_length: long",
         ["r.yaml:7: stages.sft.data.max_length: expected a whole number, got the text 'long'"],
+    ),
+    "an unknown way in a list": (
+        "max_length: 64",
+        "max_length: 64, too_long: [truncate_lft, drop]",
+        ["r.yaml:7: stages.sft.data.too_long.0: expected", "mean 'truncate_left'?"],
+    ),
+    "a way that is never tried": (
+        "max_length: 64",
+        "max_length: 64, too_long: [drop, truncate_left]",
+        ["r.yaml:7: stages.sft.data.too_long: truncate_left is never tried"],
     ),
     "a fraction for a whole number": ("seed: 0", "seed: 0.5", ["r.yaml:2: seed: expected a whole number, got 0.5"]),
     "a negative number": (

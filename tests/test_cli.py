@@ -323,9 +323,9 @@ def test_inspect_counts_and_lists_truncated_and_skipped_rows(here):
         "stages.sft.data.too_long=truncate_right",
         "stages.sft.data.on_bad_row=skip",
     ).stdout
-    assert re.search(r"truncated or dropped +1 *\n", shown)
+    assert re.search(r"shortened +1 *\n", shown)
     assert re.search(r"skipped +1 x ", shown)
-    assert "changed: chat.jsonl:2" in shown
+    assert "shortened: chat.jsonl:2" in shown
     assert "skipped: chat.jsonl:3" in shown
 
 

@@ -16,6 +16,7 @@ import typer
 import typer.core
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from burnish import files, kernels
 from burnish.errors import UserCodeError, UserError, is_out_of_memory, out_of_memory
@@ -113,7 +114,7 @@ def inspect(
     loaded = load(recipe, overrides or [])  # first, because what follows imports torch
     from burnish.commands.inspect import show
 
-    show(loaded, row, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
+    show(loaded, row, _console(soft_wrap=not sys.stdout.isatty()))
 
 
 @app.command()
@@ -219,6 +220,8 @@ def generate(
         }
     )
     rows = inference.prompts(prompts or [], source, system)
+    if output is not None:
+        inference.check_columns(rows)
     loaded = inference.load(model, template, dtype)
     if note := inference.context_note(loaded, decoding):
         typer.echo(note, err=True)
@@ -285,7 +288,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps({key: value for key, value in result.items() if key != "samples"}, indent=1))
         return
-    for kind in ("skipped", "changed"):
+    for kind in ("skipped", "dropped", "shortened"):
         _print(*(f"{kind}: {line}" for line in result[kind]))
     _print(f"{result['rows']} rows; brackets show 95 % confidence intervals over rows")
     _print_table(measuring.table(result))
@@ -300,16 +303,21 @@ def doctor() -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
         table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console(soft_wrap=True)
     console.print(table)
     for line in advice(facts):
-        console.print(f"[yellow]advice:[/] {line}")
+        console.print(Text.assemble(("advice:", "yellow"), f" {line}"))
 
 
 def _print_error(message: str) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = _console(stderr=True, soft_wrap=True)
     console.print("error:", style="bold red", end=" ")
-    console.print(visible(message), markup=False)
+    console.print(visible(message))
+
+
+def _console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """A console that prints text as it is. Brackets and colons in names and rows are not rich's markup and emoji."""
+    return Console(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
 
 
 def _check_names(model: str, source: Path | None = None) -> None:
@@ -334,7 +342,7 @@ def _make_room(output: Path | None) -> None:
 
 def _print_table(table: Table) -> None:
     """Print a table. In a file or a pipe it is as wide as its longest row, so that no cell is wrapped."""
-    console = Console(highlight=False)
+    console = _console()
     if not console.is_terminal:
         console.width = console.measure(table, options=console.options.update(width=10_000)).maximum
     console.print(table)

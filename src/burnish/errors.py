@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters other than tab and line break, and halves of surrogate pairs."""
 
 
 class UserError(ValueError):
     """The user's input is wrong, such as a recipe, a data file or a model.
 
     The command line prints the message without a traceback and exits with code 2. The message says what is wrong,
-    where, what was expected, and the nearest thing that would work.
+    where, what was expected, and the nearest thing that would work. Text from files is part of many messages, so
+    characters that would act on the terminal, or that it cannot show, are escaped.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(UNSAFE.sub(lambda match: ascii(match[0])[1:-1], message))
 
 
 class UserCodeError(RuntimeError):

@@ -10,11 +10,14 @@ import math
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypedDict, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pydantic
+
+from burnish.errors import did_you_mean
+from burnish.mistakes import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +26,26 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=np.generic)
 
 
-class Config(pydantic.BaseModel):
+class ConfigType(type(pydantic.BaseModel)):  # pyright: ignore[reportUntypedBaseClass]
+    """Makes mistakes in settings that are written in Python a UserError, as they are in recipes.
+
+    This is not done in ``Config.__init__``, because pydantic would call it for inner blocks as well and lose the paths
+    of their mistakes.
+    """
+
+    def __call__(cls, /, **settings: Any) -> Any:
+        """Create the settings.
+
+        Raises:
+            UserError: if a key is unknown or a value is wrong. The message lists every mistake.
+        """
+        try:
+            return super().__call__(**settings)
+        except pydantic.ValidationError as error:
+            refuse(error, cls, settings)
+
+
+class Config(pydantic.BaseModel, metaclass=ConfigType):
     """Base class of all settings. They are immutable; unknown keys, wrong types, NaN and infinity are errors."""
 
     model_config = pydantic.ConfigDict(
@@ -388,6 +410,13 @@ class Turn(NamedTuple):
     finish_reason: str
 
 
+class Columns(dict[str, Any]):
+    """The columns of a prompt: ``Columns(answer="42")``. The error about a missing one names those that exist."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(f"no column {name!r}{did_you_mean(name, self)}; columns are {', '.join(self) or 'none'}")
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One sample of the policy for a prompt: its turns, their tokens, and their scores.
@@ -433,7 +462,13 @@ class Trajectory:
         ids = np.asarray(tokens, np.int64)
         mask = np.arange(len(ids) + 1) > 0
         sequence = Sequence(np.append(0, ids), mask, source, {"sampler_logprobs": np.zeros(len(mask))})
-        return cls(prompt, (Turn(text, finish_reason),), (sequence,), finish_reason, columns or {}, source)
+        turns = (Turn(text, finish_reason),)
+        return cls(prompt, turns, (sequence,), finish_reason, Columns(columns or {}), source)
+
+    @property
+    def prompt_text(self) -> str:
+        """The text of the prompt's messages, joined by line breaks."""
+        return "\n".join(message["content"] for message in self.prompt)
 
     @property
     def text(self) -> str:
@@ -459,7 +494,8 @@ class Reward(Protocol):
     """Scores trajectories: one finite number for each, or one list for each with a number for each sampled token.
 
     A plain function is a reward, and so is an ``async def``. A reward gets its own copies of the trajectories and may
-    change them.
+    change them. A function with a parameter ``prompts``, ``completions`` or ``completion_ids`` is called as TRL calls
+    its rewards: with lists of these and of each column, as keyword arguments.
     """
 
     def __call__(self, trajectories: list[Trajectory], /) -> Scoring | Awaitable[Scoring]:

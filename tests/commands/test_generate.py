@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import re
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -48,6 +51,16 @@ def test_other_columns_are_kept(here: Path, tiny_folder: Path) -> None:
     assert {row["completion_original"] for row in rows} == {"old"}
     assert [row["source"] for row in rows] == [f"prompts.jsonl:{n}" for n in range(1, 6)]
     assert list(rows[0]) == ["prompt", "answer", "completion_original", "completion", "finish_reason", "source"]
+
+
+def test_columns_that_json_cannot_hold_are_refused_before_the_model_is_loaded(here: Path) -> None:
+    (here / "nan.jsonl").write_text('{"prompt": "a", "score_of": 1}\n{"prompt": "b", "score_of": NaN}\n')
+    table = pyarrow.table({"prompt": ["a"], "day": [datetime.date(2024, 1, 1)]})
+    pyarrow.parquet.write_table(table, here / "days.parquet")
+    for source, said in (("nan.jsonl", r"nan\.jsonl:2: score_of: .* float nan"), ("days.parquet", "1: day: .* date")):
+        result = generate("no-model", "--input", source, "--output", "out.jsonl")
+        assert result.exit_code == 2 and re.search(f"{said}.*write it as text", result.output), result.output
+    assert "\\ud800" in generate("no-model", "a\ud800").output  # an argument that is not Unicode
 
 
 @pytest.mark.parametrize("options", [["--samples", "2"], BEAMS])

@@ -135,7 +135,7 @@ def test_the_manifest_records_the_run(done, home):
         assert stage["files"][file] == sha256(done / stage["name"] / file)
         assert all(sha256(done / path) == digest for path, digest in stage["data"].items())
         assert len(stage["data"]) == 2 and stage["seconds"] > 0
-    assert sft["rows"]["train"] == {"rows": 24, "skipped": [], "cut": []}
+    assert sft["rows"]["train"] == {"rows": 24, "skipped": [], "dropped": [], "shortened": []}
     assert sft["model"]["class"] == "LlamaForCausalLM" and sft["model"]["source"] == str(done / "prepare" / "model")
     lines = [line for line in read_metrics(done / "sft") if "eval_loss" in line]
     assert sft["results"] == {"before": lines[0], "after": lines[-1]}

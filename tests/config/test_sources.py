@@ -133,7 +133,7 @@ def test_a_stream_trains_and_reports_skipped_rows(home):
         file.write('{"prompt": "1+1", "completion": ""}\n')
     stage, shown = run("data.stream=true", "data.shuffle_buffer=8", "data.on_bad_row=skip", "trainer.max_steps=6")
     rows = stage["rows"]["train"]
-    assert rows["rows"] == 24 and rows["skipped in all"] == 1 and rows["cut"] == []
+    assert rows["rows"] == 24 and rows["skipped in all"] == 1 and rows["dropped"] == rows["shortened"] == []
     assert rows["skipped"] == ["a.jsonl:9: empty text"]
     assert "train: read as a stream" in shown and "train: 24 rows (1 skipped: a.jsonl:9: empty text)" in shown
 
@@ -156,11 +156,12 @@ def test_rows_that_cannot_be_encoded_are_skipped_and_named(home):
         run(*texts)
     stage, shown = run(*texts, "data.on_bad_row=skip", "out=again")
     assert stage["rows"]["train"] == {
-        "rows": 3,
+        "rows": 2,
         "skipped": ["texts.jsonl:2: one token: there is nothing to learn"],
-        "cut": [],
+        "dropped": [],
+        "shortened": [],
     }
-    assert "3 rows (1 skipped: texts.jsonl:2: one token" in shown
+    assert "2 rows (1 skipped: texts.jsonl:2: one token" in shown
     write("texts.jsonl", [{"text": "1"}])
     with pytest.raises(UserError, match=r"all 1 rows were skipped, the first as texts\.jsonl:1: one token"):
         run(*texts, "data.on_bad_row=skip", "out=third")

@@ -1,6 +1,7 @@
 """Shapes of labeled, scored and stepwise rows, and columns that no shape has."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.config.yaml import read
 from burnish.data.formats import SHAPES
 from burnish.data.readers import BadRow, load, parse
+from burnish.errors import UserError
 from burnish.types import Conversation, Labelled, Messages, Preference, Prompt, Ranking, Scored, Steps, Text
 
 HI: Messages = ({"role": "user", "content": "Hi"},)
@@ -104,7 +107,7 @@ FULL: dict[str, dict[str, Any]] = {
     "sharegpt": {"conversations": [*HI, *HELLO], "system": "s"},
     "prompt_completion": {"prompt": "Hi", "completion": "Hello", "system": "s"},
     "openrlhf": {"prompt": [*HI, *HELLO], "system": "s"},
-    "alpaca": {"instruction": "Hi", "output": "Hello", "input": "i", "system": "s"},
+    "alpaca": {"instruction": "Hi", "output": "Hello", "input": "i", "system": "s", "history": [["a", "b"]]},
     "openorca": {"question": "Hi", "response": "Hello", "system_prompt": "s"},
     "preference": {"prompt": "Hi", **ANSWERS, "system": "s", "margin": 1, "p_chosen": 0.5},
     "pair": {
@@ -113,11 +116,41 @@ FULL: dict[str, dict[str, Any]] = {
         "system": "s",
         "margin": 1,
     },
+    "continued": {"messages": [*HI], **ANSWERS, "system": "s", "margin": 1, "p_chosen": 0.5},
+    "continued_sharegpt": {"conversations": [*HI], **ANSWERS, "system": "s", "margin": 1, "p_chosen": 0.5},
+    "alpaca_preference": {
+        "instruction": "Hi",
+        **ANSWERS,
+        "input": "i",
+        "history": [["a", "b"]],
+        "system": "s",
+        "margin": 1,
+        "p_chosen": 0.5,
+    },
+    "ultrafeedback": {
+        "instruction": "Hi",
+        "completions": [{"response": "a", "overall_score": 1}, {"response": "b", "overall_score": 2}],
+        "system": "s",
+        "models": ["a", "b"],
+        "correct_answers": [],
+        "incorrect_answers": [],
+    },
     "ranks": RANKED | {"ranks": [1, 2], "system": "s"},
     "scores": RANKED | {"scores": [1, 2], "system": "s"},
     "prompt": {"prompt": "Hi", "system": "s"},
+    "alpaca_prompt": {"instruction": "Hi", "input": "i", "history": [["a", "b"]], "system": "s"},
     "query": {"query": "Hi", "system": "s"},
     "labelled": {"prompt": "Hi", "completion": "Hello", "label": True, "system": "s"},
+    "labelled_messages": {"messages": [*HI, *HELLO], "label": True, "system": "s"},
+    "labelled_sharegpt": {"conversations": [*HI, *HELLO], "label": True, "system": "s"},
+    "labelled_alpaca": {
+        "instruction": "Hi",
+        "output": "Hello",
+        "label": True,
+        "input": "i",
+        "history": [["a", "b"]],
+        "system": "s",
+    },
     "scored_text": {"text": [*HI, *HELLO], "reward": 1, "system": "s"},
     "scored": {"messages": [*HI, *HELLO], "reward": 1, "system": "s"},
     "steps": {"instruction": "1 + 1", "output": [{"step": "2", "Q": 1}], "system": "s"},
@@ -150,8 +183,9 @@ def test_a_column_is_read_or_kept_or_an_error(shape: Any, column: str, value: An
         return
     with pytest.raises(BadRow) as caught:
         parse(record | {column: value}, (shape.kind,), "r.jsonl:7", shape.name)
-    assert str(caught.value).startswith(f"r.jsonl:7: {column}: unknown column: ")
-    assert f"data.keep: [{column}]" in str(caught.value)
+    message = str(caught.value)
+    assert message.startswith(f"r.jsonl:7: {UserError(column)}: unknown column: ")  # as any text in a message
+    assert read(re.findall(r"data.(keep: \[.*\])", message)[0], "message").value == {"keep": [column]}
     for harmless, keep in (({column: value}, (column,)), ({column: None}, ()), (dict.fromkeys(KEPT, value), ())):
         assert parse(record | harmless, (shape.kind,), "r.jsonl:7", shape.name, keep=keep) == row
 

@@ -116,7 +116,7 @@ def encode(rows: list[Row]) -> Encoded:
         assert isinstance(row, Text)
         pieces = {1: 0, 3: 2}.get(len(row.text), 1)
         if pieces != 1:
-            changed.append(Changed(row.source, "drop: short" if pieces == 0 else "skip: odd"))
+            changed.append(Changed(row.source, "drop: short" if pieces == 0 else "split: odd"))
         for piece in range(pieces):
             tokens = (len(row.text), piece)
             second = Sequence(tokens, (False, True), row.source, {"weight": (0.0, 0.5)})
@@ -172,11 +172,13 @@ def test_rows_are_counted_and_named_once(monkeypatch):
     made = loader(steps=4, size=5, buffer=8)  # two passes of four good rows, ten examples, three steps; again
     list(made)
     assert made.counts() == {
-        "rows": 16,
+        "rows": 12,
         "skipped": ["a:2: empty text", "a:2: empty text"],
-        "cut": ["a:1: drop: short", "a:1: drop: short"],
-        "skipped in all": 8,
-        "cut in all": 4,
+        "dropped": ["a:1: short", "a:1: short"],
+        "shortened": ["a:3: split: odd", "a:3: split: odd"],
+        "skipped in all": 4,
+        "dropped in all": 4,
+        "shortened in all": 4,
     }
 
 

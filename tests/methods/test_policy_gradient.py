@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from burnish import GRPO, PPO, RLOO, Reinforce, UserError
 from burnish.config import load
@@ -101,7 +100,7 @@ def test_a_block_without_a_name_keeps_that_of_the_preset() -> None:
         (GRPO, {"policy_loss": {"name": "sapo", "clip_low": 0.1}}, "clip_low"),
         (GRPO, {"reduction": "mean"}, "name: token_mean, sequence_mean, sequence_sum, fixed_length or file.py:name"),
         (GRPO, {"reduction": {"name": "token_mean", "length": 5}}, "length"),
-        (GRPO, {"reduction": {"name": "fixed_length", "length": 0}}, "greater than or equal to 1"),
+        (GRPO, {"reduction": {"name": "fixed_length", "length": 0}}, "reduction.length: expected 1 or more, got 0"),
         (PPO, {"critic": {"name": "shared", "start": "policy"}}, "critic.start applies only to a separate critic"),
         (PPO, {"critic": {"name": "none", "coef": 1.0}}, "coef"),
         (PPO, {"correction": {"mode": "mask", "cap": 3.0}}, "mode mask does not use cap"),
@@ -109,7 +108,7 @@ def test_a_block_without_a_name_keeps_that_of_the_preset() -> None:
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(method: Any, settings: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(UserError, match=message):
         method(by_tokens, SAMPLING, **settings)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -193,7 +192,7 @@ def test_sizes_that_do_not_fit_are_told(settings: dict, message: str, run: Any) 
     ],
 )
 def test_settings_that_contradict_each_other_are_told(settings: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(UserError, match=message):
         PPO(lambda answers: [0.0] * len(answers), **settings)
 
 

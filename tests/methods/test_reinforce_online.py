@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from burnish import Reinforce, UserError
 from burnish.generate.local import LocalGenerator
@@ -427,7 +426,7 @@ def test_better_answers_become_likelier(make_trainer: Any, tiny_llama: Any) -> N
     ],
 )
 def test_settings_that_contradict_each_other_are_told(settings: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(UserError, match=message):
         Reinforce(by_tokens, **settings)
 
 

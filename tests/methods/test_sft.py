@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from burnish import SFT, UserError
 from burnish.models.adapters import add_adapter
@@ -216,7 +215,7 @@ def test_noise_on_embeddings_is_of_training_alone(lora: bool, make_trainer: Any,
 
 
 def test_mistakes_are_told(make_trainer: Any, tiny_llama: Any) -> None:
-    with pytest.raises(ValidationError, match="learn"):
+    with pytest.raises(UserError, match="learn"):
         SFT(learn="first")
     with pytest.raises(UserError, match=r"chat:1: learn: completion: the row has no prompt and completion"):
         make_trainer(SFT(learn="completion"), tiny_llama(), [chat("a", "b")]).train()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from burnish.errors import UserError
-from burnish.render.encode import cache_key, encode
+from burnish.render.encode import account, cache_key, encode
 from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import PLAIN_TEMPLATES, set_template
@@ -152,6 +154,33 @@ def test_comparisons_cut_the_prompt_and_never_the_answer(byte_tokenizer: Any) ->
             cut([pair], Renderer(tokenizer).comparisons, 12, too_long)
     with pytest.raises(UserError, match="does not fit even without its prompt"):
         cut([pair], Renderer(tokenizer).comparisons, 8, "truncate_left")
+
+
+def test_ways_are_tried_in_order(byte_tokenizer: Any) -> None:
+    tokenizer = byte_tokenizer(None)
+    set_template(tokenizer, "text")
+    renderer = Renderer(tokenizer)
+    row = Preference((user("0123456789"),), (says(" yes"),), (says(" no way"),), None, None, "p:1")
+    long = replace(row, chosen=(says(" a much longer answer"),), source="p:2")
+    with pytest.raises(UserError, match=r"p:2: .*without its prompt: .* with too_long: \[truncate_left, drop\]"):
+        cut([row, long], renderer.comparisons, 12, "truncate_left")
+    result = cut([row, long], renderer.comparisons, 12, ["truncate_left", "drop"])
+    assert [example.source for example in result.examples] == ["p:1"]
+    used = account([row, long], result.changed)
+    assert used.rows == 1 and not used.skipped
+    assert used.dropped[0].startswith("p:2: ") and used.shortened[0].startswith("p:1: truncate_left: ")
+    with pytest.raises(UserError, match=r"p:1: .*only the prompt may be truncated"):  # a mistake in the recipe
+        cut([row, long], renderer.comparisons, 12, ["split", "drop"])
+    for wrong in ([], ["drop", "error"], ["truncate_left", "truncate_left"], ["error", "drop"]):
+        with pytest.raises(pydantic.ValidationError, match="too_long"):
+            Truncation.model_validate({"too_long": wrong})
+
+
+def test_a_missing_template_is_one_error_and_no_row_is_skipped(byte_tokenizer: Any) -> None:
+    rows: list[Row] = [Conversation((user("Hi"), says("Yo")), None, f"c:{i}") for i in range(3)]
+    with pytest.raises(UserError, match="no chat template: set template: question_answer or text") as caught:
+        encode(rows, conversations(byte_tokenizer(None)), Truncation(on_bad_row="skip"))
+    assert "rows" not in str(caught.value)
 
 
 # --- many rows ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from builders import word_tokenizer
 from burnish.errors import UserError
+from burnish.methods.policy_gradient import Reinforce
+from burnish.methods.sft import SFT
 from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import ChatTemplate, set_template
-from burnish.types import Conversation, Message, Messages, Preference, Ranking, Sequence, Text
+from burnish.render.truncate import Truncation
+from burnish.types import Conversation, Message, Messages, Preference, Ranking, Row, Scored, Sequence, Text
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -165,6 +168,37 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides(byte_
     with pytest.raises(UserError, match=r"(?s)chat.jsonl:17: the first 2 messages.*alone:.*'Y'.*in whole:.*im_end"):
         Renderer(tokenizer).conversation(TWO)
     assert learned(tokenizer, Renderer(tokenizer).conversation(TWO, "last")) == ["No.<|im_end|>"]
+
+
+def test_each_turn_is_a_sequence_if_the_template_rewrites_earlier_turns(
+    byte_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    thinking = "(m['content'] if loop.last or m['role'] == 'user' else m['content'].split('>')[-1]) +"
+    tokenizer = byte_tokenizer(CHATML.replace("m['content'] +", thinking))
+    messages = (user("1+1"), says("<one>2"), user("+1"), says("<two>3"))
+    single = row(*messages[:2])
+    rows = [single, row(*messages), row(*messages, start=3)]
+    renderer = Renderer(tokenizer)
+    one, turns, completion = renderer.learned_turns(rows)
+    assert one == (renderer.conversation(single),)
+    assert [learned(tokenizer, turn) for turn in turns] == [["<one>2<|im_end|>"], ["<two>3<|im_end|>"]]
+    assert completion == turns[1:]
+    for turn, before in zip(turns, (1, 3), strict=True):  # the model sees what it will see when it is asked
+        asked = renderer.prompt(messages[:before])
+        assert tuple(turn.tokens[: len(asked)]) == asked and turn.loss_mask.tolist().index(True) == len(asked)
+    assert "one" not in tokenizer.decode(turns[1].tokens)
+    renderer.learned_turns(rows)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the chat template rewrites earlier turns, so each learned turn of a conversation is a sequence of its own "
+        "(the first one: chat.jsonl:17)"
+    ]
+    for method in (SFT(), Reinforce()):
+        kinds: list[Row] = [Scored(messages, 0.5, "s:1")] if isinstance(method, Reinforce) else [rows[1]]
+        for limit, sizes in ((None, [2]), (len(turns[1]) - 1, [1, 1])):
+            truncation = Truncation(max_length=limit, too_long="truncate_left")
+            (*examples,), _ = method.examples(kinds, tokenizer, truncation)
+            assert [len(example.sequences) for example in examples] == sizes
+            assert sum(example.counts["tokens"] for example in examples) == sum(turn.loss_mask.sum() for turn in turns)
 
 
 def test_a_merge_across_the_answer_is_refused(byte_tokenizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from burnish.errors import UserError
 from burnish.methods import METHODS
@@ -93,7 +95,8 @@ def make_run(folder: Path) -> Path:
                 "train": {
                     "rows": 1997,
                     "skipped": ["train.jsonl:17: no assistant turn"],
-                    "cut": ["train.jsonl:4: 1,300 tokens", "train.jsonl:9: 1,101 tokens"],
+                    "dropped": ["train.jsonl:5: 2,200 tokens"],
+                    "shortened": ["train.jsonl:4: 1,300 tokens", "train.jsonl:9: 1,101 tokens"],
                 }
             },
             "results": {"before": {"loss": 3.8, "perplexity": 44.7}, "after": {"loss": 2.72, "perplexity": 15.18}},
@@ -260,9 +263,18 @@ def test_samples_are_escaped_and_come_from_the_first_and_last_evaluation(page: t
     assert "<span>Optimizer step 300</span>" not in html
 
 
+def test_names_are_not_markup() -> None:
+    evaluation = {"reward_[/bold]": 0.5, "reward_:smile: [red]<b>": 0.25}
+    manifest = {"stages": [{"name": "ppo", "results": {"before": evaluation, "after": evaluation}}]}
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report.results(manifest))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[/bold]" in shown and ":smile: [red]<b>" in shown
+
+
 def test_data_and_manifest_are_shown(page: tuple[str, Page]) -> None:
     text = str(page[1])
-    assert "train 1,997 1 2" in text
+    assert "train 1,997 1 1 2" in text
     assert "train.jsonl:17: no assistant turn" in text
     assert "torch 2.13.0" in text and "seed: 0" in text and "ab12" * 16 in text
     assert "sft → reward → ppo · 14 min 04 s · x86_64 · 2 threads · no GPU" in text

@@ -447,3 +447,69 @@ def test_interrupts_and_messages_to_the_user_pass_through_rewards():
         with pytest.raises(kind, match="stop"):
             score(answers("a"), [NamedReward("mine", 1.0, raising)])
         assert Path.cwd() == before
+
+
+# --- what rewards may return and receive ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "one",
+    [torch.tensor(1.5), np.array(1.5), np.float32(1.5), torch.tensor(1.5, dtype=torch.bfloat16), Fraction(3, 2)],
+    ids=lambda one: type(one).__name__,
+)
+def test_scores_may_be_tensors_and_arrays_without_dimensions(one):
+    reward = NamedReward("half", 1.0, lambda answers: [one for _ in answers])
+    assert score(answers("a", "b"), [reward]).totals == [1.5, 1.5]
+
+
+def cleared(answers):
+    answers.clear()
+    return [0.0 for _ in answers]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda answers: torch.zeros(2, device="meta"), "a tensor on the meta device, which holds no values"),
+        (lambda answers: [torch.zeros((), device="meta")] * 2, "a tensor on the meta device"),
+        (lambda answers: torch.zeros(2).to_sparse(), r"a tensor with the layout torch\.sparse_coo"),
+        (cleared, "returned 0 scores for 2 trajectories"),
+        (lambda answers: torch.tensor(1.0), r"Tensor of shape \(\): expected shape \(2,\)"),
+    ],
+)
+def test_scores_that_cannot_be_read_are_one_message(function, message):
+    with pytest.raises(UserError, match=f"^reward mine (returned )?{message}"):
+        score(answers("a", "b"), [NamedReward("mine", 1.0, function)])
+
+
+def test_a_reward_reads_the_text_of_the_prompt():
+    reward = NamedReward("both", 1.0, lambda answers: [float(len(a.prompt_text + a.text)) for a in answers])
+    assert score(answers("", "abc"), [reward]).totals == [2.0, 5.0]
+
+
+def test_a_missing_column_is_named_with_those_that_exist():
+    reward = NamedReward("mine", 1.0, lambda answers: [a.columns["nn"] for a in answers])
+    with pytest.raises(UserCodeError, match=r"no column 'nn'; did you mean 'n'\?; columns are n"):
+        score(answers("a"), [reward])
+    with pytest.raises(KeyError, match="no column 'answer'; columns are none"):
+        Trajectory.from_text("a").columns["answer"]
+
+
+def test_rewards_with_the_parameters_of_trl():
+    seen = []
+
+    def whole(completions, **columns):
+        seen.append((completions, columns))
+        return [float(len(text)) for text in completions]
+
+    async def some(prompts, completion_ids, n, scale=2.0):
+        return [scale * len(ids) + k + len(text) for text, ids, k in zip(prompts, completion_ids, n, strict=True)]
+
+    rewards: list = [NamedReward("whole", 1.0, whole), NamedReward("some", 1.0, some)]  # type: ignore[arg-type]
+    by_name = score(answers("a", "bb"), rewards).by_name
+    assert seen == [(["a", "bb"], {"prompts": ["Hi", "Hi"], "completion_ids": [[5], [5, 5]], "n": [0, 1]})]
+    assert by_name == {"whole": [1.0, 2.0], "some": [4.0, 7.0]}
+    with pytest.raises(
+        UserError, match=r"reward mine: its parameter 'm' is not a column of the prompts; columns are n"
+    ):
+        score(answers("a"), [NamedReward("mine", 1.0, lambda completions, m: [0.0])])  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import rich.text
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -35,7 +36,7 @@ from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
 from burnish.models.layout import Layout
-from burnish.render.encode import encode
+from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import set_template
 from burnish.render.truncate import Truncation
@@ -43,7 +44,7 @@ from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import sample_and_score
 from burnish.rl.metrics import sample_rows
-from burnish.types import Conversation, Example, Pair, Preference, Prompt, Ranking, Row, Text, Trajectory
+from burnish.types import Changed, Conversation, Example, Pair, Preference, Prompt, Ranking, Row, Text, Trajectory
 
 PROMPTS = ("prompt", "query")
 """Formats of rows that the model completes."""
@@ -73,12 +74,12 @@ class Measure(NamedTuple):
 
 @dataclass
 class Measured:
-    """The results of one model: measures by name, its completions or pairs, and its truncated or dropped rows."""
+    """The results of one model: measures, its completions or pairs, and its skipped, dropped and shortened rows."""
 
     measures: dict[str, Measure]
     samples: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, list[float]] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
 
 
 def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
@@ -105,14 +106,17 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
         else _measure_policy(_policy(name, evaluation), eval_rows.rows, evaluation, scorers, reference)
         for name in references
     ]  # fmt: skip
+    measures = _compared(done, evaluation)
+    used = account(eval_rows.rows, dict.fromkeys(change for one in done for change in one.changed))
     return {
         "name": evaluation.name,
         "models": references,
         "evaluation": evaluation.model_dump(mode="json"),
-        "rows": len(eval_rows.rows),
-        "skipped": [f"{row.source}: {row.reason}" for row in eval_rows.skipped],
-        "changed": done[0].changed,
-        "measures": _compared(done, evaluation),
+        "rows": used.rows,
+        "skipped": [f"{row.source}: {row.reason}" for row in eval_rows.skipped] + used.skipped,
+        "dropped": used.dropped,
+        "shortened": used.shortened,
+        "measures": measures,
         "samples": [
             {"model": name} | sample for name, one in zip(references, done, strict=True) for sample in one.samples
         ],
@@ -187,13 +191,13 @@ def _measure_policy(
     )
     losses: dict[str, float] = {}
     counts: dict[str, float] = {}
-    sequences = [example.sequences[0] for example in examples]
+    sequences = [sequence for example in examples for sequence in example.sequences]
     for sequence, values in zip(sequences, logprobs(loaded.model, sequences), strict=True):
         losses[sequence.source] = losses.get(sequence.source, 0.0) - math.fsum(values)
         counts[sequence.source] = counts.get(sequence.source, 0.0) + len(values)
     means = {source: losses[source] / counts[source] for source in losses}
     measures = {"perplexity": Measure(means, counts, exp=True), "nll per token": Measure(means, counts)}
-    return Measured(measures, changed=_messages(changed))
+    return Measured(measures, changed=changed)
 
 
 def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
@@ -202,17 +206,14 @@ def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
     return Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
 
 
-def _messages(changed: list[Any]) -> list[str]:
-    return [f"{row.source}: {row.reason}" for row in changed]
-
-
 def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:
     """Implicit rewards log p(answer) - log p_reference(answer) of both answers (Rafailov et al. 2023)."""
     sums: list[dict[str, list[float]]] = []
-    changed: list[Any] = []
+    changed: list[Changed] = []
     for one in (reference, loaded):
         to_examples = partial(Renderer(one.tokenizer).comparisons, learned=True)
-        examples, changed = encode(eval_rows, to_examples, _length(one.model, one.tokenizer, evaluation))
+        examples, its_changes = encode(eval_rows, to_examples, _length(one.model, one.tokenizer, evaluation))
+        changed += its_changes
         values = iter(logprobs(one.model, [sequence for example in examples for sequence in example.sequences]))
         sums.append({example.source: [math.fsum(next(values)) for _ in example.sequences] for example in examples})
     before, after = sums
@@ -228,7 +229,7 @@ def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation,
         for example, row in _with_rows(examples, eval_rows)
         if example.source in rewards
     ]
-    return Measured(measures, pairs, changed=_messages(changed))
+    return Measured(measures, pairs, changed=changed)
 
 
 def _with_rows(examples: list[Example], eval_rows: list[Row]) -> list[tuple[Example, Preference | Ranking]]:
@@ -273,7 +274,7 @@ def _measure_rewards(reference: str, eval_rows: list[Row], evaluation: Evaluatio
         margins[example.source] = fmean(pair["margin"] for pair in pairs)
         samples += pairs
     measures = {"accuracy": Measure(accuracies), "margin": Measure(margins)}
-    return Measured(measures, samples, changed=_messages(changed))
+    return Measured(measures, samples, changed=changed)
 
 
 def _measure_answers(
@@ -399,12 +400,12 @@ def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, floa
 
 def table(result: Mapping[str, Any]) -> Table:
     """A table of measures with their 95 % intervals."""
-    shown = Table("measure", *(_end(name) for name in result["models"]), box=None, pad_edge=False)
+    shown = Table("measure", *(rich.text.Text(_end(name)) for name in result["models"]), box=None, pad_edge=False)
     if len(result["models"]) == 2:
         shown.add_column("difference")
     for name, interval in result["measures"].items():
         both = [interval[key] for key in ("against", "difference") if key in interval]
-        shown.add_row(name, *(_cell(one) for one in [interval, *both]))
+        shown.add_row(rich.text.Text(name), *(_cell(one) for one in [interval, *both]))
     return shown
 
 

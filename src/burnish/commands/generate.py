@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from burnish.config.yaml import OVERRIDE, Document, complain, mistakes
+from burnish.config.yaml import OVERRIDE, Document, complain
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.files import storing, write_text
@@ -23,6 +23,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
+from burnish.mistakes import mistakes
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
@@ -111,7 +112,7 @@ def _flag(name: str) -> str:
 
 def _checked(kind: type[Any], options: dict[str, Any]) -> Any:
     try:
-        return kind(**options)
+        return kind.model_validate(options)
     except pydantic.ValidationError as error:
         complain(Document(options, {(): OVERRIDE}), mistakes(error, kind, options))
         raise
@@ -296,6 +297,28 @@ def write(
     write_text(output, "".join(text))
     aside.unlink()
     return len(text)
+
+
+def check_columns(prompt_rows: list[Prompt]) -> None:
+    """Check that the columns of prompts can be written as JSON, before a model is loaded.
+
+    Raises:
+        UserError: a column cannot, such as a date or NaN.
+    """
+    for row in prompt_rows:
+        for name, value in row.columns.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{row.source}: {name}: --output writes JSON, which cannot hold {_short(value)} ({error}): "
+                    "write it as text, a finite number or null"
+                ) from error
+
+
+def _short(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -28,6 +29,7 @@ from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
 from burnish.models.limits import limits_of
 from burnish.models.settings import AdapterConfig
+from burnish.render.encode import account
 from burnish.render.templates import set_template
 from burnish.report.metrics import duration
 from burnish.terminal import visible
@@ -120,7 +122,9 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     console.print(_counts(splits))
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])
-        _list(console, "changed", [f"{changed.source}: {changed.reason}" for changed in encoded.changed])
+        for kind, lines in account(read.rows, encoded.changed)._asdict().items():
+            if kind != "rows":
+                _list(console, kind, lines)
     examples = splits["train"][1].examples
     console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
     _show_rows(examples, tokenizer, row, console)
@@ -162,10 +166,14 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
     what = [f"{learned:,} tokens ({learned / max(1, total):.1%})"] if learned or not pairs else []
     if any(isinstance(row, Prompt) for row in read.rows):
         what = ["sampled completions"]
+    used = account(read.rows, encoded.changed)
+    reasons = read.reasons + Counter({"cannot be encoded": len(used.skipped)})
+    skipped = ", ".join(f"{count} x {reason}" for reason, count in reasons.items())
     return {
-        "rows": f"{len(read.rows):,}",
-        "skipped": ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0",
-        "truncated or dropped": f"{len(encoded.changed):,}",
+        "rows": f"{used.rows:,}",
+        "skipped": skipped or "0",
+        "dropped": f"{len(used.dropped):,}",
+        "shortened": f"{len(used.shortened):,}",
         "sequences": f"{len(sequences):,}",
         "tokens": f"{total:,}" + (f", {shared:,} of them in prompts shared by several answers" if shared else ""),
         "learned": ", ".join(

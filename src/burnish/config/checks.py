@@ -24,13 +24,13 @@ from burnish.config.schema import (
     is_module,
     method_spec,
 )
-from burnish.config.yaml import Keys, Problem, find, mistakes
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.files import explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS
+from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.report.metrics import METRICS

@@ -20,9 +20,10 @@ from burnish.config.checks import (
 )
 from burnish.config.loading import document
 from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, locate
-from burnish.config.yaml import OVERRIDE, Document, Keys, Problem, complain, mistakes, override
+from burnish.config.yaml import OVERRIDE, Document, complain, override
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
+from burnish.mistakes import Keys, Problem, mistakes
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.render.truncate import Truncation
 from burnish.types import Config

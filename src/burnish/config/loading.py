@@ -8,9 +8,10 @@ from typing import Any
 
 from burnish.config.checks import file_problems, reference_problems, shape_problems
 from burnish.config.schema import Recipe
-from burnish.config.yaml import LONGEST, Document, complain, find, override, read, shown
+from burnish.config.yaml import LONGEST, Document, complain, override, read
 from burnish.errors import UserError, did_you_mean
 from burnish.methods import METHODS
+from burnish.mistakes import find, shown
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

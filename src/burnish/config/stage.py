@@ -30,7 +30,7 @@ from burnish.errors import UserError
 from burnish.generate.settings import factory
 from burnish.models import loading, merge
 from burnish.models.adapters import add_adapter
-from burnish.render.encode import sort_changes
+from burnish.render.encode import account
 from burnish.render.templates import set_template
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
@@ -280,16 +280,16 @@ class TrainingStage:
 
 
 def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
-    """Rows of a split, and those that were skipped, cut or mixed."""
-    skipped, cut = sort_changes(encoded.changed)
-    count = {"rows": len(read.rows), "skipped": [f"{s.source}: {s.reason}" for s in read.skipped] + skipped}
-    return count | {"cut": cut} | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
+    """The number of rows that a split uses, and which rows were skipped, dropped, shortened or mixed."""
+    count = account(read.rows, encoded.changed)._asdict()
+    count["skipped"] = [f"{s.source}: {s.reason}" for s in read.skipped] + count["skipped"]
+    return count | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
 
 
 def _summary(count: Mapping[str, Any]) -> str:
     """One line that sums up the rows: ``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``."""
     notes = [f"{m['drawn']:,} of the {m['rows']:,} of {m['source']}" for m in count.get("mixed", ())]
-    for kind in ("skipped", "cut"):
+    for kind in ("skipped", "dropped", "shortened"):
         if named := count[kind]:
             many = count.get(f"{kind} in all", len(named))
             notes.append(f"{many:,} {kind}: {named[0]}" + (" ..." if many > 1 else ""))

@@ -1,22 +1,20 @@
-"""YAML with the file and line of every key, overrides, and messages about them."""
+"""YAML with the file and line of every key, overrides, and messages that name them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
-import pydantic
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import MaxDepthExceededError
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from burnish.errors import UserError, did_you_mean
+from burnish.mistakes import Keys, Problem, dotted, find, shown
 
-Keys = tuple[str | int, ...]
-"""The path to a value: ``("stages", 0, "method")``."""
 OVERRIDE = "command line"
 DEEPEST = 32
 """Maximum number of blocks inside each other."""
@@ -43,13 +41,6 @@ class Document:
     def where(self, path: Keys) -> str:
         """The place of a key, or of the nearest enclosing block that was written."""
         return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
-
-
-class Problem(NamedTuple):
-    """One mistake: ``Problem(("stages", 0, "sed"), "unknown key")``."""
-
-    path: Keys
-    text: str
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -239,117 +230,6 @@ def _replace(value: Any, path: Keys, new: Any) -> Any:
 
 
 # --- messages -----------------------------------------------------------------------------------------------------
-
-
-def dotted(path: Keys, root: Any = None) -> str:
-    """A path as in an override: ``stages.ppo.method.kl_coef``. List elements that have a name appear by name."""
-    parts = []
-    for depth, key in enumerate(path):
-        element = find(root, path[: depth + 1]) if isinstance(key, int) else None
-        parts.append(str(element["name"] if isinstance(element, dict) and "name" in element else key))
-    return ".".join(parts)
-
-
-def find(root: Any, path: Keys) -> Any:
-    """The value at a path, or None."""
-    for key in path:
-        if isinstance(root, dict) and isinstance(key, str):
-            root = root.get(key)
-        elif isinstance(root, list) and isinstance(key, int):
-            root = root[key]
-        else:
-            return None
-    return root
-
-
-def shown(value: Any) -> str:
-    """A value as shown in messages: ``3``, ``true``, ``the text 'abc'``, ``a list``."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"the text {value[:60]!r}"
-    return "a list" if isinstance(value, list) else "a block of keys" if isinstance(value, dict) else str(value)
-
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "a block of keys",
-    "model_type": "a block of keys",
-    "finite_number": "a finite number",
-    "expected": "{0}",
-    "literal_error": "{expected}",
-    "enum": "{expected}",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "{le:g} or less",
-    "too_short": "at least {min_length} entries",
-    "too_long": "at most {max_length} entries",
-    "string_pattern_mismatch": "a name of at most 100 letters, digits, '_', '-' and '.', first a letter or digit",
-}
-
-
-def mistakes(error: pydantic.ValidationError, model: type[pydantic.BaseModel], value: Any) -> list[Problem]:
-    """Convert the errors of pydantic to our messages. A key that allows several types gets one message."""
-    expected: dict[Keys, list[str]] = {}
-    problems = []
-    for detail in error.errors():
-        path = _real(detail["loc"], value)
-        kind, context = detail["type"], detail.get("ctx", {})
-        if kind == "extra_forbidden":
-            known = sorted(_keys(model, tuple(detail["loc"][:-1])) or _keys(model, path[:-1]))
-            text = f"unknown key{did_you_mean(str(path[-1]), known)}; keys here are {', '.join(known)}"
-            problems.append(Problem(path, text))
-        elif kind == "missing":
-            problems.append(Problem(path, "this key is missing"))
-        elif kind in _EXPECTED:
-            expected.setdefault(path, []).append(_EXPECTED[kind].format(detail["msg"], **context))
-        else:
-            problems.append(Problem(path, str(context.get("error", detail["msg"]))))
-    for path, options in expected.items():
-        got = find(value, path)
-        choices = re.findall(r"'([^']+)'", options[0])
-        near = did_you_mean(got, choices) if isinstance(got, str) else ""
-        problems.append(Problem(path, f"expected {' or '.join(dict.fromkeys(options))}, got {shown(got)}{near}"))
-    return problems
-
-
-def _real(location: Keys, value: Any) -> Keys:
-    """The location of an error, without pydantic's names for the branches of unions."""
-    path: Keys = ()
-    for depth, key in enumerate(location):
-        last = depth == len(location) - 1
-        if isinstance(value, dict) and isinstance(key, str) and (key in value or (last and not key.startswith("<"))):
-            path, value = (*path, key), value.get(key)
-        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-            path, value = (*path, key), value[key]
-    return path
-
-
-def _keys(annotation: Any, path: Keys) -> set[str]:
-    """The keys allowed in the block at a path, which leads through the fields of models and the tags of unions."""
-    if path and isinstance(path[0], int):
-        return _keys(annotation, path[1:])
-    if path and (tag := str(path[0])).startswith("<"):
-        branches = [get_args(branch) for branch in get_args(annotation)]
-        chosen = [branch[0] for branch in branches if pydantic.Tag(tag) in branch[1:]]
-        if not chosen:  # the union is inside of a list
-            return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
-        return set().union(*(_keys(branch, path[1:]) for branch in chosen))
-    if not (isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)):
-        return set().union(*(_keys(branch, path) for branch in get_args(annotation)))
-    fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
-    if not path:
-        return set(fields)
-    return _keys(fields[str(path[0])].annotation, path[1:]) if path[0] in fields else set()
 
 
 def complain(document: Document, problems: list[Problem]) -> None:

@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from burnish.errors import UserError, closest, did_you_mean
@@ -40,8 +42,13 @@ PROVENANCE = frozenset(
     | {"finish_reason", "logprob", "logprob_mean", "step", "kind", "score"}
 )
 DUPLICATE = "duplicate key"
+DEEPEST = 64  # lists and objects inside each other
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32; rewards, margins and scores are float32
+PLAIN_NAME = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_][\w.-]*", re.ASCII | re.IGNORECASE)
 EXACT = 1e-6  # a Q this close to 1 or -1 counts as 1 or -1
+# What UltraFeedback says of a completion besides its text and score.
+ULTRAFEEDBACK = ("model", "principle", "annotations", "critique", "fine-grained_score")
+MESSAGE_TEXT = re.compile(r"\s*(\[\s*)?\{\s*[\"'](role|from)[\"']\s*:")
 TURN = re.compile(r"\n\n(Human|Assistant):(?= |\n|$)")
 
 Record = Mapping[str, Any]
@@ -67,15 +74,38 @@ class Decoder(json.JSONDecoder):
         """The value that begins at ``idx``, and the position after it.
 
         Raises:
-            JSONDecodeError: the text is not JSON, is nested too deeply, or has a number with too many digits.
+            BeyondLimits: the value is nested too deeply for the parser, or has a number with too many digits.
+            JSONDecodeError: the text is not JSON.
         """
         self.duplicates = []
         try:
             return super().raw_decode(s, idx)
         except json.JSONDecodeError:
             raise
-        except (RecursionError, ValueError) as error:
-            raise json.JSONDecodeError(str(error).partition(";")[0], s, idx) from None
+        except RecursionError:
+            raise BeyondLimits("a value that is nested too deeply", s, idx) from None
+        except ValueError:
+            digits = sys.get_int_max_str_digits()
+            raise BeyondLimits(f"a number of more than {digits:,} digits", s, idx) from None
+
+
+class BeyondLimits(json.JSONDecodeError):
+    """JSON that the parser refuses although its syntax may be right."""
+
+
+BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+
+
+def end_of_value(text: str, start: int) -> int:
+    """The position after the JSON list, object or number at ``start``, which is not parsed."""
+    if text[start] not in "[{":
+        return next((i for i in range(start, len(text)) if text[i] in ",] \t\r\n"), len(text))
+    depth = 0
+    for match in BRACKETS.finditer(text, start):
+        depth += (match[0] in "[{") - (match[0] in "]}")
+        if depth == 0:
+            return match.end()
+    return len(text)
 
 
 class BadRow(UserError):
@@ -85,24 +115,26 @@ class BadRow(UserError):
     """
 
     def __init__(self, source: str, key: str, reason: str, detail: str = "") -> None:
-        self.source, self.key, self.reason = source, key, reason
+        self.source, self.key, self.reason, self.detail = source, key, reason, detail
         super().__init__(": ".join(part for part in (source, key, reason, detail) if part))
 
 
 class At(NamedTuple):
     """The place of a value: ``At("chat.jsonl:17", "messages[0].content")``; the key of a whole row is empty.
 
-    ``keep`` holds the keys to ignore in the row and in its messages and steps.
+    ``keep`` holds the keys to ignore in the row and in its messages and steps. ``names`` are the file's names for role
+    and content in messages, if ``keys`` names them: ``("speaker", "text")``.
     """
 
     source: str
     key: str = ""
     keep: frozenset[str] = frozenset()
+    names: tuple[str, str] | None = None
 
     def inside(self, key: str | int) -> At:
         """The place of an item or key inside the value."""
         name = f"[{key}]" if isinstance(key, int) else f".{key}" if self.key else key
-        return At(self.source, self.key + name, self.keep)
+        return At(self.source, self.key + name, self.keep, self.names)
 
     def bad(self, reason: str, detail: str = "") -> BadRow:
         """The error that names this place."""
@@ -110,6 +142,37 @@ class At(NamedTuple):
 
 
 # --- values -------------------------------------------------------------------------------------------------------
+
+
+def check_values(value: Any, at: At) -> None:
+    r"""Raise a BadRow if lists and objects are nested too deeply, or a text cannot be encoded as UTF-8.
+
+    JSON can spell such text: ``"\ud800"`` is half of a surrogate pair.
+    """
+    level = [value]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                if not one.isascii():
+                    _check_unicode(one, at)
+            elif isinstance(one, dict):
+                below += one
+                below += one.values()
+            elif isinstance(one, list | tuple):
+                below += one
+        if not below:
+            return
+        level = below
+    raise at.bad("nested too deeply", f"more than {DEEPEST} lists and objects inside each other")
+
+
+def _check_unicode(text: str, at: At) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"character {error.start + 1} is {text[error.start]!r}, half of a surrogate pair"
+        raise at.bad("not Unicode", half) from None
 
 
 def _text(value: Any, at: At) -> str:
@@ -144,6 +207,7 @@ def _list(value: Any, at: At) -> list[Any]:
             raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
         if decoder.duplicates:
             raise at.bad(DUPLICATE, repr(decoder.duplicates[0]))
+        check_values(value, at)
     if not isinstance(value, list | tuple):
         raise at.bad("not a list", f"got {shown(value)}")
     return list(value)
@@ -153,7 +217,7 @@ def _message(value: Any, at: At) -> Message:
     """``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``."""
     if not isinstance(value, Mapping):
         raise at.bad("not a message", f"expected {{role, content}}, got {shown(value)}")
-    names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    names = at.names or (("from", "value") if "from" in value and "role" not in value else ("role", "content"))
     for name in names:
         if name not in value:
             raise at.bad("missing key", missing(value, (name,)))
@@ -169,10 +233,24 @@ def _message(value: Any, at: At) -> Message:
 def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, advice: str = "") -> None:
     """Raise a BadRow for a key of a message or step that nothing reads, unless it is empty or a weight of 1."""
     known = {*names, *PROVENANCE, *at.keep}
-    for key in value:
-        if key not in known and not empty(value[key]) and not (key == "weight" and value[key] == 1):
-            detail = f"{key!r} would be lost: {advice}remove it, or ignore it with data.keep: [{key}]"
-            raise at.inside(key).bad("key that is not read", detail)
+    unread = [str(k) for k, v in value.items() if k not in known and not empty(v) and not (k == "weight" and v == 1)]
+    if unread:
+        detail = f"{unread[0]!r} would be lost: {advice}remove it, or ignore it with data.keep: {flow_list(unread)}"
+        raise at.inside(unread[0]).bad("key that is not read", detail)
+
+
+def flow_list(names: Iterable[str]) -> str:
+    """Names as a YAML list in one line: ``[id, "a, b"]``."""
+    return f"[{', '.join(map(_yaml, names))}]"
+
+
+def flow_map(names: Mapping[str, str]) -> str:
+    """Names as a YAML mapping in one line: ``{prompt: question}``."""
+    return "{" + ", ".join(f"{_yaml(key)}: {_yaml(value)}" for key, value in names.items()) + "}"
+
+
+def _yaml(name: str) -> str:
+    return name if PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 def empty(value: Any) -> bool:
@@ -191,8 +269,12 @@ def _messages(value: Any, at: At) -> Messages:
 
 
 def _turns(value: Any, at: At, role: str) -> Messages:
-    """The messages in ``value``, or a single message by ``role`` if it is a string."""
-    return ({"role": role, "content": _text(value, at)},) if isinstance(value, str) else _messages(value, at)
+    """The messages in ``value``: a list, a single message, or a text by ``role``."""
+    if not isinstance(value, str):
+        return (_message(value, at),) if isinstance(value, Mapping) else _messages(value, at)
+    if MESSAGE_TEXT.match(value):
+        raise at.bad("messages as text", f"write them as JSON, not as a string with JSON, got {shown(value)}")
+    return ({"role": role, "content": _text(value, at)},)
 
 
 def _with_system(record: Record, row: At, messages: Messages, key: str = "system") -> Messages:
@@ -212,7 +294,7 @@ def shown(value: Any) -> str:
     """A value with its type, shortened for a message."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=repr)
-    except ValueError:  # an integer of thousands of digits, or a list that contains itself
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or a list that contains itself
         text = "..."
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
@@ -260,12 +342,29 @@ def _read_prompt_completion(record: Record, row: At) -> Conversation:
     return _completed(record, row, _turns(record["prompt"], row.inside("prompt"), "user"), "completion")
 
 
-def _read_alpaca(record: Record, row: At) -> Conversation:
+def _alpaca_prompt(record: Record, row: At) -> Messages:
+    """The turns of ``history``, and a turn of the user with ``instruction`` and ``input``."""
     question = _text(record["instruction"], row.inside("instruction"))
     extra = record.get("input")
     if extra is not None and not (isinstance(extra, str) and not extra.strip()):
         question = f"{question}\n\n{_text(extra, row.inside('input'))}"
-    return _completed(record, row, ({"role": "user", "content": question},), "output")
+    turns: list[Message] = []
+    at = row.inside("history")
+    for i, pair in enumerate([] if empty(record.get("history")) else _list(record["history"], at)):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise at.inside(i).bad("not a question and an answer", f"expected a list of two texts, got {shown(pair)}")
+        texts = [_text(text, at.inside(i).inside(j)) for j, text in enumerate(pair)]
+        turns.append({"role": "user", "content": texts[0]})
+        turns.append({"role": "assistant", "content": texts[1]})
+    return (*turns, {"role": "user", "content": question})
+
+
+def _read_alpaca(record: Record, row: At) -> Conversation:
+    """As in LLaMA-Factory, the answers of ``history`` are part of the completion."""
+    prompt = _alpaca_prompt(record, row)
+    conversation = _completed(record, row, prompt, "output")
+    first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant")
+    return replace(conversation, completion_start=first)
 
 
 def _read_openorca(record: Record, row: At) -> Conversation:
@@ -277,7 +376,10 @@ def _transcript(value: str, at: At) -> Messages:
     """The turns of an Anthropic HH string; each begins with ``Human:`` or ``Assistant:`` after a blank line."""
     pieces = TURN.split(value)
     if len(pieces) < 3 or pieces[0].strip():
-        raise at.bad("not a transcript", "without a prompt, expected a message list or '\\n\\nHuman: ...' text")
+        detail = (
+            "expected a message list or '\\n\\nHuman: ...' text; write a text that both answers follow into 'prompt'"
+        )
+        raise at.bad("not a transcript", detail)
     roles = {"Human": "user", "Assistant": "assistant"}
     return tuple(
         {"role": roles[name], "content": _text(content, at.inside(i)).strip()}
@@ -326,6 +428,17 @@ def _read_preference(record: Record, row: At) -> Preference:
     return _compared(record, row, prompt, *answers)
 
 
+def _read_continued(record: Record, row: At, key: str) -> Preference:
+    """A conversation and two messages that could follow it."""
+    prompt = _messages(record[key], row.inside(key))
+    return _compared(record, row, prompt, *(_answer(record[k], row.inside(k), prompt) for k in ("chosen", "rejected")))
+
+
+def _read_alpaca_preference(record: Record, row: At) -> Preference:
+    answers = (_turns(record[key], row.inside(key), "assistant") for key in ("chosen", "rejected"))
+    return _compared(record, row, _alpaca_prompt(record, row), *answers)
+
+
 def _read_pair(record: Record, row: At) -> Preference:
     """Two conversations, as message lists or HH transcripts; their common beginning is the prompt."""
     chosen, rejected = (
@@ -366,6 +479,22 @@ def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
     return Ranking(_with_system(record, row, prompt), answers, scores, row.source)
 
 
+def _read_ultrafeedback(record: Record, row: At) -> Ranking:
+    """Completions with the overall score of each."""
+    prompt = _turns(record["instruction"], row.inside("instruction"), "user")
+    at = row.inside("completions")
+    items = _list(record["completions"], at)
+    for i, item in enumerate(items):
+        for key in ("response", "overall_score"):
+            if not isinstance(item, Mapping) or key not in item:
+                detail = f"expected response and overall_score, got {shown(item)}"
+                raise at.inside(i).inside(key).bad("missing key", detail)
+        _no_other_keys(item, ("response", "overall_score", *ULTRAFEEDBACK), at.inside(i))
+    answers = [_text(item["response"], at.inside(i).inside("response")) for i, item in enumerate(items)]
+    scores = [item["overall_score"] for item in items]
+    return _read_ranking({**record, "prompt": prompt, "completions": answers, "scores": scores}, row, "scores", 1.0)
+
+
 def _read_prompt(record: Record, row: At, key: str = "prompt") -> Prompt:
     messages = _with_system(record, row, _turns(record[key], row.inside(key), "user"))
     if messages[-1]["role"] == "assistant":
@@ -373,16 +502,38 @@ def _read_prompt(record: Record, row: At, key: str = "prompt") -> Prompt:
     return Prompt(messages, {name: value for name, value in record.items() if name not in (key, "system")}, row.source)
 
 
+def _read_alpaca_question(record: Record, row: At) -> Prompt:
+    messages = _with_system(record, row, _alpaca_prompt(record, row))
+    columns = {name: value for name, value in record.items() if name not in ("instruction", *_ALPACA)}
+    return Prompt(messages, columns, row.source)
+
+
 def _read_labelled(record: Record, row: At) -> Labelled:
-    prompt = _with_system(record, row, _turns(record["prompt"], row.inside("prompt"), "user"))
-    completion = _answer(record["completion"], row.inside("completion"), prompt)
-    _ends_with_assistant(completion, row.inside("completion"))
+    prompt = _turns(record["prompt"], row.inside("prompt"), "user")
+    return _judged(record, row, prompt, _answer(record["completion"], row.inside("completion"), prompt))
+
+
+def _read_labelled_messages(record: Record, row: At, key: str) -> Labelled:
+    """A conversation whose last turn, by the assistant, has a label."""
+    messages = _messages(record[key], row.inside(key))
+    if len(messages) < 2:
+        raise row.inside(key).bad("no prompt", "expected a turn before the answer")
+    return _judged(record, row, messages[:-1], messages[-1:])
+
+
+def _read_labelled_alpaca(record: Record, row: At) -> Labelled:
+    completion = _turns(record["output"], row.inside("output"), "assistant")
+    return _judged(record, row, _alpaca_prompt(record, row), completion)
+
+
+def _judged(record: Record, row: At, prompt: Messages, completion: Messages) -> Labelled:
+    _ends_with_assistant(completion, row)
     value = record["label"]
-    words = {"true": True, "false": False, "1": True, "0": False}
-    label = words.get(str(value).lower()) if isinstance(value, bool | int | str) else None
+    words = {"true": True, "false": False, "1": True, "0": False, 1: True, 0: False}
+    label = words.get(value.lower() if isinstance(value, str) else value) if isinstance(value, int | str) else None
     if label is None:
         raise row.inside("label").bad("not true or false", f"got {shown(value)}")
-    return Labelled(prompt, completion, label, row.source)
+    return Labelled(_with_system(record, row, prompt), completion, label, row.source)
 
 
 def _read_scored(record: Record, row: At, key: str = "text") -> Scored:
@@ -429,15 +580,37 @@ class Shape(NamedTuple):
 
 
 _PAIR = ("system", "margin", "p_chosen")
+_ALPACA = ("input", "system", "history")
 SHAPES = (
     Shape("text", Text, ("text",), _read_text, ()),
     Shape("messages", Conversation, ("messages",), _read_messages),
     Shape("sharegpt", Conversation, ("conversations",), functools.partial(_read_messages, key="conversations")),
     Shape("prompt_completion", Conversation, ("prompt", "completion"), _read_prompt_completion),
     Shape("openrlhf", Conversation, ("prompt",), _read_whole_prompt),
-    Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca, ("input", "system")),
+    Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca, _ALPACA),
     Shape("openorca", Conversation, ("question", "response"), _read_openorca, ("system_prompt",)),
     Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference, _PAIR),
+    Shape(
+        "continued",
+        Preference,
+        ("messages", "chosen", "rejected"),
+        functools.partial(_read_continued, key="messages"),
+        _PAIR,
+    ),
+    Shape(
+        "continued_sharegpt",
+        Preference,
+        ("conversations", "chosen", "rejected"),
+        functools.partial(_read_continued, key="conversations"),
+        _PAIR,
+    ),
+    Shape(
+        "alpaca_preference",
+        Preference,
+        ("instruction", "chosen", "rejected"),
+        _read_alpaca_preference,
+        (*_ALPACA, *_PAIR[1:]),
+    ),
     Shape("pair", Preference, ("chosen", "rejected"), _read_pair, _PAIR),
     Shape(
         "ranks", Ranking, ("prompt", "completions", "ranks"), functools.partial(_read_ranking, key="ranks", sign=-1.0)
@@ -445,8 +618,29 @@ SHAPES = (
     Shape(
         "scores", Ranking, ("prompt", "completions", "scores"), functools.partial(_read_ranking, key="scores", sign=1.0)
     ),
+    Shape(
+        "ultrafeedback",
+        Ranking,
+        ("instruction", "completions"),
+        _read_ultrafeedback,
+        ("system", "models", "correct_answers", "incorrect_answers"),
+    ),
     Shape("prompt", Prompt, ("prompt",), _read_prompt),
+    Shape("alpaca_prompt", Prompt, ("instruction",), _read_alpaca_question, _ALPACA),
     Shape("labelled", Labelled, ("prompt", "completion", "label"), _read_labelled),
+    Shape(
+        "labelled_messages",
+        Labelled,
+        ("messages", "label"),
+        functools.partial(_read_labelled_messages, key="messages"),
+    ),
+    Shape(
+        "labelled_sharegpt",
+        Labelled,
+        ("conversations", "label"),
+        functools.partial(_read_labelled_messages, key="conversations"),
+    ),
+    Shape("labelled_alpaca", Labelled, ("instruction", "output", "label"), _read_labelled_alpaca, _ALPACA),
     Shape("scored_text", Scored, ("text", "reward"), _read_scored),
     Shape("scored", Scored, ("messages", "reward"), functools.partial(_read_scored, key="messages")),
     Shape("steps", Steps, ("instruction", "output"), _read_steps),

@@ -14,13 +14,14 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from burnish.data.formats import DUPLICATE, BadRow, Decoder
+from burnish.data.formats import DUPLICATE, BadRow, BeyondLimits, Decoder, end_of_value
 from burnish.data.recognition import parse
 from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
@@ -30,6 +31,10 @@ __all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load",
 Located = tuple[str, Any]  # the place of a record, and the record
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
 FIELD_LIMIT = 2**31 - 1
+LONGEST_LINE = 2**28
+OF_A_ROW = {"empty text", "empty conversation", "equal to chosen", "equal to another completion", "no assistant turn"}
+"""Reasons of bad rows that a data set may have a few of."""
+NOTHING_AFTER = "nothing after it can be read"
 
 
 class Skipped(NamedTuple):
@@ -103,8 +108,8 @@ def read(
 ) -> Iterator[Row | Skipped]:
     """Iterate over the rows of a source, with skipped rows in their places.
 
-    JSON lines and parquet files are read lazily, as are hub ids if ``streaming`` is set. A JSON list, a csv file and a
-    saved data set are read whole at the start.
+    JSON lines, csv and parquet files are read lazily, as are hub ids if ``streaming`` is set. A JSON list and a saved
+    data set are read whole at the start.
 
     Args:
         source: a .jsonl, .json or .csv file (also .gz) or a .parquet file; a folder of such files, or one that
@@ -114,7 +119,9 @@ def read(
         format: the name of a shape, needed if the keys fit several.
         keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
         keep: columns to ignore. Without this, a column that nothing reads is an error. Prompts keep all columns.
-        on_bad_row: ``skip`` yields a ``Skipped`` for a bad row; ``error`` stops at the first one.
+        on_bad_row: ``skip`` yields a ``Skipped`` for a bad row; ``error`` stops at the first one. If a file breaks in
+            the middle (a damaged .gz, a JSON list or the quotes of a csv file that are not closed), ``skip`` reads the
+            rows before, and one ``Skipped`` says where it broke.
         limit: maximum number of good rows to read.
         streaming: read hub ids lazily.
 
@@ -133,7 +140,8 @@ def read(
                 row = parse(record, kinds, place, format, keys, keep)
             except BadRow as bad:
                 if on_bad_row == "error":
-                    raise
+                    hint = "on_bad_row: skip skips such rows" if bad.reason in OF_A_ROW else ""
+                    raise BadRow(bad.source, bad.key, bad.reason, "; ".join(filter(None, (bad.detail, hint)))) from None
                 yield Skipped(place, bad.reason, str(bad))
                 continue
             good += 1
@@ -227,33 +235,52 @@ def _file(path: Path) -> Iterator[Located]:
     return READERS[kind](path)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str | BadRow]]:
-    """Lines as text, with their places. A line that is not UTF-8 is a ``BadRow``."""
+class Line(NamedTuple):
+    """A line of a file, and what is wrong with its bytes: ``Line("a.csv:2", "caf?", BadRow("a.csv:2", ...))``."""
+
+    place: str
+    text: str
+    bad: BadRow | None = None
+
+
+def _lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Line]:
+    """The lines of a file. A compressed file that is damaged ends with a line that is bad.
+
+    Raises:
+        UserError: the operating system cannot read the file.
+    """
+    number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
                 place = f"{path}:{number}"
+                if len(line) == longest and not line.endswith(b"\n"):
+                    while (rest := file.readline(longest)) and not rest.endswith(b"\n"):
+                        pass
+                    yield Line(place, "\n", BadRow(place, "", "line too long", f"more than {longest >> 20} MiB"))
+                    continue
                 try:
-                    yield place, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    yield Line(place, line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except UnicodeDecodeError as error:
-                    yield place, BadRow(place, "", "not UTF-8", f"byte {error.start + 1} of the line")
-    except (OSError, EOFError) as error:  # EOFError: the gzip file is truncated
+                    bad = BadRow(place, "", "not UTF-8", f"byte {error.start + 1} of the line")
+                    yield Line(place, line.decode("utf-8", "replace"), bad)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        place = f"{path}:{number + 1}"
+        yield Line(place, "", BadRow(place, "", "damaged file", f"{error}; {NOTHING_AFTER}"))
+    except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def _jsonl(path: Path) -> Iterator[Located]:
     decoder = Decoder()
-    for place, line in _lines(path):
-        if isinstance(line, BadRow):
-            yield place, line
+    for place, line, bad in _lines(path):
+        if bad is not None:
+            yield place, bad
         elif line.strip():
             try:
                 yield place, _once(decoder.decode(line), decoder, place)
             except json.JSONDecodeError as error:
-                yield (
-                    place,
-                    BadRow(place, "", "not JSON", f"{error.msg} at column {error.colno}: {_around(line, error.pos)}"),
-                )
+                yield place, _not_json(place, line, error)
 
 
 def _once(record: Any, decoder: Decoder, place: str) -> Any:
@@ -261,22 +288,17 @@ def _once(record: Any, decoder: Decoder, place: str) -> Any:
     return BadRow(place, decoder.duplicates[0], DUPLICATE, "write the key once") if decoder.duplicates else record
 
 
-def _around(text: str, position: int) -> str:
-    return repr(text[max(0, position - 20) : position + 20])
-
-
-def _whole(path: Path) -> str:
-    pieces = []
-    for _, line in _lines(path):
-        if isinstance(line, BadRow):
-            raise line
-        pieces.append(line)
-    return "".join(pieces)
+def _not_json(place: str, text: str, error: json.JSONDecodeError, note: str = "") -> BadRow:
+    around = repr(text[max(0, error.pos - 20) : error.pos + 20])
+    return BadRow(place, "", "not JSON", f"{error.msg} at column {error.colno}: {around}{note}")
 
 
 def _json(path: Path) -> Iterator[Located]:
-    """A list of records. A file that does not begin with ``[`` is read as JSON lines."""
-    text = _whole(path)
+    """A list of records. A file that does not begin with ``[`` is read as JSON lines.
+
+    If the list breaks off, the records before are read, and the break is a bad row.
+    """
+    text, broken = _whole(path)
     if not text.lstrip().startswith("["):
         yield from _jsonl(path)
         return
@@ -288,18 +310,35 @@ def _json(path: Path) -> Iterator[Located]:
             if text.startswith("]", position):
                 break
             line, counted = line + text.count("\n", counted, position), position
-            record, position = decoder.raw_decode(text, position)
             place = f"{path}:{line}"
-            yield place, _once(record, decoder, place)
-            position = _past_space(text, position)
+            try:
+                record, end = decoder.raw_decode(text, position)
+                record = _once(record, decoder, place)
+            except BeyondLimits as error:
+                record, end = _not_json(place, text, error), end_of_value(text, position)
+            yield place, record
+            position = _past_space(text, end)
             if not text.startswith(",", position):
                 break
             position += 1
         if not text.startswith("]", position) or text[position + 1 :].strip():
             raise json.JSONDecodeError("Expecting ',' or the end of the list", text, position)
     except json.JSONDecodeError as error:
-        detail = f"{error.msg} at column {error.colno}: {_around(text, error.pos)}"
-        raise UserError(f"{path}:{error.lineno}: not JSON: {detail}") from None
+        place = f"{path}:{error.lineno}"
+        broken = broken or _not_json(place, text, error, f"; {NOTHING_AFTER}")
+    if broken is not None:
+        yield broken.source, broken
+
+
+def _whole(path: Path) -> tuple[str, BadRow | None]:
+    """The text of a file up to the first line that cannot be read, and what is wrong with that line."""
+    pieces = []
+    for place, line, bad in _lines(path, longest=-1):
+        if bad is not None:
+            rest = "" if NOTHING_AFTER in str(bad) else f"; {NOTHING_AFTER}"
+            return "".join(pieces), BadRow(place, "", bad.reason, bad.detail + rest)
+        pieces.append(line)
+    return "".join(pieces), None
 
 
 def _past_space(text: str, position: int) -> int:
@@ -309,23 +348,42 @@ def _past_space(text: str, position: int) -> int:
 
 
 def _csv(path: Path) -> Iterator[Located]:
-    """Rows of a csv file with a header. Cells are text, exactly as in the file; an empty cell is a missing value."""
+    """Rows of a csv file with a header. Cells are text, exactly as in the file; an empty cell is a missing value.
+
+    After a mistake in its quotes, nothing is read, because every later line could be a part of a cell.
+    """
     csv.field_size_limit(FIELD_LIMIT)
-    reader = csv.reader(io.StringIO(_whole(path), newline=""), strict=True)
+    bad: list[BadRow] = []  # of the lines of the current row
+
+    def lines() -> Iterator[str]:
+        for line in _lines(path):
+            if line.bad is not None:
+                bad.append(line.bad)
+            # Rows may also end in a carriage return alone.
+            yield from io.StringIO(line.text, newline="") if "\r" in line.text else (line.text,)
+
+    reader = csv.reader(lines(), strict=True)
     try:
         header = next(reader, [])
+        if bad:
+            yield bad[0].source, bad[0]
+            return
         duplicates = [name for name, count in Counter(header).items() if count > 1]
         if duplicates:
             raise UserError(f"{path}:1: {duplicates[0]}: two columns have this name")
         start = reader.line_num + 1
         for cells in reader:
             place, start = f"{path}:{start}", reader.line_num + 1
-            if cells and len(cells) != len(header):
+            if bad:
+                yield place, bad[0]
+                bad.clear()
+            elif cells and len(cells) != len(header):
                 yield place, BadRow(place, "", "wrong number of cells", f"{len(cells)}, the header has {len(header)}")
             elif cells:
                 yield place, {name: cell or None for name, cell in zip(header, cells, strict=True)}
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num}: not csv: {error}") from None
+        place = f"{path}:{reader.line_num}"
+        yield place, bad[0] if bad else BadRow(place, "", "not csv", f"{error}; {NOTHING_AFTER}")
 
 
 # --- datasets -----------------------------------------------------------------------------------------------------
@@ -336,12 +394,17 @@ def _parquet(path: Path) -> Iterator[Located]:
     import pyarrow
     from datasets.exceptions import DatasetsError
 
+    done = 0
     try:
         # Streaming reads the file itself, without a copy in the cache.
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        yield from _numbered(rows, f"{path}:")
-    except (OSError, pyarrow.ArrowException, DatasetsError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        for done, record in enumerate(rows, 1):
+            yield f"{path}:{done}", record
+    except (OSError, ValueError, pyarrow.ArrowException, DatasetsError) as error:
+        if done == 0:
+            raise UserError(f"{path}: cannot be read: {error}") from error
+        place = f"{path}:{done + 1}"
+        yield place, BadRow(place, "", "damaged file", f"{error}; {NOTHING_AFTER}")
 
 
 def _folder(path: Path, split: str) -> Iterator[Located]:

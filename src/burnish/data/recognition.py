@@ -7,9 +7,62 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from burnish.data.formats import PROVENANCE, SHAPES, At, BadRow, Record, Shape, empty, missing, shown
+from burnish.data.formats import (
+    PROVENANCE,
+    ROLES,
+    SHAPES,
+    At,
+    BadRow,
+    Record,
+    Shape,
+    check_values,
+    empty,
+    flow_list,
+    flow_map,
+    missing,
+    shown,
+)
 from burnish.errors import UserError, closest, did_you_mean
 from burnish.types import Prompt, Row
+
+NO_SHAPE = "fits no shape"
+NOT_READ = {
+    "segments": "text with a loss mask of its own, as in axolotl's input_output: write messages, and choose what is "
+    "learned with method.learn"
+}
+"""Columns of other tools that no shape can have."""
+IN_MESSAGES = frozenset({"role", "content"})
+OF_NAMES = frozenset(
+    {
+        "missing key",
+        NO_SHAPE,
+        "fits several shapes",
+        "unknown column",
+        "key that is not read",
+        "not a transcript",
+    }
+)
+"""Reasons of bad rows that other names of columns could help against."""
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "article", "context_messages"),
+    "completion": ("response", "output", "answer", "solution", "reply", "target", "summary"),
+    "output": ("response", "completion", "answer"),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "context_messages", "input", "prompt"),
+    "chosen": ("chosen_response", "response_chosen", "preferred", "winner"),
+    "rejected": ("rejected_response", "response_rejected", "dispreferred", "loser"),
+    "completions": ("responses", "answers", "outputs", "candidates"),
+    "scores": ("ratings", "score"),
+    "ranks": ("rank", "ranking"),
+    "label": ("kto_tag", "score"),
+    "reward": ("score", "rating"),
+    "text": ("content", "document", "body", "input"),
+}
+"""Names that other tools and data sets give to our columns."""
+NOT_IGNORED = frozenset(
+    {"tools", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking", "train", "train_detail"}
+    | {"weight", "history", "images", "image", "videos", "audios", "segments"}
+)
+"""Columns and keys whose loss would change what is learned. No message proposes to ignore them."""
 
 
 def parse(
@@ -22,12 +75,15 @@ def parse(
 ) -> Row:
     """Convert a record to a row.
 
+    A mistake in the names of columns comes with the lines of a recipe that would read the row, if there are any.
+
     Args:
         record: a mapping, such as a line of a JSON lines file.
         kinds: the row classes to choose from, such as ``(Preference, Ranking)``.
         source: the place of the record, for messages: ``"chat.jsonl:17"``.
         format: the name of a shape (``alpaca``, ``sharegpt``, ...), needed if the keys fit several.
-        keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
+        keys: maps our names of keys to the file's names, ``{"prompt": "question"}``. The names ``role`` and ``content``
+            are those of the keys in messages.
         keep: keys to ignore, in the record and in its messages and steps. Prompts keep them among their columns.
 
     Raises:
@@ -37,14 +93,37 @@ def parse(
     """
     if not isinstance(record, Mapping):
         raise BadRow(source, "", "not a record", f"expected an object with keys, got {shown(record)}")
-    record = _renamed(record, keys, source) if keys else record
+    try:
+        return _parse(record, kinds, source, format, keys or {}, keep)
+    except BadRow as bad:
+        lines = None if keys or bad.reason not in OF_NAMES else _lines(record, kinds, format, keep)
+        if lines is None or lines in bad.detail:
+            raise
+        if bad.reason in (NO_SHAPE, "missing key") and "[" not in bad.key:
+            bad = BadRow(source, "", NO_SHAPE, missing(record, ()))
+        raise BadRow(bad.source, bad.key, bad.reason, f"{bad.detail}; to read it, set {lines}") from None
+
+
+def _parse(
+    record: Record,
+    kinds: tuple[type[Any], ...],
+    source: str,
+    format: str | None,
+    keys: Mapping[str, str],
+    keep: Collection[str],
+) -> Row:
+    for name, value in record.items():
+        check_values([name, value], At(source, str(name)))
+    names = (keys.get("role", "role"), keys.get("content", "content")) if IN_MESSAGES & keys.keys() else None
+    if columns := {name: column for name, column in keys.items() if name not in IN_MESSAGES}:
+        record = _renamed(record, columns, source)
     kept = {name: record[name] for name in keep if name in record}
     if kept:
         record = {name: value for name, value in record.items() if name not in kept}
     present = frozenset(key for key, value in record.items() if value is not None)
     fitting = _fitting(present, kinds, format)
     if len(fitting) == 1:
-        at = At(source, keep=frozenset(keep))
+        at = At(source, keep=frozenset(keep), names=names)
         row = fitting[0].read(record, at)
         if not empty(record.get("tools")):
             detail = "the model would not see them; remove the column, or ignore it with data.keep: [tools]"
@@ -54,11 +133,14 @@ def parse(
         return replace(row, columns={**row.columns, **kept}) if kept and isinstance(row, Prompt) else row
     if fitting:
         names = ", ".join(shape.name for shape in fitting)
-        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with format")
+        raise BadRow(source, "", "fits several shapes", f"{names}: choose one with data.format")
+    for name, hint in NOT_READ.items():
+        if name in present:
+            raise BadRow(source, name, "not supported", hint)
     shapes = _shapes(kinds, format)
     name, detail = _nearest(record, present, shapes)
     choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
-    raise BadRow(source, name, "missing key" if name else "fits no shape", f"{detail} (shapes: {choices})")
+    raise BadRow(source, name, "missing key" if name else NO_SHAPE, f"{detail} (shapes: {choices})")
 
 
 def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
@@ -87,7 +169,7 @@ def _nothing_unread(
     names = [str(name) for name in record if name in unread]  # in the order of the file
     known = {name for shape in _shapes(kinds, None) for name in (*shape.needs, *shape.may)} | at.keep
     hint = did_you_mean(names[0], sorted(known - present))
-    detail = f"remove it, or ignore it with data.keep: [{', '.join(names)}]{hint}"
+    detail = f"remove it, or ignore it with data.keep: {flow_list(names)}{hint}"
     raise at.inside(names[0]).bad("unknown column", detail)
 
 
@@ -134,3 +216,75 @@ def _nearest(record: Record, present: frozenset[str], shapes: tuple[Shape, ...])
         if all(closest(name, map(str, record)) for name in names):
             return ", ".join(names), missing(record, names)
     return "", missing(record, ())
+
+
+# --- advice -------------------------------------------------------------------------------------------------------
+
+
+def _lines(record: Record, kinds: tuple[type[Any], ...], format: str | None, keep: Collection[str]) -> str | None:
+    """The settings that would read the record: ``data.keys: {prompt: question} and data.keep: [lang]``, or None.
+
+    Of several, those with the fewest columns to ignore, and then with the fewest names.
+    """
+    found = [
+        settings for shape in _shapes(kinds, format) if (settings := _settings(record, kinds, shape, keep)) is not None
+    ]
+    found = [settings for settings in found if settings[0] or settings[1]]  # a format alone is the user's to choose
+    if not found:
+        return None
+    keys, kept, chosen = min(found, key=lambda settings: (len(settings[1]), len(settings[0])))
+    parts = [f"data.keys: {flow_map(keys)}"] if keys else []
+    parts += [f"data.keep: {flow_list([*keep, *kept])}"] if kept else []
+    return " and ".join(parts + ([f"data.format: {chosen}"] if chosen and not format else []))
+
+
+def _settings(
+    record: Record, kinds: tuple[type[Any], ...], shape: Shape, keep: Collection[str]
+) -> tuple[dict[str, str], list[str], str | None] | None:
+    """The keys, the columns to ignore and the format that read the record in this shape, tried out; None if none do."""
+    free = {
+        str(name).lower().replace("-", "_"): str(name)
+        for name, value in record.items()
+        if value is not None and name not in (*shape.needs, *shape.may)
+    }
+    keys = {}
+    for name in shape.needs:
+        if record.get(name) is None:
+            column = next((free.pop(alias) for alias in (name, *ALIASES.get(name, ())) if alias in free), None)
+            if column is None:
+                return None
+            keys[name] = column
+    read = {*keys.values(), *shape.needs, *shape.may, *PROVENANCE, *keep}
+    prompt = shape.kind is Prompt
+    kept = [] if prompt else [str(name) for name, value in record.items() if value is not None and name not in read]
+    format = None
+    while NOT_IGNORED.isdisjoint(kept):
+        try:
+            _parse(record, kinds, "", format, keys, [*keep, *kept])
+        except BadRow as bad:
+            name = bad.key.rpartition(".")[2]
+            if bad.reason == "fits several shapes" and format is None:
+                format = shape.name
+            elif bad.reason == "key that is not read" and name not in kept:
+                kept.append(name)
+            elif bad.reason == "missing key" and "[" in bad.key and not IN_MESSAGES & keys.keys():
+                if (names := _names_in_messages(record, keys, shape)) is None:
+                    return None
+                keys |= names
+            else:
+                return None
+        else:
+            return keys, kept, format
+    return None
+
+
+def _names_in_messages(record: Record, keys: Mapping[str, str], shape: Shape) -> dict[str, str] | None:
+    """What messages call role and content: ``{"role": "speaker", "content": "text"}``."""
+    for name in shape.needs:
+        value = record.get(keys.get(name, name))
+        if isinstance(value, list | tuple) and value and isinstance(message := value[0], Mapping):
+            texts = {str(key): text for key, text in message.items() if isinstance(text, str)}
+            roles = [key for key, text in texts.items() if text in ROLES]
+            contents = [key for key in texts if key not in roles and key not in PROVENANCE]
+            return {"role": roles[0], "content": contents[0]} if len(roles) == len(contents) == 1 else None
+    return None

@@ -12,11 +12,12 @@ from burnish.data.mixing import next_source
 from burnish.data.readers import Skipped, Unchanged
 from burnish.errors import UserError
 from burnish.protocols import Method, StepLoader
-from burnish.render.encode import sort_changes, without_cache
+from burnish.render.encode import account, without_cache
 from burnish.types import Encoded, Example, Row
 
 logger = logging.getLogger(__name__)
-MAX_NAMED = 1000  # all skipped and truncated rows are counted, but only so many are listed by name
+UNUSED = ("skipped", "dropped", "shortened")  # rows that are not used, or in part
+MAX_NAMED = 1000  # these rows are all counted, but only so many are listed by name
 
 
 class Source(NamedTuple):
@@ -130,7 +131,7 @@ class StreamLoader(StepLoader):
         self.done = self.chunk = self.step = 0
         self.waiting: list[Example] = []
         self.position = stream.state_dict()
-        self.report: dict[str, Any] = {"rows": 0, "skipped": 0, "cut": 0, "names": {"skipped": [], "cut": []}}
+        self.report: dict[str, Any] = {"rows": 0, **dict.fromkeys(UNUSED, 0), "names": {kind: [] for kind in UNUSED}}
         self.report_before = self.report  # before the current rows
 
     def __len__(self) -> int:
@@ -162,19 +163,20 @@ class StreamLoader(StepLoader):
             raise UserError(f"all {len(rows)} rows were dropped, the first one because of {reason}")
         if skipped:
             logger.warning("%d rows were skipped, the first: %s", len(skipped), skipped[0].message)
-        dropped, truncated = sort_changes(encoded.changed)
-        names = {"skipped": [f"{s.source}: {s.reason}" for s in skipped] + dropped, "cut": truncated}
+        used = account(rows, encoded.changed)
+        names = {kind: getattr(used, kind) for kind in UNUSED}
+        names["skipped"] = [f"{s.source}: {s.reason}" for s in skipped] + used.skipped
         before = self.report_before
-        self.report = {"rows": before["rows"] + len(rows)} | {
+        self.report = {"rows": before["rows"] + used.rows} | {
             kind: before[kind] + len(new) for kind, new in names.items()
         }
         self.report["names"] = {kind: (before["names"][kind] + new)[:MAX_NAMED] for kind, new in names.items()}
         return [encoded.examples[i] for i in permutation(len(encoded.examples), self.seed, self.chunk)]
 
     def counts(self) -> dict[str, Any]:
-        """The number of rows read, skipped and truncated, and the names of the first skipped and truncated ones."""
+        """The number of rows used, skipped, dropped and shortened, and the names of the first of each."""
         return {"rows": self.report["rows"], **self.report["names"]} | {
-            f"{kind} in all": self.report[kind] for kind in ("skipped", "cut")
+            f"{kind} in all": self.report[kind] for kind in UNUSED
         }
 
     def state_dict(self) -> dict[str, Any]:

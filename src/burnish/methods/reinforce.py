@@ -71,10 +71,10 @@ class ScoredReinforce:
 
         def to_examples(rows: list[Scored]) -> list[Example]:
             conversations = [Conversation(row.messages, None, row.source) for row in rows]
-            sequences = renderer.conversations(conversations, "all", self.settings.learn_eos)
+            turns = renderer.learned_turns(conversations, "all", self.settings.learn_eos)
             return [
-                Example((sequence.with_arrays(advantages=np.full(len(sequence), row.reward)),))
-                for row, sequence in zip(rows, sequences, strict=True)
+                Example(tuple(one.with_arrays(advantages=np.full(len(one), row.reward)) for one in sequences))
+                for row, sequences in zip(rows, turns, strict=True)
             ]
 
         return encode(rows, to_examples, truncation)

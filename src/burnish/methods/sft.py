@@ -39,12 +39,12 @@ class SFT(Method):
         return Network(model)
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
-        """One sequence a conversation."""
+        """One sequence per conversation, or per turn if the template rewrites earlier turns."""
         learn, learn_eos = self.settings.learn, self.settings.learn_eos
         renderer = Renderer(tokenizer)
 
         def to_examples(rows: list[Conversation]) -> list[Example]:
-            return [Example((sequence,)) for sequence in renderer.conversations(rows, learn, learn_eos)]
+            return [Example(sequences) for sequences in renderer.learned_turns(rows, learn, learn_eos)]
 
         return encode(rows, to_examples, truncation, cache_key(tokenizer, self.spec.name, learn, learn_eos))
 

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from burnish import files, progress
 from burnish.errors import UserError
+from burnish.render.templates import NoTemplateError
 from burnish.render.truncate import ToExamples, Truncation, fit
 from burnish.types import Changed, Encoded, Example, Pair, Prompt, Row, Sequence
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 CHUNK = 512  # rows that are tokenized together
 SKIPPED = "skip: "  # prefix of the reason for rows that were skipped because they could not be encoded
+DROPPED = "drop: "  # prefix of the reason for rows that were dropped because they are too long
 ARRAY = "array."  # before the names of a sequence's arrays in the cache
 CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
@@ -98,6 +100,8 @@ def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
     """The example of each row, or its error. If a batch fails, its halves are tried separately, down to single rows."""
     try:
         return list(function(rows))
+    except NoTemplateError:  # no row is at fault, so none is skipped
+        raise
     except UserError as error:
         if len(rows) == 1:
             return [error]
@@ -105,13 +109,30 @@ def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
     return _each(rows[:middle], function) + _each(rows[middle:], function)
 
 
-def sort_changes(changed: list[Changed]) -> tuple[list[str], list[str]]:
-    """Split changes into rows that could not be encoded, and rows that were truncated or dropped for their length."""
-    skipped, truncated = [], []
+class Account(NamedTuple):
+    """The number of rows that are used, and which rows are not: ``Account(2, ["a:3: one token"], ["a:4: ..."], [])``.
+
+    ``skipped`` rows could not be read or encoded, ``dropped`` rows were too long, and ``shortened`` rows are truncated
+    or split. A row that a mixture draws twice counts twice.
+    """
+
+    rows: int
+    skipped: list[str]
+    dropped: list[str]
+    shortened: list[str]
+
+
+def account(rows: Iterable[Row], changed: Iterable[Changed]) -> Account:
+    """Count the rows that are used, and sort the changes."""
+    used = Account(0, [], [], [])
+    unused = set()
     for source, reason in changed:
-        kind = skipped if reason.startswith(SKIPPED) else truncated
-        kind.append(f"{source}: {reason.removeprefix(SKIPPED)}")
-    return skipped, truncated
+        skipped, dropped = reason.startswith(SKIPPED), reason.startswith(DROPPED)
+        kind = used.skipped if skipped else used.dropped if dropped else used.shortened
+        kind.append(f"{source}: {reason.removeprefix(SKIPPED).removeprefix(DROPPED)}")
+        if skipped or dropped:
+            unused.add(source)
+    return used._replace(rows=sum(row.source not in unused for row in rows))
 
 
 @contextmanager

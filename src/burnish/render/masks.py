@@ -2,7 +2,8 @@
 
 All ids of a row come from one tokenization. If the template marks the assistant's text with ``{% generation %}``, the
 mask follows these marks. Otherwise, the tokens of a turn are those that follow its prompt. The ids of the prompt must
-then be a prefix of the row's ids; this is checked, because the mask would silently be wrong.
+then be a prefix of the row's ids; this is checked, because the mask would silently be wrong. Where a template rewrites
+earlier turns, for example by removing their reasoning, ``Renderer.learned_turns`` makes a sequence of each turn.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Prefix(NamedTuple):
 
     messages: int
     opens_turn: bool
+
+
+class RewrittenError(UserError):
+    """The template renders a prefix of a conversation differently when messages follow."""
 
 
 def learned_messages(row: Conversation, learn: Learn | None) -> list[int]:
@@ -123,7 +128,8 @@ def turns_by_prefixes(
     """The learned turns, by what each adds to the ids of its prompt.
 
     Raises:
-        UserError: the ids of a prefix are not a prefix of the row's ids, or the template adds nothing for a turn.
+        RewrittenError: the ids of a prefix are not a prefix of the row's ids.
+        UserError: the template adds nothing for a turn.
     """
     check_prefixes(row, ids, of_prefix, special)
     turns = []
@@ -142,7 +148,7 @@ def check_prefixes(
     """Check that the ids of each prefix are the first ids of the whole conversation.
 
     Raises:
-        UserError: if they differ. The message shows both.
+        RewrittenError: if they differ. The message shows both.
     """
     for prefix, before in of_prefix.items():
         if ids[: len(before)] == before:
@@ -151,12 +157,12 @@ def check_prefixes(
         same = next(differ, min(len(before), len(ids)))
         start = max(0, same - 8)
         alone, whole = (special.show(part[start : same + 8]) for part in (before, ids))
-        raise UserError(
+        raise RewrittenError(
             f"{row.source}: the first {prefix.messages} messages alone do not have the ids that they have in the whole"
             f" conversation, so what the model learns is not what it is asked; from token {start} on\n"
             f"  alone:    {alone}\n  in whole: {whole}\n"
-            "Set learn: last, use a template that marks {% generation %}, or let the completion begin with the space"
-            " that the prompt ends with"
+            "Use a template that marks {% generation %}, make all turns but the last one part of the prompt, or let the"
+            " completion begin with the space that the prompt ends with"
         )
 
 

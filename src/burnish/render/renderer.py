@@ -6,6 +6,7 @@ singular forms (``conversation``, ``prompt``, ...) do the same for one row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import combinations
@@ -24,6 +25,8 @@ from burnish.types import Conversation, Example, Messages, Pair, Preference, Pro
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 class Renderer:
@@ -44,6 +47,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.special = SpecialTokens(tokenizer, rust)
         self._rust = rust
+        self._told = False
         self._usual: dict[tuple[str | bool, ...], list[int] | None] = {}
 
     @cached_property
@@ -86,6 +90,42 @@ class Renderer:
         self, rows: list[Conversation], learn: Learn | None = None, learn_eos: bool = True
     ) -> list[Sequence]:
         """Like ``conversation``, for many rows. An error may be that of any row."""
+        return [_no_error(one) for one in self._conversations(rows, learn, learn_eos)]
+
+    def learned_turns(
+        self, rows: list[Conversation], learn: Learn | None = None, learn_eos: bool = True
+    ) -> list[tuple[Sequence, ...]]:
+        """The sequences of each row: usually one, in which all its turns are learned.
+
+        If the template rewrites earlier turns, for example by removing their reasoning, each learned turn has a
+        sequence of its own, rendered as the model would see it. A warning says so once.
+
+        Raises:
+            UserError: as in ``conversation``.
+        """
+        found = self._conversations(rows, learn, learn_eos)
+        rewritten = [i for i, one in enumerate(found) if isinstance(one, masks.RewrittenError)]
+        turns = {
+            i: [
+                Conversation(rows[i].messages[: end + 1], end, rows[i].source)
+                for end in masks.learned_messages(rows[i], learn)
+            ]
+            for i in rewritten
+        }
+        flat = iter(self.conversations([turn for its_turns in turns.values() for turn in its_turns], "last", learn_eos))
+        if turns and not self._told:
+            self._told = True
+            logger.warning(
+                "the chat template rewrites earlier turns, so each learned turn of a conversation is a sequence of its "
+                "own (the first one: %s)",
+                rows[rewritten[0]].source,
+            )
+        return [tuple(next(flat) for _ in turns[i]) if i in turns else (_no_error(one),) for i, one in enumerate(found)]
+
+    def _conversations(
+        self, rows: list[Conversation], learn: Learn | None, learn_eos: bool
+    ) -> list[Sequence | masks.RewrittenError]:
+        """The sequence of each row, or what the template rewrites in it."""
         template, special = self.template, self.special
         by_marks = template.marks_generation
         learned = [masks.learned_messages(row, learn) for row in rows]
@@ -107,14 +147,18 @@ class Renderer:
         else:
             both = self._tokenize(whole + rendered)
             tokenized, prefix_ids = both[: len(whole)], (tokens.ids for tokens in both[len(whole) :])
-        sequences = []
+        sequences: list[Sequence | masks.RewrittenError] = []
         for row, one, tokens, messages, its_prefixes in zip(rows, whole, tokenized, learned, needed, strict=True):
             of_prefix = {prefix: next(prefix_ids) for prefix in its_prefixes}
-            if by_marks:
-                turns = masks.turns_by_marks(row, messages, tokens, one.generated, special)
-                masks.check_prefixes(row, tokens.ids, of_prefix, special)
-            else:
-                turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
+            try:
+                if by_marks:
+                    turns = masks.turns_by_marks(row, messages, tokens, one.generated, special)
+                    masks.check_prefixes(row, tokens.ids, of_prefix, special)
+                else:
+                    turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
+            except masks.RewrittenError as error:
+                sequences.append(error)
+                continue
             mask = masks.loss_mask(row, tokens.ids, turns, learn, learn_eos, special)
             sequences.append(Sequence(tokens.ids, mask, row.source))
         return sequences
@@ -307,6 +351,12 @@ class Renderer:
         end = len(rendered.text)
         offsets = [*[(0, 0)] * len(before), *tokens.offsets, *[(end + 1, end + 1)] * len(after)]
         return Tokens(before + tokens.ids + after, offsets if tokens.offsets else [])
+
+
+def _no_error(one: Sequence | masks.RewrittenError) -> Sequence:
+    if isinstance(one, masks.RewrittenError):
+        raise one
+    return one
 
 
 def _pairs(row: Preference | Ranking, ties: Literal["drop", "half"]) -> tuple[Pair, ...]:

@@ -55,6 +55,10 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     tokenizer.chat_template = PLAIN_TEMPLATES[name]
 
 
+class NoTemplateError(UserError):
+    """A tokenizer has no chat template, which concerns all rows."""
+
+
 class Rendered(NamedTuple):
     """Messages as text: ``Rendered("<s>Hi Yo</s>", ((6, 12),), ({"role": "user", ...}, ...), False, "chat.jsonl:17")``.
 
@@ -76,7 +80,7 @@ class ChatTemplate:
     whether it is one of ``PLAIN_TEMPLATES``.
 
     Raises:
-        UserError: the tokenizer has no chat template.
+        NoTemplateError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -84,7 +88,9 @@ class ChatTemplate:
             self.source = tokenizer.get_chat_template()
         except ValueError as error:
             names = " or ".join(PLAIN_TEMPLATES)
-            raise UserError(f"{tokenizer.name_or_path}: no chat template: set template: {names} ({error})") from error
+            raise NoTemplateError(
+                f"{tokenizer.name_or_path}: no chat template: set template: {names} ({error})"
+            ) from error
         self.marks_generation = MARK.search(self.source) is not None
         self.plain = self.source in PLAIN_TEMPLATES.values()
         # Those that the template does not name would only cost time, for every conversation.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from burnish.errors import UserError
 from burnish.types import Config, Example, Labelled, Messages, Preference, Prompt, Ranking, Row, Sequence, Steps
 
+TooLong = Literal["error", "drop", "truncate_left", "truncate_right", "split"]
 ToExamples = Callable[[list[Any]], list[Example]]
 """Converts rows to one example each, without truncation. Raises a UserError if any row cannot be encoded."""
 
@@ -26,16 +29,33 @@ class Truncation(Config):
     """
 
     max_length: int | None = Field(default=None, ge=2, description="tokens of the longest sequence; none: any length")
-    too_long: Literal["error", "drop", "truncate_left", "truncate_right", "split"] | None = Field(
+    too_long: TooLong | list[TooLong] | None = Field(
         default=None,
         description="error stops; drop leaves the row out; truncate_left and truncate_right keep its end and its "
-        "beginning; split makes pieces that overlap by one token, so that every token is still a target; default: "
-        "error, and split for pretraining",
+        "beginning; split makes pieces that overlap by one token, so that every token is still a target; a list is "
+        "tried in order, so [truncate_left, drop] drops what does not fit without its prompt; default: error, and "
+        "split for pretraining",
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error",
-        description="error stops at a row that cannot be read or encoded; skip leaves it out and names it",
+        description="error stops at a row that cannot be read or encoded; skip leaves it out and names it; rows that "
+        "are too long are left to too_long",
     )
+
+    @field_validator("too_long")
+    @classmethod
+    def _in_order(cls, ways: TooLong | list[TooLong] | None) -> TooLong | list[TooLong] | None:
+        if not isinstance(ways, list):
+            return ways
+        if not ways or len(set(ways)) < len(ways):
+            raise ValueError(f"expected one or more different ways, got {', '.join(ways) or 'none'}")
+        if useless := [after for before, after in pairwise(ways) if before in ("error", "drop")]:
+            raise ValueError(f"{useless[0]} is never tried: error and drop always end the list")
+        return ways
+
+
+class _DoesNotFitError(UserError):
+    """A row cannot be shortened enough in this way."""
 
 
 def fit(
@@ -55,11 +75,23 @@ def fit(
     """
     if truncation.max_length is None:
         return [example], ""
-    limit, too_long = truncation.max_length - completion, truncation.too_long or "error"
+    limit, ways = truncation.max_length - completion, truncation.too_long or "error"
     if (longest := _longest(example)) <= limit:
         return [example], ""
     reserved = f" and {completion} for the completion" if completion else ""
     what = f"{longest} tokens{reserved}, max_length {truncation.max_length}"
+    in_order: list[TooLong] = ways if isinstance(ways, list) else [ways]
+    *first, last = in_order
+    for way in first:
+        with suppress(_DoesNotFitError):
+            return _shortened(row, example, function, way, limit, what)
+    return _shortened(row, example, function, last, limit, what)
+
+
+def _shortened(
+    row: Row, example: Example, function: ToExamples, too_long: TooLong, limit: int, what: str
+) -> tuple[list[Example], str]:
+    """The examples of a row with more than ``limit`` tokens, shortened in one way, and a description."""
     has_prompt = isinstance(row, Preference | Ranking | Labelled | Prompt)
     if too_long == "error":
         ways = "drop or truncate_left" if has_prompt else "drop, truncate_left, truncate_right or split"
@@ -73,20 +105,28 @@ def fit(
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_left or drop")
         shorter, left_out = _truncate_prompt(row, function, limit, what)
         return [shorter], f"truncate_left: {what}: {left_out}"
-    (sequence,) = example.sequences
     if isinstance(row, Steps):
+        (sequence,) = example.sequences
         if too_long != "truncate_right":
             detail = "would separate steps from their question; only the last steps may be left out"
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_right or drop")
         shorter, left_out = _whole_steps(sequence, limit, what)
         return [Example((shorter,))], f"truncate_right: {what}: {left_out}"
-    pieces = [_part(sequence, start, end) for start, end in _spans(longest, limit, too_long)]
+    pieces = [
+        _part(sequence, start, end)
+        for sequence in example.sequences
+        for start, end in ([(0, len(sequence))] if len(sequence) <= limit else _spans(len(sequence), limit, too_long))
+    ]
     learned = [piece for piece in pieces if piece.loss_mask.any()]
     if not learned:
-        raise UserError(f"{row.source}: {what}: {too_long} leaves nothing to learn: raise max_length, or drop")
+        raise _DoesNotFitError(f"{row.source}: {what}: {too_long} leaves nothing to learn: {_or_drop(too_long)}")
     without = len(pieces) - len(learned)
     note = f" into {len(pieces)}" + (f", {without} of them with nothing to learn" if without else "")
     return [Example((piece,)) for piece in learned], f"{too_long}: {what}" + (note if len(pieces) > 1 else "")
+
+
+def _or_drop(too_long: TooLong) -> str:
+    return f"raise max_length, or drop such rows with too_long: [{too_long}, drop]"
 
 
 def _longest(example: Example) -> int:
@@ -116,7 +156,7 @@ def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, s
     ends = np.flatnonzero(sequence.arrays["outcomes"]).tolist()
     kept = [t for t in ends if t < limit]
     if not kept:
-        raise UserError(f"{sequence.source}: {what}: not one step fits: raise max_length, or drop")
+        raise _DoesNotFitError(f"{sequence.source}: {what}: not one step fits: {_or_drop('truncate_right')}")
     lost = len(ends) - len(kept)
     left_out = f"{lost} of {len(ends)} steps left out" if lost else "the end token left out"
     return _part(sequence, 0, kept[-1] + 1), left_out
@@ -142,7 +182,8 @@ def _truncate_prompt(
             return fitting, f"{start} of {len(turns)} turns of the prompt left out"
     start = starts[-1] if starts else 0
     if not turns or turns[start]["role"] == "assistant":
-        raise UserError(f"{row.source}: {what}: there is no turn of the prompt to cut: raise max_length, or drop")
+        detail = f"there is no turn of the prompt to cut: {_or_drop('truncate_left')}"
+        raise _DoesNotFitError(f"{row.source}: {what}: {detail}")
     whole = turns[start]["content"]
 
     def without(characters: int) -> Example | None:
@@ -151,7 +192,8 @@ def _truncate_prompt(
     low, high = 0, len(whole) - 1  # at least one character is kept
     fitting = without(high)
     if fitting is None:
-        raise UserError(f"{row.source}: {what}: it does not fit even without its prompt: raise max_length, or drop")
+        detail = f"it does not fit even without its prompt: {_or_drop('truncate_left')}"
+        raise _DoesNotFitError(f"{row.source}: {what}: {detail}")
     while low < high:
         middle = (low + high) // 2
         if shorter := without(middle):

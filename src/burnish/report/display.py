@@ -167,7 +167,7 @@ class StageView(Progress):
         table.add_column(style="cyan")
         for key in headline(self.values):
             value = number(self.values[key], describe(key).share)
-            table.add_row("  " + _name(key), value, _trend(self.history.get(key, ())))
+            table.add_row(Text("  " + _name(key)), value, _trend(self.history.get(key, ())))
         return table
 
 
@@ -247,7 +247,7 @@ class Display:
         interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console()
+        self.console = console or Console(markup=False, emoji=False)
         # Environment variables can make rich treat a file as a terminal, but a file must not get control characters.
         self._is_live = self.console.is_interactive and self.console.file.isatty() if live is None else live
         self._interval = interval

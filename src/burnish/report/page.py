@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from burnish.errors import UserError, did_you_mean
 from burnish.files import write_text
@@ -166,7 +167,8 @@ def results(manifest: Mapping[str, Any]) -> Table:
         shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
         for i, change in enumerate(change for change in shown if change.metric.headline):
             cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
-            table.add_row(entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict.lower())
+            verdict = change.verdict.lower()
+            table.add_row(entry["name"] if i == 0 else "", Text(change.metric.label), *cells, verdict)
     return table
 
 
@@ -311,5 +313,6 @@ def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
 
 
 def _rows(splits: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of each split, and which were skipped and cut: lists of ``"train.jsonl:17: no answer"``."""
-    return [{"split": split, "rows": 0, "skipped": [], "cut": [], **counts} for split, counts in splits.items()]
+    """The number of rows that each split uses, and which are not: lists of ``"train.jsonl:17: no answer"``."""
+    none: dict[str, Any] = {"rows": 0, "skipped": [], "dropped": [], "shortened": []}
+    return [{"split": split, **none, **counts} for split, counts in splits.items()]

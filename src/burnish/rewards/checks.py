@@ -50,6 +50,7 @@ def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) 
 def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
     """The returned values for n trajectories as a sequence, not checked yet."""
     if isinstance(returned, torch.Tensor | np.ndarray):
+        _check_readable(returned, reward)
         if returned.ndim != 1:
             raise UserError(
                 f"reward {reward.name} returned {type(returned).__name__} of shape {tuple(returned.shape)}: expected "
@@ -64,6 +65,12 @@ def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
     return returned
 
 
+def _check_readable(values: torch.Tensor | np.ndarray, reward: NamedReward) -> None:
+    if isinstance(values, torch.Tensor) and (values.is_meta or values.layout != torch.strided):
+        kind = "on the meta device, which holds no values" if values.is_meta else f"with the layout {values.layout}"
+        raise UserError(f"reward {reward.name} returned a tensor {kind}: expected one number for each trajectory")
+
+
 def _has_tokens(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
 
@@ -76,11 +83,14 @@ def _of_tokens(value: Any, reward: NamedReward, trajectory: Trajectory) -> OfTok
             "expected one per token"
         )
     if isinstance(value, torch.Tensor):
+        _check_readable(value, reward)
         value = value.detach().cpu()
     return np.array([_finite(number, reward, trajectory) for number in value])
 
 
 def _finite(value: Any, reward: NamedReward, trajectory: Trajectory) -> float:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        _check_readable(value, reward)
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         value = value.tolist()
     try:

@@ -6,13 +6,14 @@ import asyncio
 import copy
 import hashlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.types import Reward, Trajectory
+from burnish.types import Columns, Reward, Trajectory
 from burnish.user_code import user_code
 from burnish.user_tasks import user_tasks
 
@@ -53,10 +54,51 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
     digest = hashlib.blake2b("/".join(map(str, (*seed, reward.name))).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big") >> 1
     with user_code(what, during, seed=number, timeout=reward.timeout):
-        returned = reward.function(own)
+        returned = _called(reward, own)
     if not inspect.isawaitable(returned):
         return returned
     return user_tasks().start(returned, what=what, during=during, seed=number, timeout=reward.timeout)
+
+
+TRL = ("prompts", "completions", "completion_ids")
+"""Parameters by which a reward for TRL is recognized."""
+
+
+def _called(reward: NamedReward, trajectories: list[Trajectory]) -> Any:
+    """Call a reward with trajectories, or as TRL does if it has a parameter that TRL names.
+
+    TRL's rewards receive lists as keyword arguments: the texts of prompts and completions, the ids of the completions,
+    and each column.
+    """
+    names = _parameters(reward.function)
+    if not names.keys() & set(TRL):
+        return reward.function(trajectories)
+    function: Any = reward.function
+    columns = list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.columns))
+    lists: dict[str, list[Any]] = {
+        **{name: [t.columns.get(name) for t in trajectories] for name in columns},
+        "prompts": [t.prompt_text for t in trajectories],
+        "completions": [t.text for t in trajectories],
+        "completion_ids": [t.tokens.tolist() for t in trajectories],
+    }
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+    required = [
+        n for n, p in names.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if lacking := [name for name in required if name not in lists]:
+        raise UserError(
+            f"reward {reward.name}: its parameter {lacking[0]!r} is not a column of the prompts"
+            f"{did_you_mean(lacking[0], columns)}; columns are {', '.join(columns) or 'none'}"
+        )
+    return function(**(lists if everything else {name: value for name, value in lists.items() if name in names}))
+
+
+def _parameters(function: Reward) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; empty if it does not tell them, as some functions written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _copied(trajectory: Trajectory) -> Trajectory:
@@ -68,4 +110,4 @@ def _copied(trajectory: Trajectory) -> Trajectory:
             f"{trajectory.source}: its columns cannot be copied for a reward: {error}; use plain values"
         ) from error
     sequences = tuple(sequence.with_arrays() for sequence in trajectory.sequences)  # their arrays are read-only
-    return replace(trajectory, prompt=prompt, columns=columns, sequences=sequences)
+    return replace(trajectory, prompt=prompt, columns=Columns(columns), sequences=sequences)
