@@ -400,7 +400,9 @@ def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, floa
 
 def table(result: Mapping[str, Any]) -> Table:
     """A table of measures with their 95 % intervals."""
-    shown = Table("measure", *(rich.text.Text(_end(name)) for name in result["models"]), box=None, pad_edge=False)
+    shown = Table("measure", box=None, pad_edge=False)
+    for name in result["models"]:
+        shown.add_column(rich.text.Text(_end(name)))
     if len(result["models"]) == 2:
         shown.add_column("difference")
     for name, interval in result["measures"].items():

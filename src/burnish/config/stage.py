@@ -37,7 +37,7 @@ from burnish.report.metrics import Recorder, read_metrics
 from burnish.rewards.functions import NamedReward
 from burnish.training import checkpoint
 from burnish.training.trainer import Trainer
-from burnish.types import Encoded, Prompt
+from burnish.types import Conversation, Encoded, Prompt, Scored
 
 
 class TrainingStage:
@@ -280,9 +280,16 @@ class TrainingStage:
 
 
 def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
-    """The number of rows that a split uses, and which rows were skipped, dropped, shortened or mixed."""
+    """The number of rows that a split uses, and which rows were skipped, dropped, shortened or mixed.
+
+    ``by_turn`` is the number of rows that have a sequence for each learned turn.
+    """
     count = account(read.rows, encoded.changed)._asdict()
     count["skipped"] = [f"{s.source}: {s.reason}" for s in read.skipped] + count["skipped"]
+    if isinstance(read.rows[0], Conversation | Scored) and (
+        by_turn := sum(len(example.sequences) > 1 for example in encoded.examples)
+    ):
+        count["by_turn"] = by_turn
     return count | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
 
 
@@ -293,6 +300,8 @@ def _summary(count: Mapping[str, Any]) -> str:
         if named := count[kind]:
             many = count.get(f"{kind} in all", len(named))
             notes.append(f"{many:,} {kind}: {named[0]}" + (" ..." if many > 1 else ""))
+    if by_turn := count.get("by_turn"):
+        notes.append(f"{by_turn:,} with a sequence for each turn, because the chat template rewrites earlier turns")
     return f"{count['rows']:,} rows" + (f" ({'; '.join(notes)})" if notes else "")
 
 

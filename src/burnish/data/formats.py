@@ -144,27 +144,34 @@ class At(NamedTuple):
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def check_values(value: Any, at: At) -> None:
+def check_record(record: Any, source: str) -> Any:
+    """The record, or a ``BadRow`` if ``check_values`` refuses one of its columns."""
+    try:
+        for name, value in record.items() if isinstance(record, Mapping) else [("", record)]:
+            check_values(name, At(source, str(name)))
+            check_values(value, At(source, str(name)))
+    except BadRow as bad:
+        return bad
+    return record
+
+
+def check_values(value: Any, at: At, depth: int = DEEPEST) -> None:
     r"""Raise a BadRow if lists and objects are nested too deeply, or a text cannot be encoded as UTF-8.
 
     JSON can spell such text: ``"\ud800"`` is half of a surrogate pair.
     """
-    level = [value]
-    for _ in range(DEEPEST):
-        below: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                if not one.isascii():
-                    _check_unicode(one, at)
-            elif isinstance(one, dict):
-                below += one
-                below += one.values()
-            elif isinstance(one, list | tuple):
-                below += one
-        if not below:
-            return
-        level = below
-    raise at.bad("nested too deeply", f"more than {DEEPEST} lists and objects inside each other")
+    if isinstance(value, str):
+        if not value.isascii():
+            _check_unicode(value, at)
+    elif isinstance(value, dict | list | tuple):
+        if depth == 0:
+            raise at.bad("nested too deeply", f"more than {DEEPEST} lists and objects inside each other")
+        if isinstance(value, dict):
+            for key in value:
+                check_values(key, at, 0)
+            value = value.values()
+        for item in value:
+            check_values(item, at, depth - 1)
 
 
 def _check_unicode(text: str, at: At) -> None:

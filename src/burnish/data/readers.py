@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from burnish.data.formats import DUPLICATE, BadRow, BeyondLimits, Decoder, end_of_value
+from burnish.data.formats import DEEPEST, DUPLICATE, BadRow, BeyondLimits, Decoder, check_record, end_of_value
 from burnish.data.recognition import parse
 from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
@@ -222,7 +222,8 @@ class Unchanged:
 def _numbered(records: Iterable[Any], prefix: str) -> Iterator[Located]:
     if isinstance(records, Mapping):  # iterating over a DatasetDict gives the names of its splits
         raise UserError(f"rows must be a list or one split of a data set, got a mapping with keys {', '.join(records)}")
-    return ((f"{prefix}{number}", record) for number, record in enumerate(records, 1))
+    places = ((f"{prefix}{number}", record) for number, record in enumerate(records, 1))
+    return ((place, check_record(record, place)) for place, record in places)
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -278,14 +279,18 @@ def _jsonl(path: Path) -> Iterator[Located]:
             yield place, bad
         elif line.strip():
             try:
-                yield place, _once(decoder.decode(line), decoder, place)
+                yield place, _checked(decoder.decode(line), decoder, place, line)
             except json.JSONDecodeError as error:
                 yield place, _not_json(place, line, error)
 
 
-def _once(record: Any, decoder: Decoder, place: str) -> Any:
-    """The record that was just decoded, or a ``BadRow`` if it has a duplicate key."""
-    return BadRow(place, decoder.duplicates[0], DUPLICATE, "write the key once") if decoder.duplicates else record
+def _checked(record: Any, decoder: Decoder, place: str, text: str) -> Any:
+    """The record that was just decoded from a text, or a ``BadRow`` if it has a duplicate key or a forbidden value."""
+    if decoder.duplicates:
+        return BadRow(place, decoder.duplicates[0], DUPLICATE, "write the key once")
+    # Few texts need this check: those that may spell half of a surrogate pair, and those with many brackets.
+    suspect = "\\ud" in text or "\\uD" in text or text.count("{") + text.count("[") > DEEPEST
+    return check_record(record, place) if suspect else record
 
 
 def _not_json(place: str, text: str, error: json.JSONDecodeError, note: str = "") -> BadRow:
@@ -313,7 +318,7 @@ def _json(path: Path) -> Iterator[Located]:
             place = f"{path}:{line}"
             try:
                 record, end = decoder.raw_decode(text, position)
-                record = _once(record, decoder, place)
+                record = _checked(record, decoder, place, text[position:end])
             except BeyondLimits as error:
                 record, end = _not_json(place, text, error), end_of_value(text, position)
             yield place, record
@@ -399,7 +404,7 @@ def _parquet(path: Path) -> Iterator[Located]:
         # Streaming reads the file itself, without a copy in the cache.
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for done, record in enumerate(rows, 1):
-            yield f"{path}:{done}", record
+            yield f"{path}:{done}", check_record(record, f"{path}:{done}")
     except (OSError, ValueError, pyarrow.ArrowException, DatasetsError) as error:
         if done == 0:
             raise UserError(f"{path}: cannot be read: {error}") from error

@@ -15,7 +15,6 @@ from burnish.data.formats import (
     BadRow,
     Record,
     Shape,
-    check_values,
     empty,
     flow_list,
     flow_map,
@@ -112,8 +111,6 @@ def _parse(
     keys: Mapping[str, str],
     keep: Collection[str],
 ) -> Row:
-    for name, value in record.items():
-        check_values([name, value], At(source, str(name)))
     names = (keys.get("role", "role"), keys.get("content", "content")) if IN_MESSAGES & keys.keys() else None
     if columns := {name: column for name, column in keys.items() if name not in IN_MESSAGES}:
         record = _renamed(record, columns, source)
