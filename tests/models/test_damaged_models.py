@@ -39,7 +39,10 @@ def setting(**values: Any) -> Callable[[Path], None]:
 
 
 def text(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
+    def change(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return change
 
 
 def weights(make: Callable[[Path], object]) -> Callable[[Path], None]:
