@@ -382,3 +382,34 @@ def test_generate_checks_its_options(here, model):
     result = call("generate", model, "ab", "--top-p", "0")
     assert result.exit_code == 2
     assert result.stderr == "error: command line: top_p: expected more than 0, got 0.0\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (MemoryError(), "out of memory: no more memory: close other programs, or use a smaller model"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "can't allocate memory: 9 bytes: close"),
+        (PermissionError(13, "Permission denied", "a.jsonl"), "error: a.jsonl: permission denied"),
+        (OSError(28, "No space left on device", "a.jsonl"), "a.jsonl: cannot be written: the disk is full"),
+    ],
+)
+def test_a_machine_that_is_at_its_limits_is_explained(
+    fault: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise fault
+
+    monkeypatch.setattr("burnish.config.shipped", fail)
+    result = CliRunner().invoke(cli.app, ["recipes"])
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_a_fault_of_burnish_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fault in (RuntimeError("bug"), FileNotFoundError(2, "No such file or directory", "a"), OSError("bug")):
+
+        def fail(fault: Exception = fault) -> None:
+            raise fault
+
+        monkeypatch.setattr("burnish.config.shipped", fail)
+        result = CliRunner().invoke(cli.app, ["recipes"])
+        assert result.exit_code == 1 and result.exception is fault

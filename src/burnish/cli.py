@@ -44,15 +44,15 @@ class Commands(typer.core.TyperGroup):
                 raise
             _print_error(message)
             raise typer.Exit(2) from None
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, UserCodeError) or not is_out_of_memory(error):
-                raise
-            _print_error(out_of_memory(error))
-            raise typer.Exit(2) from None
         except UserCodeError as error:
             typer.echo(error.traceback, err=True, nl=False)
             _print_error(str(error))
             raise typer.Exit(1) from None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            _print_error(out_of_memory(error))
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("stopped; run the same command again to resume", err=True)
             raise typer.Exit(STOPPED) from None

@@ -76,7 +76,6 @@ REASONS = {
     errno.ELOOP: "its symbolic links form a loop",
     errno.ENOTDIR: "a part of its path is a file, not a folder",
     errno.EISDIR: "it is a folder, not a file",
-    errno.ENOENT: "there is no such file or folder",
     errno.EMFILE: "too many files are open",
     errno.ENFILE: "too many files are open",
 }
@@ -120,7 +119,7 @@ def storing(path: Path, needed: int | None = None, aside: Path | None = None) ->
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
             raise UserError(message) from error
-        if isinstance(error, OSError) and (reason := REASONS.get(error.errno or 0)) and error.errno != errno.ENOENT:
+        if isinstance(error, OSError) and (reason := REASONS.get(error.errno or 0)):
             raise UserError(f"{path}: cannot be written: {reason}") from error
         raise
 

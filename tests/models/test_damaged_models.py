@@ -39,7 +39,10 @@ def setting(**values: Any) -> Callable[[Path], None]:
 
 
 def text(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
+    def change(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return change
 
 
 def weights(make: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -80,12 +83,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "pickle that is damaged or holds more than tensors, which could run any code",
     ),
     "an old pickle that runs code": (
-        weights(lambda path: path.write_bytes(pickle.dumps([Runs(), bytes(99_999)]))),
+        weights(lambda path: path.write_bytes(pickle.dumps([Runs(), "x" * 99_999], protocol=2))),
         "pickle that is damaged or holds more than tensors, which could run any code",
     ),
-    "a list of weights": (weights(lambda path: torch.save([torch.zeros(99_999)], path)), "one of its files is damaged"),
+    "a list of weights": (
+        weights(lambda path: torch.save([torch.zeros(99_999)], path)),
+        "cannot be loaded as AutoModel",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
-    "weights cut in the header": (cut(100), "cannot be loaded as AutoModelForCausalLM: Error while deserializing"),
+    "weights cut in the header": (cut(100), "but its weight files have only 0.1 kB: restore the config or the weights"),
     "weights cut at the end": (cut(-9), "cannot be loaded as AutoModelForCausalLM: Error while deserializing"),
 }
 

@@ -34,7 +34,7 @@ def test_rows_beyond_the_positions_of_an_encoder_are_refused_before_training(mak
     """They crashed in the middle of a run: the expanded size of the tensor must match the existing size."""
     trainer = make_trainer(RewardModel(), encoder(), LONG)
     assert trainer.truncation.max_length == 64
-    with pytest.raises(UserError, match=r"row 0: .* tokens, max_length 64: .* too_long: drop or truncate_left"):
+    with pytest.raises(UserError, match=r"row 1: .* tokens, max_length 64: .* too_long: drop or truncate_left"):
         trainer.train()
     trainer = make_trainer(RewardModel(), encoder(), LONG, own={"truncation": Truncation(too_long="drop")})
     trainer.train()
@@ -43,7 +43,7 @@ def test_rows_beyond_the_positions_of_an_encoder_are_refused_before_training(mak
 
 def test_a_maximum_above_the_limit_is_refused_with_the_row(make_trainer: Any) -> None:
     trainer = make_trainer(RewardModel(), encoder(), LONG, own={"truncation": Truncation(max_length=512)})
-    with pytest.raises(UserError, match=r"tokens, but the model reads at most 64: set data.max_length: 64"):
+    with pytest.raises(UserError, match=r"tokens, but the model reads at most 64: set data\.max_length: 64"):
         trainer.train()
     trainer = make_trainer(RewardModel(), encoder(), LONG[1:], own={"truncation": Truncation(max_length=512)})
     trainer.train()
@@ -52,7 +52,7 @@ def test_a_maximum_above_the_limit_is_refused_with_the_row(make_trainer: Any) ->
 def test_token_ids_without_an_embedding_are_refused_with_the_row(make_trainer: Any, tiny_llama: Any) -> None:
     """They crashed with an index error, or on a GPU with an assertion of the device."""
     rows = [{"prompt": "a", "completion": "b"}]
-    with pytest.raises(UserError, match=r"row 0: the token id .*, but the model has embeddings only for the 20 ids"):
+    with pytest.raises(UserError, match=r"row 1: the token id .*, but the model has embeddings only for the 20"):
         make_trainer(SFT(), tiny_llama(vocab_size=20), rows).train()
     generator = LocalGenerator(tiny_llama(vocab_size=20))
     with pytest.raises(UserError, match="request 0: the token id 20, but the model has embeddings only for the 20"):

@@ -366,12 +366,12 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 
 
 _SHAPE = _one_of("linear", "cosine", "1-sqrt")
-_PLATEAU = {
+_PLATEAU: dict[str, Callable[[Any], bool]] = {
     "mode": _one_of("min", "max"),
     **dict.fromkeys(("factor", "threshold", "min_lr", "eps"), _is_number),
     **dict.fromkeys(("patience", "cooldown"), _is_count),
 }
-_MIN_LR = dict.fromkeys(("num_cycles", "min_lr", "min_lr_rate"), _is_number)
+_MIN_LR: dict[str, Callable[[Any], bool]] = dict.fromkeys(("num_cycles", "min_lr", "min_lr_rate"), _is_number)
 SCHEDULE_ARGS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "cosine": {"num_cycles": _is_number},
     "cosine_with_restarts": {"num_cycles": _is_count},
