@@ -27,7 +27,7 @@ from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
-from burnish.render.templates import set_template
+from burnish.render.templates import prepare_template, set_template
 from burnish.types import Config, Example, Prompt, Sequence
 
 AT_ONCE = 64
@@ -61,6 +61,7 @@ def load(reference: str, template: str | None = None, dtype: loading.DType = "au
     tokenizer = loading.load_tokenizer(reference)
     if template is not None:
         set_template(tokenizer, template)
+    prepare_template(tokenizer)
     model = loading.load_policy(reference, dtype=loading.choose_dtype(dtype))
     return Loaded(reference, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 

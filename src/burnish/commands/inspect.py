@@ -27,7 +27,7 @@ from burnish.models import loading
 from burnish.models.batching import shared_length
 from burnish.models.layout import default_budget
 from burnish.models.settings import AdapterConfig
-from burnish.render.templates import set_template
+from burnish.render.templates import prepare_template, set_template
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
@@ -91,6 +91,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
     if template is not None:
         set_template(tokenizer, template)
+    prepare_template(tokenizer)
     spec = method_spec(stage.method.name)
     settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:

@@ -17,7 +17,7 @@ from burnish.errors import UserError
 from burnish.render import masks
 from burnish.render.masks import Learn, Prefix
 from burnish.render.special_tokens import LiteralEncoder, SpecialTokens, Tokens
-from burnish.render.templates import ChatTemplate, Rendered
+from burnish.render.templates import ChatTemplate, Rendered, Unrendered
 from burnish.render.truncate import Truncation, fit
 from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text
 
@@ -63,7 +63,7 @@ class Renderer:
 
     def prompts(self, rows: list[Prompt]) -> list[tuple[int, ...]]:
         """Like ``prompt``, for many rows."""
-        rendered = [self.template.render(row.messages, row.source, add_generation_prompt=True) for row in rows]
+        rendered = self.template.render_many([Unrendered(row.messages, True, row.source) for row in rows])
         return [tuple(tokens.ids) for tokens in self._tokenize(rendered)]
 
     def conversation(self, row: Conversation, learn: Learn | None = None, learn_eos: bool = True) -> Sequence:
@@ -89,18 +89,14 @@ class Renderer:
         template, special = self.template, self.special
         by_marks = template.marks_generation
         learned = [masks.learned_messages(row, learn) for row in rows]
-        whole = [template.render(row.messages, row.source, find_generated=by_marks) for row in rows]
+        whole = template.render_many([Unrendered(row.messages, False, row.source) for row in rows], by_marks)
         # Without marks, masks need the ids of prefixes. A plain template has no special token between a prompt and its
         # answer, so the ids of its prompts are checked too.
         needed = [
             masks.prefixes(row, messages, opened=not by_marks or template.plain, closed=not by_marks)
             for row, messages in zip(rows, learned, strict=True)
         ]
-        rendered = [
-            self._render_prefix(row, one, prefix)
-            for row, one, its_prefixes in zip(rows, whole, needed, strict=True)
-            for prefix in its_prefixes
-        ]
+        rendered = self._render_prefixes(rows, whole, needed)
         if by_marks:
             tokenized = self._tokenize(whole, offsets=True)
             prefix_ids = (tokens.ids for tokens in self._tokenize(rendered))
@@ -119,15 +115,23 @@ class Renderer:
             sequences.append(Sequence(tokens.ids, mask, row.source))
         return sequences
 
-    def _render_prefix(self, row: Conversation, whole: Rendered, prefix: Prefix) -> Rendered:
-        """Render the first messages of a conversation."""
-        messages = row.messages[: prefix.messages]
+    def _render_prefixes(
+        self, rows: list[Conversation], whole: list[Rendered], needed: list[list[Prefix]]
+    ) -> list[Rendered]:
+        """Render the first messages of conversations, all prefixes of the first row, then those of the next."""
+        prefixes = [
+            (one, Unrendered(row.messages[: prefix.messages], prefix.opens_turn, row.source))
+            for row, one, its_prefixes in zip(rows, whole, needed, strict=True)
+            for prefix in its_prefixes
+        ]
         if not self.template.plain:
-            return self.template.render(messages, row.source, prefix.opens_turn)
+            return self.template.render_many([prefix for _, prefix in prefixes])
         # The text of a plain template up to the mark of an answer is what it writes for the prompt alone.
-        answers_before = sum(message["role"] == "assistant" for message in messages)
-        text = whole.text[: whole.generated[answers_before][0]]
-        return Rendered(text, (), messages, prefix.opens_turn, row.source)
+        rendered = []
+        for one, prefix in prefixes:
+            answers_before = sum(message["role"] == "assistant" for message in prefix.messages)
+            rendered.append(Rendered(one.text[: one.generated[answers_before][0]], (), *prefix))
+        return rendered
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -145,7 +149,8 @@ class Renderer:
 
     def answers(self, rows: list[Conversation], truncation: Truncation | None = None) -> list[Sequence]:
         """Like ``answer``, for many rows."""
-        tokenized = self._tokenize([self.template.render(row.messages, row.source) for row in rows])
+        rendered = self.template.render_many([Unrendered(row.messages, False, row.source) for row in rows])
+        tokenized = self._tokenize(rendered)
         sequences = [
             Sequence(tokens.ids, np.zeros(len(tokens.ids), np.bool_), row.source)
             for row, tokens in zip(rows, tokenized, strict=True)

@@ -210,7 +210,7 @@ class LiteralEncoder:
         )
         try:
             hidden = self._template.render(messages, rendered.source, rendered.add_generation_prompt).text
-        except Exception:  # the template accepted the original messages: it depends on what they say
+        except UserError:  # the template accepted the original messages: it depends on what they say
             return None
         if len(hidden) != len(rendered.text):
             return None
@@ -266,7 +266,7 @@ class LiteralEncoder:
         messages = tuple(Message(role=message["role"], content=self._special.letter) for message in rendered.messages)
         try:
             text = self._template.render(messages, rendered.source, rendered.add_generation_prompt).text
-        except Exception:  # the template accepted the original messages: it depends on what they say
+        except UserError:  # the template accepted the original messages: it depends on what they say
             return None
         return self._special.within(self._tokens(text).ids)
 
