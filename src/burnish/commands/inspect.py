@@ -267,12 +267,22 @@ def _spans(
         (trained, token in special, step)
         for token, trained, step in zip(sequence.tokens.tolist(), sequence.loss_mask.tolist(), steps, strict=True)
     ]
-    done, before = 0, ""
+    before: list[int] = []  # the tokens of the span before; those before them make no difference to the text after it
+    done = 0
     for (trained, is_special, _), group in groupby(marks):
-        done += len(list(group))
-        whole = str(tokenizer.decode(sequence.tokens[:done].tolist(), clean_up_tokenization_spaces=False))
-        yield trained, is_special, whole[len(before) :], values.get(done - 1)
-        before = whole
+        start, done = done, done + len(list(group))
+        tokens = sequence.tokens[start:done].tolist()
+        yield (
+            trained,
+            is_special,
+            _decode(tokenizer, before + tokens)[len(_decode(tokenizer, before)) :],
+            values.get(done - 1),
+        )
+        before = tokens
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 # --- memory and time ----------------------------------------------------------------------------------------------

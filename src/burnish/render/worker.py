@@ -5,10 +5,10 @@ it can still loop forever or fill the memory. Therefore, each process has one ch
 operating system limits the CPU time that the child spends on a row, and its memory. A child that exceeds a limit ends,
 and the next row starts a new one.
 
-The parent sends a pickle for each batch. The child answers with a line of JSON for each row, because the parent must
-not trust what it reads. At the start of each row, the child writes a byte to another pipe, so that the parent knows in
-which row a child ended. The child has its own session, so Ctrl-C does not reach it. It ends when its parent ends,
-because that closes its input.
+The parent sends a pickle for each batch. The child answers with marshalled data for each row, which runs no code when
+it is read. At the start of each row, the child writes a byte to another pipe, so that the parent knows in which row a
+child ended. The child has its own session, so Ctrl-C does not reach it. It ends when its parent ends, because that
+closes its input.
 
 macOS does not enforce limits on memory. CPU time and the length of texts are limited there too.
 """
@@ -16,7 +16,7 @@ macOS does not enforce limits on memory. CPU time and the length of texts are li
 from __future__ import annotations
 
 import atexit
-import json
+import marshal
 import os
 import pickle
 import signal
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from burnish.types import Messages  # an import that the child does not need
 
 BATCH = 1024  # rows; a pipe must hold a byte for each, and some hold only 4096
+SIZE = 8  # bytes that a size takes
 REASON = 500  # characters of an error message that a template made
 OUT_OF_MEMORY = 77  # exit code
 EXCESSES = 10  # rows in a row, after which a template is not run again
@@ -117,37 +118,38 @@ def render(batch: Batch) -> list[Text]:
 def render_here(batch: Batch) -> list[Text]:
     """Like ``render``, but in this process and without limits."""
     texts = []
-    for index in range(len(batch.conversations)):
-        result = _render_one(batch, index)
+    for index, result in enumerate(_results(batch)):
         if isinstance(result, Failure):
             raise RenderingError(index, result)
         texts.append(result)
     return texts
 
 
-def _render_one(batch: Batch, index: int) -> Text | Failure:
+def _results(batch: Batch) -> Iterator[Text | Failure]:
+    """Render one conversation after the other."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    messages, add_generation_prompt = batch.conversations[index]
-    try:
-        texts, generated = render_jinja_template(
-            conversations=[list(messages)],  # pyright: ignore[reportArgumentType]
-            chat_template=batch.template,
-            return_assistant_tokens_mask=batch.find_generated,
-            add_generation_prompt=add_generation_prompt,
-            **batch.special_tokens,
-        )
-    except MemoryError:
-        raise
-    except jinja2.TemplateSyntaxError as error:
-        return Failure("syntax", f"line {error.lineno}: {_one_line(error.message)}")
-    except jinja2.TemplateError as error:
-        return Failure("refused", _one_line(error.message))
-    except Exception as error:
-        return Failure("failed", f"{type(error).__name__}: {_one_line(str(error))}")
-    spans: Any = tuple(generated[0]) if batch.find_generated else ()
-    return Text(texts[0], spans)
+    for messages, add_generation_prompt in batch.conversations:
+        try:
+            texts, generated = render_jinja_template(
+                conversations=[list(messages)],  # pyright: ignore[reportArgumentType]
+                chat_template=batch.template,
+                return_assistant_tokens_mask=batch.find_generated,
+                add_generation_prompt=add_generation_prompt,
+                **batch.special_tokens,
+            )
+        except MemoryError:
+            raise
+        except jinja2.TemplateSyntaxError as error:
+            yield Failure("syntax", f"line {error.lineno}: {_one_line(error.message)}")
+        except jinja2.TemplateError as error:
+            yield Failure("refused", _one_line(error.message))
+        except Exception as error:
+            yield Failure("failed", f"{type(error).__name__}: {_one_line(str(error))}")
+        else:
+            spans: Any = tuple(generated[0]) if batch.find_generated else ()
+            yield Text(texts[0], spans)
 
 
 def _one_line(message: str | None) -> str:
@@ -197,18 +199,18 @@ class _Child:
         texts: list[Text] = []
         failure = None
         with suppress(BrokenPipeError):
-            self._requests.write(len(request).to_bytes(8, "little") + request)
+            self._requests.write(len(request).to_bytes(SIZE, "little") + request)
             self._requests.flush()
             while failure is None and len(texts) < len(batch.conversations):
-                line = self._answers.readline()
-                if not line.endswith(b"\n"):
+                size = int.from_bytes(self._answers.read(SIZE), "little")
+                answer = self._answers.read(size)
+                if not answer or len(answer) < size:
                     break
-                answer = json.loads(line)
-                if isinstance(answer, dict):
-                    failure = Failure(**answer)
+                first, second = marshal.loads(answer)
+                if isinstance(second, str):
+                    failure = Failure(first, second)
                 else:
-                    text, generated = answer
-                    texts.append(Text(text, tuple((start, end) for start, end in generated)))
+                    texts.append(Text(first, second))
         begun = len(os.read(self._progress, BATCH))
         if failure is not None:
             raise RenderingError(len(texts), failure)
@@ -348,7 +350,7 @@ def serve(progress: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, sys.stdout.fileno())
     os.dup2(nowhere, sys.stderr.fileno())
-    while header := requests.read(8):
+    while header := requests.read(SIZE):
         size = int.from_bytes(header, "little")
         limits, batch = pickle.loads(requests.read(size))
         with _limited(limits.memory + MEMORY_PER_BYTE * size):
@@ -360,17 +362,18 @@ def serve(progress: int) -> None:
 
 
 def _answer(batch: Batch, limits: Limits, answers: BufferedWriter, progress: int) -> None:
-    """Write a line for each conversation, up to the first that cannot be rendered."""
+    """Render up to the first conversation that cannot be rendered."""
+    results = _results(batch)
     for index in range(len(batch.conversations)):
         os.write(progress, b".")
         # When the timer expires, the operating system ends the process with SIGPROF. A handler in Python would not run
         # before a single long operation, such as a large power, returns.
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-        result = _too_long(batch, index, _render_one(batch, index), limits)
+        result = _too_long(batch, index, next(results), limits)
+        answer = marshal.dumps(tuple(result))
+        answers.write(len(answer).to_bytes(SIZE, "little") + answer)
         if isinstance(result, Failure):
-            answers.write(json.dumps(result._asdict()).encode() + b"\n")
             break
-        answers.write(json.dumps(result).encode() + b"\n")
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
