@@ -31,6 +31,7 @@ from burnish.render.templates import prepare_template, set_template
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
+SHOWN_TOKENS = 20_000  # of a longer row, half of these from each end
 SHOWN_CHANGES = 5
 BINS = 8
 BAR = 40
@@ -207,7 +208,13 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
                 place = ", chosen" if number == example.pairs[0].better else ", rejected"
             notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
             console.print(f"row {index} ({sequence.source}{place}): {', '.join(notes)}", style="bold", markup=False)
-            console.print(marked(sequence, tokenizer, colors=colors))
+            size, half = len(sequence.tokens), SHOWN_TOKENS // 2
+            if size <= SHOWN_TOKENS:
+                console.print(marked(sequence, tokenizer, colors=colors))
+            else:
+                console.print(marked(sequence, tokenizer, range(half), colors=colors))
+                console.print(f"... {size - 2 * half:,} tokens are not shown ...", style="bold", markup=False)
+                console.print(marked(sequence, tokenizer, range(size - half, size), colors=colors))
 
 
 def _notes(sequence: Sequence) -> list[str]:
@@ -230,16 +237,16 @@ def _reward(sequence: Sequence) -> float:
     return float(sequence.arrays["advantages"][0]) if "advantages" in sequence.arrays else 1.0
 
 
-def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bool) -> Text:
+def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, part: range | None = None, *, colors: bool) -> Text:
     """A sequence as text, with the value of each reasoning step after its last token, as in ``<+0.5>``.
 
     Learned tokens are green, or red if a negative reward makes them less likely; without colors they are in ``[[ ]]``.
-    Special tokens are highlighted.
+    Special tokens are highlighted. ``part`` are the indices of the tokens to show; default: all.
     """
     text = Text()
     special = set(tokenizer.all_special_ids) if colors else set()
     learned = "green" if _reward(sequence) >= 0 else "red"
-    for trained, is_special, span, value in _spans(sequence, tokenizer, special):
+    for trained, is_special, span, value in _spans(sequence, tokenizer, part or range(len(sequence.tokens)), special):
         # show the value on the line of its step, before the newline
         end = "\n" if value is not None and span.endswith("\n") else ""
         body = span.removesuffix(end)
@@ -255,30 +262,23 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bo
 
 
 def _spans(
-    sequence: Sequence, tokenizer: PreTrainedTokenizerBase, special: set[int]
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase, part: range, special: set[int]
 ) -> Iterator[tuple[bool, bool, str, float | None]]:
     """Group consecutive tokens with the same style into spans, each with the value at its end.
 
     The text of a span is what it adds to the decoded text before it, so that no space is lost.
     """
     values = _values(sequence)
-    steps = accumulate((t in values for t in range(len(sequence.tokens) - 1)), initial=0)
-    marks = [
-        (trained, token in special, step)
-        for token, trained, step in zip(sequence.tokens.tolist(), sequence.loss_mask.tolist(), steps, strict=True)
-    ]
-    before: list[int] = []  # the tokens of the span before; those before them make no difference to the text after it
-    done = 0
+    tokens, mask = sequence.tokens[part.start : part.stop].tolist(), sequence.loss_mask[part.start : part.stop].tolist()
+    steps = accumulate((t in values for t in part[:-1]), initial=0)
+    marks = [(trained, token in special, step) for token, trained, step in zip(tokens, mask, steps, strict=True)]
+    # The text of a token may depend on the one before it, but not on those before the span before.
+    start, here = 0, 0
     for (trained, is_special, _), group in groupby(marks):
-        start, done = done, done + len(list(group))
-        tokens = sequence.tokens[start:done].tolist()
-        yield (
-            trained,
-            is_special,
-            _decode(tokenizer, before + tokens)[len(_decode(tokenizer, before)) :],
-            values.get(done - 1),
-        )
-        before = tokens
+        end = here + len(list(group))
+        before, whole = _decode(tokenizer, tokens[start:here]), _decode(tokenizer, tokens[start:end])
+        yield trained, is_special, whole[len(before) :], values.get(part[end - 1])
+        start, here = here, end
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

@@ -6,9 +6,11 @@ singular forms (``conversation``, ``prompt``, ...) do the same for one row.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import combinations
+from itertools import accumulate, combinations
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -24,6 +26,8 @@ from burnish.types import Conversation, Example, Messages, Pair, Preference, Pro
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+GROUP = 50_000_000  # characters of prefixes that are rendered together
 
 
 class Renderer:
@@ -96,41 +100,61 @@ class Renderer:
             masks.prefixes(row, messages, opened=not by_marks or template.plain, closed=not by_marks)
             for row, messages in zip(rows, learned, strict=True)
         ]
-        rendered = self._render_prefixes(rows, whole, needed)
-        if by_marks:
-            tokenized = self._tokenize(whole, offsets=True)
-            prefix_ids = (tokens.ids for tokens in self._tokenize(rendered))
-        else:
-            both = self._tokenize(whole + rendered)
-            tokenized, prefix_ids = both[: len(whole)], (tokens.ids for tokens in both[len(whole) :])
+        tokenized = self._tokenize(whole, offsets=by_marks)
+        lengths = self._prefix_lengths(rows, whole, tokenized, needed)
         sequences = []
-        for row, one, tokens, messages, its_prefixes in zip(rows, whole, tokenized, learned, needed, strict=True):
-            of_prefix = {prefix: next(prefix_ids) for prefix in its_prefixes}
+        for row, one, tokens, messages, its_lengths in zip(rows, whole, tokenized, learned, lengths, strict=True):
             if by_marks:
                 turns = masks.turns_by_marks(row, messages, tokens, one.generated, special)
-                masks.check_prefixes(row, tokens.ids, of_prefix, special)
             else:
-                turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
+                turns = masks.turns_by_prefixes(row, messages, tokens.ids, its_lengths, special)
             mask = masks.loss_mask(row, tokens.ids, turns, learn, learn_eos, special)
             sequences.append(Sequence(tokens.ids, mask, row.source))
         return sequences
 
-    def _render_prefixes(
-        self, rows: list[Conversation], whole: list[Rendered], needed: list[list[Prefix]]
-    ) -> list[Rendered]:
-        """Render the first messages of conversations, all prefixes of the first row, then those of the next."""
-        prefixes = [
-            (one, Unrendered(row.messages[: prefix.messages], prefix.opens_turn, row.source))
-            for row, one, its_prefixes in zip(rows, whole, needed, strict=True)
-            for prefix in its_prefixes
+    # --- prefixes of conversations --------------------------------------------------------------------------------
+
+    def _prefix_lengths(
+        self, rows: list[Conversation], whole: list[Rendered], tokenized: list[Tokens], needed: list[list[Prefix]]
+    ) -> list[dict[Prefix, int]]:
+        """The number of tokens of each prefix.
+
+        Raises:
+            UserError: if the ids of a prefix are not the first ids of the whole conversation.
+        """
+        lengths: list[dict[Prefix, int]] = [{} for _ in rows]
+        for group in _groups(needed, [len(one.text) for one in whole]):
+            rendered = self._render_prefixes([(rows[i], whole[i], prefix) for i, prefix in group])
+            shared = [
+                _shared(one.text, whole[i].text, tokenized[i]) for (i, _), one in zip(group, rendered, strict=True)
+            ]
+            tails = list({tail for _, tail in filter(None, shared)})
+            encodings = self._backend(as_text=False).encode_batch_fast(tails, add_special_tokens=False)
+            ids_of = {tail: encoding.ids for tail, encoding in zip(tails, encodings, strict=True)}
+            others = []
+            for (i, prefix), one, found in zip(group, rendered, shared, strict=True):
+                start, ids = (0, None) if found is None else (found[0], ids_of[found[1]])
+                if ids is not None and tokenized[i].ids[start : start + len(ids)] == ids:
+                    lengths[i][prefix] = start + len(ids)
+                else:
+                    others.append((i, prefix, one))
+            for (i, prefix, _), tokens in zip(others, self._tokenize([one for *_, one in others]), strict=True):
+                masks.check_prefix(rows[i].source, tokenized[i].ids, tokens.ids, prefix.messages, self.special)
+                lengths[i][prefix] = len(tokens.ids)
+        return lengths
+
+    def _render_prefixes(self, prefixes: list[tuple[Conversation, Rendered, Prefix]]) -> list[Rendered]:
+        """Render the first messages of conversations, given as the row, its rendering, and the prefix."""
+        unrendered = [
+            Unrendered(row.messages[: prefix.messages], prefix.opens_turn, row.source) for row, _, prefix in prefixes
         ]
         if not self.template.plain:
-            return self.template.render_many([prefix for _, prefix in prefixes])
+            return self.template.render_many(unrendered)
         # The text of a plain template up to the mark of an answer is what it writes for the prompt alone.
         rendered = []
-        for one, prefix in prefixes:
+        for (_, whole, _), prefix in zip(prefixes, unrendered, strict=True):
             answers_before = sum(message["role"] == "assistant" for message in prefix.messages)
-            rendered.append(Rendered(one.text[: one.generated[answers_before][0]], (), *prefix))
+            rendered.append(Rendered(whole.text[: whole.generated[answers_before][0]], (), *prefix))
         return rendered
 
     # --- answers --------------------------------------------------------------------------------------------------
@@ -272,7 +296,10 @@ class Renderer:
         encodings = self._backend(as_text=False).encode_batch_fast(distinct, add_special_tokens=False)
         ids_of = {piece: encoding.ids for piece, encoding in zip(distinct, encodings, strict=True)}
         for its_pieces in pieces:
-            yield Tokens([id for piece in its_pieces for id in ids_of[piece]], [])
+            ends = zip(
+                accumulate(map(len, its_pieces)), accumulate(len(ids_of[piece]) for piece in its_pieces), strict=True
+            )
+            yield Tokens([id for piece in its_pieces for id in ids_of[piece]], [], list(ends))
 
     def _only_the_templates(self, rendered: Rendered, tokens: Tokens) -> bool:
         """Whether all special tokens certainly come from the template."""
@@ -312,6 +339,35 @@ class Renderer:
         end = len(rendered.text)
         offsets = [*[(0, 0)] * len(before), *tokens.offsets, *[(end + 1, end + 1)] * len(after)]
         return Tokens(before + tokens.ids + after, offsets if tokens.offsets else [])
+
+
+def _groups(needed: list[list[Prefix]], sizes: list[int]) -> Iterator[list[tuple[int, Prefix]]]:
+    """Each prefix with the index of its row, in groups of limited size.
+
+    The prefixes of a long conversation of many turns may not fit into memory all at once.
+    """
+    group, size = [], 0
+    for i, prefixes in enumerate(needed):
+        for prefix in prefixes:
+            group.append((i, prefix))
+            size += sizes[i]
+            if size >= GROUP:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _shared(text: str, whole: str, tokens: Tokens) -> tuple[int, str] | None:
+    """What a prefix shares with the tokens of the whole text: a number of tokens, and the rest of the prefix's text.
+
+    None if the text is not a prefix, or the whole text was not tokenized in pieces.
+    """
+    if not tokens.pieces or not whole.startswith(text):
+        return None
+    pieces = bisect_right(tokens.pieces, len(text), key=itemgetter(0))
+    characters, count = tokens.pieces[pieces - 1] if pieces else (0, 0)
+    return count, text[characters:]
 
 
 def _pairs(row: Preference | Ranking, ties: Literal["drop", "half"]) -> tuple[Pair, ...]:
