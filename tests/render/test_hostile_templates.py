@@ -103,8 +103,12 @@ INVALID = {
     "unmatched end": "{% endfor %}",
 }
 
-GOOD: Messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"})
-BAD: Messages = ({"role": "user", "content": "BAD"}, {"role": "assistant", "content": "Yo"})
+
+def says(content: str) -> Messages:
+    return ({"role": "user", "content": content}, {"role": "assistant", "content": "Yo"})
+
+
+GOOD, BAD = says("Hi"), says("BAD")
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +189,7 @@ def test_a_template_that_always_exceeds_limits_is_given_up(
     worker._worker.close()
     monkeypatch.setattr(worker, "_Child", Counted)
     monkeypatch.setattr(worker, "EXCESSES", 2)
-    many = [*[GOOD] * 3, *({**BAD[0], "content": f"BAD {i}"} for i in range(20))]
-    rows = rows_of(*(m if isinstance(m, tuple) else (m, BAD[1]) for m in many))
+    rows = rows_of(*[GOOD] * 3, *(says(f"BAD {i}") for i in range(20)))
     result = encoded(byte_tokenizer(bad_if_asked(LOOP * 3 + END * 3)), rows, "skip")
     assert len(result.examples) == 3 and len(result.changed) == 20
     assert "took more than 0.3 s of CPU time" in result.changed[1].reason
@@ -198,7 +201,7 @@ def test_a_template_that_always_exceeds_limits_is_given_up(
 def test_the_child_renders_what_this_process_would(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BATCH", 3)
     contents = ["Hi", "", "a\nb\r\n", "\u2028 \x85 \x00", "😀 é", "\ud800", '"\\', "\U000f0000", "x" * 200_000]
-    conversations = [(({**GOOD[0], "content": content}, {**GOOD[1], "content": content}), True) for content in contents]
+    conversations = [(says(content), True) for content in contents]
     whole = worker.Batch(template, {"bos_token": "<s>", "eos_token": "</s>"}, template == CHATML, conversations)
     assert worker.render(whole) == worker.render_here(whole)
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from builders import word_tokenizer
 from burnish.errors import UserError
+from burnish.render import renderer
 from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import ChatTemplate, set_template
@@ -139,6 +140,7 @@ def test_a_completion_is_learned_alone(byte_tokenizer: Any) -> None:
 contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_size=1, max_size=12)
 
 
+@settings(deadline=None)  # the first example waits for the process that renders templates
 @given(
     st.lists(st.tuples(contents, contents), min_size=1, max_size=3),
     st.sampled_from([CHATML, MARKED, MARKED_WITHOUT_END]),
@@ -165,6 +167,16 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides(byte_
     with pytest.raises(UserError, match=r"(?s)chat.jsonl:17: the first 2 messages.*alone:.*'Y'.*in whole:.*im_end"):
         Renderer(tokenizer).conversation(TWO)
     assert learned(tokenizer, Renderer(tokenizer).conversation(TWO, "last")) == ["No.<|im_end|>"]
+
+
+def test_prefixes_are_rendered_in_groups_of_any_size(byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Conversation(TWO.messages * 3, None, "chat.jsonl:18")
+    rewrites = CHATML.replace("m['content'] +", "m['content'] + ('' if loop.last else ' ') +")
+    together = Renderer(byte_tokenizer()).conversations([TWO, many])
+    monkeypatch.setattr(renderer, "GROUP", 1)
+    assert Renderer(byte_tokenizer()).conversations([TWO, many]) == together
+    with pytest.raises(UserError, match=r"chat.jsonl:17: the first . messages alone do not have"):
+        Renderer(byte_tokenizer(rewrites)).conversations([TWO, many])
 
 
 def test_a_merge_across_the_answer_is_refused(byte_tokenizer: Any) -> None:

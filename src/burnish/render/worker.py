@@ -46,8 +46,10 @@ class Limits(NamedTuple):
 
     Attributes:
         seconds: CPU time for one row. Wall-clock time would also depend on what else the machine does.
-        memory: bytes of memory, without what long rows need.
-        characters: of one rendered text, without what long messages need.
+        memory: bytes of memory.
+        characters: of one rendered text.
+
+    Long messages raise each limit.
     """
 
     seconds: float = 5.0
@@ -56,8 +58,9 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
+SECONDS_PER_CHARACTER = 1e-6  # of the messages; many templates take less than a hundredth
 MEMORY_PER_BYTE = 20  # of a batch; a template copies its text several times, with up to 4 bytes for each character
-TEXT_PER_MESSAGE = 10  # characters of a text for each character of its messages
+TEXT_PER_CHARACTER = 10  # of the messages
 
 
 class Text(NamedTuple):
@@ -364,27 +367,20 @@ def serve(progress: int) -> None:
 def _answer(batch: Batch, limits: Limits, answers: BufferedWriter, progress: int) -> None:
     """Render up to the first conversation that cannot be rendered."""
     results = _results(batch)
-    for index in range(len(batch.conversations)):
+    for messages, _ in batch.conversations:
+        given = sum(len(message["content"]) for message in messages)
         os.write(progress, b".")
         # When the timer expires, the operating system ends the process with SIGPROF. A handler in Python would not run
         # before a single long operation, such as a large power, returns.
-        signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-        result = _too_long(batch, index, next(results), limits)
+        signal.setitimer(signal.ITIMER_PROF, limits.seconds + SECONDS_PER_CHARACTER * given)
+        result = next(results)
+        if isinstance(result, Text) and len(result.text) > limits.characters + TEXT_PER_CHARACTER * given:
+            result = Failure("limit", f"wrote {len(result.text):,} characters for messages of {given:,}")
         answer = marshal.dumps(tuple(result))
         answers.write(len(answer).to_bytes(SIZE, "little") + answer)
         if isinstance(result, Failure):
             break
     signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _too_long(batch: Batch, index: int, result: Text | Failure, limits: Limits) -> Text | Failure:
-    if isinstance(result, Failure) or len(result.text) <= limits.characters:
-        return result
-    messages, _ = batch.conversations[index]
-    given = sum(len(message["content"]) for message in messages)
-    if len(result.text) <= limits.characters + TEXT_PER_MESSAGE * given:
-        return result
-    return Failure("limit", f"wrote {len(result.text):,} characters for messages of {given:,}")
 
 
 @contextmanager
