@@ -234,7 +234,7 @@ class _Child:
 
 @dataclass
 class _Excesses:
-    """The conversations in which a template exceeded a limit, and how many it did so in without any success between."""
+    """The conversations for which a template exceeded a limit, and how many of them came one after the other."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     in_a_row: int = 0
@@ -243,8 +243,8 @@ class _Excesses:
 class _Worker:
     """Starts the child when it is needed, and again after it ended.
 
-    Rows that cannot be encoded are found by encoding parts of a batch again, so a conversation that exceeded a limit is
-    remembered. A template that exceeds limits again and again is not rendered any more.
+    A batch with a bad row is encoded again in parts, to find the row. Therefore, conversations that exceed a limit are
+    remembered. A template that exceeds limits for many rows in a row is not run again.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class _Worker:
         return texts
 
     def _part(self, batch: Batch) -> list[Text]:
-        """Render a part. If something else than a limit ended the child, a new one tries again, once."""
+        """Render a part. If something other than a limit ended the child, a new one tries once more."""
         attempts = 2
         while True:
             attempts -= 1
