@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.commands.inspect import lora_parameters, marked, percentile
@@ -47,6 +49,19 @@ def test_spans_keep_the_space_between_them_and_are_marked():
         ("dim", " a"),
         ("green", " b c"),
     ]
+
+
+def test_a_part_of_a_row_is_shown_as_in_the_whole():
+    sequence = Sequence((0, 1, 2, 3, 1), (False, False, True, True, False), "x:1")
+    assert marked(sequence, Letters(), range(2), colors=False).plain == "<s> a"  # type: ignore[arg-type]
+    assert marked(sequence, Letters(), range(3, 5), colors=False).plain == "[[c]] a"  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 2, 3]), st.booleans()), min_size=2))
+def test_the_spans_of_a_row_join_to_its_text(tokens):
+    ids, mask = zip(*tokens, strict=True)
+    text = marked(Sequence(ids, (False, *mask[1:]), "x:1"), Letters(), colors=True).plain  # type: ignore[arg-type]
+    assert text == Letters().decode(ids, clean_up_tokenization_spaces=False)
 
 
 def test_the_value_of_a_step_follows_its_last_token():

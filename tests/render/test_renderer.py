@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -16,6 +16,7 @@ from builders import word_tokenizer
 from burnish.errors import UserError
 from burnish.methods.policy_gradient import Reinforce
 from burnish.methods.sft import SFT
+from burnish.render import renderer as rendering
 from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import ChatTemplate, set_template
@@ -142,6 +143,7 @@ def test_a_completion_is_learned_alone(byte_tokenizer: Any) -> None:
 contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_size=1, max_size=12)
 
 
+@settings(deadline=None)  # the first example waits for the process that renders templates
 @given(
     st.lists(st.tuples(contents, contents), min_size=1, max_size=3),
     st.sampled_from([CHATML, MARKED, MARKED_WITHOUT_END]),
@@ -199,6 +201,16 @@ def test_each_turn_is_a_sequence_if_the_template_rewrites_earlier_turns(
             (*examples,), _ = method.examples(kinds, tokenizer, truncation)
             assert [len(example.sequences) for example in examples] == sizes
             assert sum(example.counts["tokens"] for example in examples) == sum(turn.loss_mask.sum() for turn in turns)
+
+
+def test_prefixes_are_rendered_in_groups_of_any_size(byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Conversation(TWO.messages * 3, None, "chat.jsonl:18")
+    rewrites = CHATML.replace("m['content'] +", "m['content'] + ('' if loop.last else ' ') +")
+    together = Renderer(byte_tokenizer()).conversations([TWO, many])
+    monkeypatch.setattr(rendering, "GROUP", 1)
+    assert Renderer(byte_tokenizer()).conversations([TWO, many]) == together
+    with pytest.raises(UserError, match=r"chat.jsonl:17: the first . messages alone do not have"):
+        Renderer(byte_tokenizer(rewrites)).conversations([TWO, many])
 
 
 def test_a_merge_across_the_answer_is_refused(byte_tokenizer: Any) -> None:

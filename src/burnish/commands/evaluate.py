@@ -38,7 +38,7 @@ from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
-from burnish.render.templates import set_template
+from burnish.render.templates import prepare_template, set_template
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
@@ -257,6 +257,7 @@ def _measure_rewards(reference: str, eval_rows: list[Row], evaluation: Evaluatio
     tokenizer = loading.load_tokenizer(reference)
     if evaluation.template is not None:
         set_template(tokenizer, evaluation.template)
+    prepare_template(tokenizer)
     model = loading.load_reward_model(reference).to("cuda" if torch.cuda.is_available() else "cpu")
     examples, changed = RewardModel().examples(eval_rows, tokenizer, _length(model, tokenizer, evaluation))
     pad_id: Any = tokenizer.pad_token_id

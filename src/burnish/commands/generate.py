@@ -29,7 +29,7 @@ from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_
 from burnish.models.layout import Layout
 from burnish.models.limits import Limits
 from burnish.render.renderer import Renderer
-from burnish.render.templates import set_template
+from burnish.render.templates import prepare_template, set_template
 from burnish.terminal import check_typed
 from burnish.types import Config, Example, Prompt, Sequence
 
@@ -64,6 +64,7 @@ def load(reference: str, template: str | None = None, dtype: loading.DType = "au
     tokenizer = loading.load_tokenizer(reference)
     if template is not None:
         set_template(tokenizer, template)
+    prepare_template(tokenizer)
     model = loading.load_policy(reference, dtype=loading.choose_dtype(dtype))
     return Loaded(reference, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 

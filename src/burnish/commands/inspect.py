@@ -30,12 +30,13 @@ from burnish.models.layout import default_budget
 from burnish.models.limits import limits_of
 from burnish.models.settings import AdapterConfig
 from burnish.render.encode import account
-from burnish.render.templates import set_template
+from burnish.render.templates import prepare_template, set_template
 from burnish.report.metrics import duration
 from burnish.terminal import visible
 from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
+SHOWN_TOKENS = 20_000  # of a longer row, half of these from each end
 SHOWN_CHANGES = 5
 BINS = 8
 BAR = 40
@@ -96,6 +97,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
     if template is not None:
         set_template(tokenizer, template)
+    prepare_template(tokenizer)
     spec = method_spec(stage.method.name)
     settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:
@@ -223,7 +225,13 @@ def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row:
             notes = [f"{len(sequence.tokens)} tokens", *_notes(sequence)]
             title = visible(f"row {index} ({sequence.source}{place}): {', '.join(notes)}")
             console.print(title, style="bold", markup=False)
-            console.print(marked(sequence, tokenizer, colors=colors))
+            size, half = len(sequence.tokens), SHOWN_TOKENS // 2
+            if size <= SHOWN_TOKENS:
+                console.print(marked(sequence, tokenizer, colors=colors))
+            else:
+                console.print(marked(sequence, tokenizer, range(half), colors=colors))
+                console.print(f"... {size - 2 * half:,} tokens are not shown ...", style="bold", markup=False)
+                console.print(marked(sequence, tokenizer, range(size - half, size), colors=colors))
 
 
 def _notes(sequence: Sequence) -> list[str]:
@@ -246,16 +254,16 @@ def _reward(sequence: Sequence) -> float:
     return float(sequence.arrays["advantages"][0]) if "advantages" in sequence.arrays else 1.0
 
 
-def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bool) -> Text:
+def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, part: range | None = None, *, colors: bool) -> Text:
     """A sequence as text, with the value of each reasoning step after its last token, as in ``<+0.5>``.
 
     Learned tokens are green, or red if a negative reward makes them less likely; without colors they are in ``[[ ]]``.
-    Special tokens are highlighted.
+    Special tokens are highlighted. ``part`` are the indices of the tokens to show; default: all.
     """
     text = Text()
     special = set(tokenizer.all_special_ids) if colors else set()
     learned = "green" if _reward(sequence) >= 0 else "red"
-    for trained, is_special, span, value in _spans(sequence, tokenizer, special):
+    for trained, is_special, span, value in _spans(sequence, tokenizer, part or range(len(sequence.tokens)), special):
         # show the value on the line of its step, before the newline
         end = "\n" if value is not None and span.endswith("\n") else ""
         body = visible(span.removesuffix(end))
@@ -271,24 +279,27 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, *, colors: bo
 
 
 def _spans(
-    sequence: Sequence, tokenizer: PreTrainedTokenizerBase, special: set[int]
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase, part: range, special: set[int]
 ) -> Iterator[tuple[bool, bool, str, float | None]]:
     """Group consecutive tokens with the same style into spans, each with the value at its end.
 
     The text of a span is what it adds to the decoded text before it, so that no space is lost.
     """
     values = _values(sequence)
-    steps = accumulate((t in values for t in range(len(sequence.tokens) - 1)), initial=0)
-    marks = [
-        (trained, token in special, step)
-        for token, trained, step in zip(sequence.tokens.tolist(), sequence.loss_mask.tolist(), steps, strict=True)
-    ]
-    done, before = 0, ""
+    tokens, mask = sequence.tokens[part.start : part.stop].tolist(), sequence.loss_mask[part.start : part.stop].tolist()
+    steps = accumulate((t in values for t in part[:-1]), initial=0)
+    marks = [(trained, token in special, step) for token, trained, step in zip(tokens, mask, steps, strict=True)]
+    # The text of a token may depend on the one before it, but not on those before the span before.
+    start, here = 0, 0
     for (trained, is_special, _), group in groupby(marks):
-        done += len(list(group))
-        whole = str(tokenizer.decode(sequence.tokens[:done].tolist(), clean_up_tokenization_spaces=False))
-        yield trained, is_special, whole[len(before) :], values.get(done - 1)
-        before = whole
+        end = here + len(list(group))
+        before, whole = _decode(tokenizer, tokens[start:here]), _decode(tokenizer, tokens[start:end])
+        yield trained, is_special, whole[len(before) :], values.get(part[end - 1])
+        start, here = here, end
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 # --- memory and time ----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from burnish.generate.settings import factory
 from burnish.models import loading, merge
 from burnish.models.adapters import add_adapter
 from burnish.render.encode import account
-from burnish.render.templates import set_template
+from burnish.render.templates import prepare_template, set_template
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, read_metrics
 from burnish.rewards.functions import NamedReward
@@ -194,6 +194,7 @@ class TrainingStage:
             screen.message(f"trust_remote_code: running code from {self.source}")
         tokenizer = loading.load_tokenizer(self.source, trust_remote_code=stage.trust_remote_code)
         self._template(tokenizer, screen)
+        prepare_template(tokenizer)
         source, trust, adapted = self.source, stage.trust_remote_code, loading.is_adapter(self.source)
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)

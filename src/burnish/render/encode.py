@@ -96,17 +96,25 @@ def _with_prompts(encoded: Encoded, origins: list[int], rows: list[Row]) -> Enco
     return encoded._replace(examples=examples)
 
 
-def _each(rows: list[Row], function: ToExamples) -> list[Example | UserError]:
-    """The example of each row, or its error. If a batch fails, its halves are tried separately, down to single rows."""
+def _each(rows: list[Row], function: ToExamples) -> Iterator[Example | UserError]:
+    """The example of each row, or its error. If a batch fails, its halves are tried separately, down to single rows.
+
+    Rows after an error are not tried before the caller asks for them.
+    """
     try:
-        return list(function(rows))
+        examples = list(function(rows))
     except NoTemplateError:  # no row is at fault, so none is skipped
         raise
     except UserError as error:
         if len(rows) == 1:
-            return [error]
+            yield error
+            return
+    else:
+        yield from examples
+        return
     middle = len(rows) // 2
-    return _each(rows[:middle], function) + _each(rows[middle:], function)
+    yield from _each(rows[:middle], function)
+    yield from _each(rows[middle:], function)
 
 
 class Account(NamedTuple):

@@ -123,47 +123,42 @@ def _tokens_inside(offsets: np.ndarray, first: int, last: int) -> tuple[int, int
 
 
 def turns_by_prefixes(
-    row: Conversation, learned: list[int], ids: list[int], of_prefix: Mapping[Prefix, list[int]], special: SpecialTokens
+    row: Conversation, learned: list[int], ids: list[int], lengths: Mapping[Prefix, int], special: SpecialTokens
 ) -> list[Turn]:
-    """The learned turns, by what each adds to the ids of its prompt.
+    """The learned turns, by what each adds to its prompt; ``lengths`` are the numbers of tokens of the prefixes.
 
     Raises:
-        RewrittenError: the ids of a prefix are not a prefix of the row's ids.
         UserError: the template adds nothing for a turn.
     """
-    check_prefixes(row, ids, of_prefix, special)
     turns = []
     for i in learned:
-        start = len(of_prefix[Prefix(i, opens_turn=True)])
-        stop = len(of_prefix[Prefix(i + 1, opens_turn=False)]) if i + 1 < len(row.messages) else len(ids)
+        start = lengths[Prefix(i, opens_turn=True)]
+        stop = lengths[Prefix(i + 1, opens_turn=False)] if i + 1 < len(row.messages) else len(ids)
         turns.append(_without_end(ids, start, stop, special))
     if any(turn.start >= turn.end for turn in turns):
         raise UserError(f"{row.source}: the chat template adds nothing for a turn of the assistant")
     return turns
 
 
-def check_prefixes(
-    row: Conversation, ids: list[int], of_prefix: Mapping[Prefix, list[int]], special: SpecialTokens
-) -> None:
-    """Check that the ids of each prefix are the first ids of the whole conversation.
+def check_prefix(source: str, ids: list[int], before: list[int], messages: int, special: SpecialTokens) -> None:
+    """Check that the ids of the first messages, ``before``, are the first ids of the whole conversation.
 
     Raises:
         RewrittenError: if they differ. The message shows both.
     """
-    for prefix, before in of_prefix.items():
-        if ids[: len(before)] == before:
-            continue
-        differ = (t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
-        same = next(differ, min(len(before), len(ids)))
-        start = max(0, same - 8)
-        alone, whole = (special.show(part[start : same + 8]) for part in (before, ids))
-        raise RewrittenError(
-            f"{row.source}: the first {prefix.messages} messages alone do not have the ids that they have in the whole"
-            f" conversation, so what the model learns is not what it is asked; from token {start} on\n"
-            f"  alone:    {alone}\n  in whole: {whole}\n"
-            "Use a template that marks {% generation %}, make all turns but the last one part of the prompt, or let the"
-            " completion begin with the space that the prompt ends with"
-        )
+    if ids[: len(before)] == before:
+        return
+    differ = (t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
+    same = next(differ, min(len(before), len(ids)))
+    start = max(0, same - 8)
+    alone, whole = (special.show(part[start : same + 8]) for part in (before, ids))
+    raise RewrittenError(
+        f"{source}: the first {messages} messages alone do not have the ids that they have in the whole conversation,"
+        f" so what the model learns is not what it is asked; from token {start} on\n"
+        f"  alone:    {alone}\n  in whole: {whole}\n"
+        "Use a template that marks {% generation %}, make all turns but the last one part of the prompt, or let the"
+        " completion begin with the space that the prompt ends with"
+    )
 
 
 def _without_end(ids: list[int], start: int, stop: int, special: SpecialTokens) -> Turn:

@@ -7,9 +7,11 @@ singular forms (``conversation``, ``prompt``, ...) do the same for one row.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import combinations
+from itertools import accumulate, combinations
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,7 +20,7 @@ from burnish.errors import UserError
 from burnish.render import masks
 from burnish.render.masks import Learn, Prefix
 from burnish.render.special_tokens import LiteralEncoder, SpecialTokens, Tokens
-from burnish.render.templates import ChatTemplate, Rendered
+from burnish.render.templates import ChatTemplate, Rendered, Unrendered
 from burnish.render.truncate import Truncation, fit
 from burnish.types import Conversation, Example, Messages, Pair, Preference, Prompt, Ranking, Sequence, Text
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+GROUP = 50_000_000  # characters of prefixes that are rendered together
 
 
 class Renderer:
@@ -67,7 +70,7 @@ class Renderer:
 
     def prompts(self, rows: list[Prompt]) -> list[tuple[int, ...]]:
         """Like ``prompt``, for many rows."""
-        rendered = [self.template.render(row.messages, row.source, add_generation_prompt=True) for row in rows]
+        rendered = self.template.render_many([Unrendered(row.messages, True, row.source) for row in rows])
         return [tuple(tokens.ids) for tokens in self._tokenize(rendered)]
 
     def conversation(self, row: Conversation, learn: Learn | None = None, learn_eos: bool = True) -> Sequence:
@@ -129,49 +132,72 @@ class Renderer:
         template, special = self.template, self.special
         by_marks = template.marks_generation
         learned = [masks.learned_messages(row, learn) for row in rows]
-        whole = [template.render(row.messages, row.source, find_generated=by_marks) for row in rows]
+        whole = template.render_many([Unrendered(row.messages, False, row.source) for row in rows], by_marks)
         # Without marks, masks need the ids of prefixes. A plain template has no special token between a prompt and its
         # answer, so the ids of its prompts are checked too.
         needed = [
             masks.prefixes(row, messages, opened=not by_marks or template.plain, closed=not by_marks)
             for row, messages in zip(rows, learned, strict=True)
         ]
-        rendered = [
-            self._render_prefix(row, one, prefix)
-            for row, one, its_prefixes in zip(rows, whole, needed, strict=True)
-            for prefix in its_prefixes
-        ]
-        if by_marks:
-            tokenized = self._tokenize(whole, offsets=True)
-            prefix_ids = (tokens.ids for tokens in self._tokenize(rendered))
-        else:
-            both = self._tokenize(whole + rendered)
-            tokenized, prefix_ids = both[: len(whole)], (tokens.ids for tokens in both[len(whole) :])
+        tokenized = self._tokenize(whole, offsets=by_marks)
+        lengths = self._prefix_lengths(rows, whole, tokenized, needed)
         sequences: list[Sequence | masks.RewrittenError] = []
-        for row, one, tokens, messages, its_prefixes in zip(rows, whole, tokenized, learned, needed, strict=True):
-            of_prefix = {prefix: next(prefix_ids) for prefix in its_prefixes}
-            try:
-                if by_marks:
-                    turns = masks.turns_by_marks(row, messages, tokens, one.generated, special)
-                    masks.check_prefixes(row, tokens.ids, of_prefix, special)
-                else:
-                    turns = masks.turns_by_prefixes(row, messages, tokens.ids, of_prefix, special)
-            except masks.RewrittenError as error:
-                sequences.append(error)
+        for row, one, tokens, messages, its_lengths in zip(rows, whole, tokenized, learned, lengths, strict=True):
+            if isinstance(its_lengths, masks.RewrittenError):
+                sequences.append(its_lengths)
                 continue
+            if by_marks:
+                turns = masks.turns_by_marks(row, messages, tokens, one.generated, special)
+            else:
+                turns = masks.turns_by_prefixes(row, messages, tokens.ids, its_lengths, special)
             mask = masks.loss_mask(row, tokens.ids, turns, learn, learn_eos, special)
             sequences.append(Sequence(tokens.ids, mask, row.source))
         return sequences
 
-    def _render_prefix(self, row: Conversation, whole: Rendered, prefix: Prefix) -> Rendered:
-        """Render the first messages of a conversation."""
-        messages = row.messages[: prefix.messages]
+    # --- prefixes of conversations --------------------------------------------------------------------------------
+
+    def _prefix_lengths(
+        self, rows: list[Conversation], whole: list[Rendered], tokenized: list[Tokens], needed: list[list[Prefix]]
+    ) -> list[dict[Prefix, int] | masks.RewrittenError]:
+        """The number of tokens of each prefix, or an error for a row in which the template rewrites a prefix."""
+        lengths: list[dict[Prefix, int]] = [{} for _ in rows]
+        rewritten: dict[int, masks.RewrittenError] = {}
+        for group in _groups(needed, [len(one.text) for one in whole]):
+            rendered = self._render_prefixes([(rows[i], whole[i], prefix) for i, prefix in group])
+            shared = [
+                _shared(one.text, whole[i].text, tokenized[i]) for (i, _), one in zip(group, rendered, strict=True)
+            ]
+            tails = list({tail for _, tail in filter(None, shared)})
+            encodings = self._backend(as_text=False).encode_batch_fast(tails, add_special_tokens=False)
+            ids_of = {tail: encoding.ids for tail, encoding in zip(tails, encodings, strict=True)}
+            others = []
+            for (i, prefix), one, found in zip(group, rendered, shared, strict=True):
+                start, ids = (0, None) if found is None else (found[0], ids_of[found[1]])
+                if ids is not None and tokenized[i].ids[start : start + len(ids)] == ids:
+                    lengths[i][prefix] = start + len(ids)
+                else:
+                    others.append((i, prefix, one))
+            for (i, prefix, _), tokens in zip(others, self._tokenize([one for *_, one in others]), strict=True):
+                try:
+                    masks.check_prefix(rows[i].source, tokenized[i].ids, tokens.ids, prefix.messages, self.special)
+                except masks.RewrittenError as error:
+                    rewritten.setdefault(i, error)
+                lengths[i][prefix] = len(tokens.ids)
+        return [rewritten.get(i, its_lengths) for i, its_lengths in enumerate(lengths)]
+
+    def _render_prefixes(self, prefixes: list[tuple[Conversation, Rendered, Prefix]]) -> list[Rendered]:
+        """Render the first messages of conversations, given as the row, its rendering, and the prefix."""
+        unrendered = [
+            Unrendered(row.messages[: prefix.messages], prefix.opens_turn, row.source) for row, _, prefix in prefixes
+        ]
         if not self.template.plain:
-            return self.template.render(messages, row.source, prefix.opens_turn)
+            return self.template.render_many(unrendered)
         # The text of a plain template up to the mark of an answer is what it writes for the prompt alone.
-        answers_before = sum(message["role"] == "assistant" for message in messages)
-        text = whole.text[: whole.generated[answers_before][0]]
-        return Rendered(text, (), messages, prefix.opens_turn, row.source)
+        rendered = []
+        for (_, whole, _), prefix in zip(prefixes, unrendered, strict=True):
+            answers_before = sum(message["role"] == "assistant" for message in prefix.messages)
+            rendered.append(Rendered(whole.text[: whole.generated[answers_before][0]], (), *prefix))
+        return rendered
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -189,7 +215,8 @@ class Renderer:
 
     def answers(self, rows: list[Conversation], truncation: Truncation | None = None) -> list[Sequence]:
         """Like ``answer``, for many rows."""
-        tokenized = self._tokenize([self.template.render(row.messages, row.source) for row in rows])
+        rendered = self.template.render_many([Unrendered(row.messages, False, row.source) for row in rows])
+        tokenized = self._tokenize(rendered)
         sequences = [
             Sequence(tokens.ids, np.zeros(len(tokens.ids), np.bool_), row.source)
             for row, tokens in zip(rows, tokenized, strict=True)
@@ -311,7 +338,10 @@ class Renderer:
         encodings = self._backend(as_text=False).encode_batch_fast(distinct, add_special_tokens=False)
         ids_of = {piece: encoding.ids for piece, encoding in zip(distinct, encodings, strict=True)}
         for its_pieces in pieces:
-            yield Tokens([id for piece in its_pieces for id in ids_of[piece]], [])
+            ends = zip(
+                accumulate(map(len, its_pieces)), accumulate(len(ids_of[piece]) for piece in its_pieces), strict=True
+            )
+            yield Tokens([id for piece in its_pieces for id in ids_of[piece]], [], list(ends))
 
     def _only_the_templates(self, rendered: Rendered, tokens: Tokens) -> bool:
         """Whether all special tokens certainly come from the template."""
@@ -357,6 +387,35 @@ def _no_error(one: Sequence | masks.RewrittenError) -> Sequence:
     if isinstance(one, masks.RewrittenError):
         raise one
     return one
+
+
+def _groups(needed: list[list[Prefix]], sizes: list[int]) -> Iterator[list[tuple[int, Prefix]]]:
+    """Each prefix with the index of its row, in groups of limited size.
+
+    The prefixes of a long conversation of many turns may not fit into memory all at once.
+    """
+    group, size = [], 0
+    for i, prefixes in enumerate(needed):
+        for prefix in prefixes:
+            group.append((i, prefix))
+            size += sizes[i]
+            if size >= GROUP:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _shared(text: str, whole: str, tokens: Tokens) -> tuple[int, str] | None:
+    """What a prefix shares with the tokens of the whole text: a number of tokens, and the rest of the prefix's text.
+
+    None if the text is not a prefix, or the whole text was not tokenized in pieces.
+    """
+    if not tokens.pieces or not whole.startswith(text):
+        return None
+    pieces = bisect_right(tokens.pieces, len(text), key=itemgetter(0))
+    characters, count = tokens.pieces[pieces - 1] if pieces else (0, 0)
+    return count, text[characters:]
 
 
 def _pairs(row: Preference | Ranking, ties: Literal["drop", "half"]) -> tuple[Pair, ...]:

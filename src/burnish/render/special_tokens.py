@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,11 +29,13 @@ PRIVATE = range(0xF0000, 0xFFFFE)  # Unicode's first private plane, whose charac
 class Tokens(NamedTuple):
     """Token ids, and the characters that each was made from: ``Tokens([1, 9], [(0, 3), (3, 5)])``.
 
-    ``offsets`` is empty if nothing asked for it.
+    ``offsets`` is empty if nothing asked for it. ``pieces`` has the end of each piece that was tokenized by itself, as
+    a number of characters and a number of tokens: ``[(3, 1), (5, 2)]``.
     """
 
     ids: list[int]
     offsets: list[tuple[int, int]]
+    pieces: Sequence[tuple[int, int]] = ()
 
 
 class Span(NamedTuple):
@@ -210,7 +213,7 @@ class LiteralEncoder:
         )
         try:
             hidden = self._template.render(messages, rendered.source, rendered.add_generation_prompt).text
-        except Exception:  # the template accepted the original messages: it depends on what they say
+        except UserError:  # the template accepted the original messages: it depends on what they say
             return None
         if len(hidden) != len(rendered.text):
             return None
@@ -266,7 +269,7 @@ class LiteralEncoder:
         messages = tuple(Message(role=message["role"], content=self._special.letter) for message in rendered.messages)
         try:
             text = self._template.render(messages, rendered.source, rendered.add_generation_prompt).text
-        except Exception:  # the template accepted the original messages: it depends on what they say
+        except UserError:  # the template accepted the original messages: it depends on what they say
             return None
         return self._special.within(self._tokens(text).ids)
 
@@ -345,7 +348,7 @@ class _Guard:
             done = end
         parts.append(text[done:])
         places += [(i, i + 1) for i in range(done, len(text))]
-        ids, offsets = _as_tokens(self._rust.encode("".join(parts), add_special_tokens=False))
+        ids, offsets, _ = _as_tokens(self._rust.encode("".join(parts), add_special_tokens=False))
         ends = [*places, (places[-1][1],) * 2] if places else [(0, 0)]
         original = [(ends[a][0], ends[b - 1][1] if b > a else ends[a][0]) for a, b in offsets]
         return Tokens([self._ids.get(id, id) for id in ids], original)

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.errors import UserError, did_you_mean
+from burnish.render import worker
 from burnish.types import Messages
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ PLAIN_TEMPLATES = {"question_answer": QUESTION_ANSWER, "text": TEXT}
 ``System: ...\\n\\n`` if there is a system message; ``text`` joins the contents as they are. Both end an answer with the
 tokenizer's EOS token if it has one."""
 
+SHOWN_ROLES = 8
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -59,6 +61,23 @@ class NoTemplateError(UserError):
     """A tokenizer has no chat template, which concerns all rows."""
 
 
+def prepare_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Start the process that renders the tokenizer's template, so that it is ready when the first row needs it."""
+    if tokenizer.chat_template is not None and tokenizer.chat_template not in PLAIN_TEMPLATES.values():
+        worker.start()
+
+
+class Unrendered(NamedTuple):
+    """Messages to render: ``Unrendered(({"role": "user", "content": "Hi"},), True, "chat.jsonl:17")``.
+
+    With ``add_generation_prompt``, the template opens the assistant's turn after them.
+    """
+
+    messages: Messages
+    add_generation_prompt: bool
+    source: str
+
+
 class Rendered(NamedTuple):
     """Messages as text: ``Rendered("<s>Hi Yo</s>", ((6, 12),), ({"role": "user", ...}, ...), False, "chat.jsonl:17")``.
 
@@ -75,6 +94,9 @@ class Rendered(NamedTuple):
 
 class ChatTemplate:
     """The chat template that a tokenizer has now: ``ChatTemplate(tokenizer).render(messages, "chat.jsonl:17").text``.
+
+    A template that does not come with Burnish is foreign code, and is rendered in another process with limits on time
+    and memory (``burnish.render.worker``).
 
     ``marks_generation`` says whether the template marks the assistant's text by ``{% generation %}``; ``plain``
     whether it is one of ``PLAIN_TEMPLATES``.
@@ -103,21 +125,33 @@ class ChatTemplate:
         """Render messages to text; ``find_generated``: with the spans that the template marks as generated.
 
         Raises:
-            UserError: the template refuses the messages.
+            UserError: the template refuses the messages, fails, or exceeds a limit.
         """
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
+        return self.render_many([Unrendered(messages, add_generation_prompt, source)], find_generated)[0]
 
+    def render_many(self, conversations: list[Unrendered], find_generated: bool = False) -> list[Rendered]:
+        """Like ``render``, for many conversations. The error is that of the first one that cannot be rendered."""
+        batch = worker.Batch(
+            self.source,
+            self._special_tokens,
+            find_generated,
+            [(one.messages, one.add_generation_prompt) for one in conversations],
+        )
         try:
-            texts, generated = render_jinja_template(
-                conversations=[list(messages)],  # pyright: ignore[reportArgumentType]
-                chat_template=self.source,
-                return_assistant_tokens_mask=find_generated,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"{source}: the chat template refuses these messages ({roles}): {error}") from error
-        spans: Any = tuple(generated[0]) if find_generated else ()
-        return Rendered(texts[0], spans, messages, add_generation_prompt, source)
+            texts = worker.render_here(batch) if self.plain else worker.render(batch)
+        except worker.RenderingError as error:
+            raise UserError(_message(conversations[error.index], error.failure)) from error
+        return [Rendered(text, generated, *one) for one, (text, generated) in zip(conversations, texts, strict=True)]
+
+
+def _message(conversation: Unrendered, failure: worker.Failure) -> str:
+    """What is wrong, and where."""
+    what = f"{conversation.source}: the chat template"
+    if failure.kind == "refused":
+        roles = [message["role"] for message in conversation.messages]
+        shown = ", ".join(roles if len(roles) <= SHOWN_ROLES else [*roles[:SHOWN_ROLES], "..."])
+        return f"{what} refuses these messages ({shown}): {failure.reason}"
+    if failure.kind == "failed":
+        return f"{what} failed: {failure.reason}"
+    problem = f"is not valid: {failure.reason}" if failure.kind == "syntax" else failure.reason
+    return f"{what} {problem}: fix it in the tokenizer's files, or set template: {' or '.join(PLAIN_TEMPLATES)}"
