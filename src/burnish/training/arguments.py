@@ -232,6 +232,8 @@ class TrainerConfig(Config):
 
     def _schedule_problems(self, given: dict[str, Any]) -> Iterator[str]:
         """Problems in lr_scheduler_kwargs: names that the schedule does not take, and values of the wrong kind."""
+        if self.lr_scheduler_type.startswith("constant"):  # reported as a field that has no effect
+            return
         known = SCHEDULE_ARGS.get(self.lr_scheduler_type, {})
         for name, value in given.items():
             if name not in known:
