@@ -166,15 +166,15 @@ def test_a_gguf_file_is_described_without_being_converted(tmp_path, monkeypatch)
         getattr(writer, f"add_{name}")(value)
     writer.add_feed_forward_length(48)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(4)
+    writer.add_vocab_size(5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<s>", "</s>", "a", "b"])
-    writer.add_token_types([3, 3, 1, 1])
+    writer.add_token_list(["<s>", "</s>", "a", "b", "ab"])
+    writer.add_token_types([3, 3, 1, 1, 1])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(CHATML)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float16))
+    writer.add_tensor("token_embd.weight", np.zeros((5, 32), np.float16))
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -193,7 +193,8 @@ def test_a_gguf_file_is_described_without_being_converted(tmp_path, monkeypatch)
 def adapter(tmp_path) -> Path:
     """An adapter beside its base."""
     base = saved(tmp_path / "base", llama())
-    adapted = add_adapter(loading.load_policy(base), AdapterConfig.model_validate({"r": 4}), "CAUSAL_LM", loading.describe(base))  # type: ignore  # fmt: skip
+    policy: Any = loading.load_policy(base)
+    adapted = add_adapter(policy, AdapterConfig.model_validate({"r": 4}), "CAUSAL_LM", loading.describe(base))
     Network(adapted).save_policy(tmp_path / "adapter")
     return tmp_path / "adapter"
 
@@ -222,8 +223,8 @@ def test_an_adapter_with_another_base_or_without_one_is_reported(adapter):
 
 def test_the_adapter_of_a_reward_model_has_its_head(tmp_path):
     base = saved(tmp_path / "base", llama())
-    model = loading.load_reward_model(base)
-    adapted = add_adapter(model, AdapterConfig.model_validate({"r": 2}), "SEQ_CLS", loading.describe(base))  # type: ignore
+    model: Any = loading.load_reward_model(base)
+    adapted = add_adapter(model, AdapterConfig.model_validate({"r": 2}), "SEQ_CLS", loading.describe(base))
     Network(adapted).save_policy(tmp_path / "adapter")
     described = describe(str(tmp_path / "adapter"))
     assert described.facts["model"]["what"].startswith("a reward model")
