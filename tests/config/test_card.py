@@ -1,5 +1,7 @@
 """Model cards: facts of the manifest, the same bytes every time, and text of users that stays text."""
 
+import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +59,7 @@ def card(folder: Path, model: str = "org/model", data: str = "chat.jsonl", metho
     folder.mkdir(exist_ok=True)
     (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     Path(data).write_text('{"prompt": "a", "completion": "b"}\n')
-    text = ONE.replace("METHOD", method).replace("MODEL", repr(model)).replace("DATA", repr(data))
+    text = ONE.replace("METHOD", method).replace("MODEL", json.dumps(model)).replace("DATA", json.dumps(data))
     (folder / "one.yaml").write_text(text)
     recipe = load(folder / "one.yaml")
     write_card(folder, recipe, recipe.stages[0], ENTRY | {"data": {data: "9f86d081"}} | entry)
@@ -71,7 +73,7 @@ def stage(tmp_path_factory) -> Iterator[Path]:
     (home / "cards.yaml").write_text(RUN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(home / "cache"))
-        with Display(Console(file=(home / "log").open("w"))) as screen:
+        with Display(Console(file=io.StringIO())) as screen:
             pipeline.run(load(home / "cards.yaml", [f"out={home / 'run'}"]), display=screen)
         yield home / "run" / "reward"
 
@@ -85,7 +87,7 @@ def test_a_stage_writes_the_card_of_its_model_and_of_its_adapter(stage):
     }
     assert front_matter(adapter)["library_name"] == "peft" and "AutoPeftModelForSequenceClassification" in adapter
     for text in (model, adapter):
-        assert "`the model of stage prepare`" in text and str(stage.parent) not in text
+        assert "the model of stage `prepare`" in text and str(stage.parent) not in text
         assert re.search(r"train: `prepare/data/pairs\.jsonl`: 8 rows\n", text)
         assert re.search(r"- `prepare/model/model\.safetensors`: `[0-9a-f]{64}`\n", text)
         interval = r"[\d.]+ % \[[\d.]+ %, [\d.]+ %\]"
@@ -109,7 +111,7 @@ def test_facts_of_a_card(tmp_path, monkeypatch):
     assert "- train: `chat.jsonl`: 24 rows, 2 skipped\n" in text and "- `chat.jsonl`: `9f86d081`\n" in text
     assert "| Loss | 0.7000 | 0.5000 |\n" in text and "| Accuracy |  | 80.0 % [70.0 %, 90.0 %] |\n" in text
     assert "after 3 optimizer steps" in text and "per_device_train_batch_size: 2" in text
-    assert "learning_rate: 5.0e-05" in text and "learn_eos: true" in text  # defaults that define the method
+    assert "learning_rate: 5e-05" in text and "learn_eos: true" in text  # defaults that define the method
     assert card(tmp_path / "model") == text
 
 
@@ -119,13 +121,14 @@ def test_a_value_head_is_loaded_by_burnish(tmp_path, monkeypatch):
     assert "from burnish.models.loading import load_value_model" in text and "## Results" not in text
     (tmp_path / "model" / VALUE_HEAD).touch()
     (tmp_path / "model" / "critic").mkdir()
-    text = card(tmp_path / "model", method="ppo")
+    text = card(tmp_path / "model", method="ppo}\nreward: [{function: 'burnish.recipes.tiny:exact'}]\n# {")
     assert "holds the critic" in text and "AutoModelForTokenClassification" in text
 
 
 def test_absolute_paths_stay_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
     text = card(tmp_path / "model", model=str(tmp_path / "base"), data=str(tmp_path / "mine.jsonl"))
     assert str(tmp_path) not in text and "`base`" in text and "`mine.jsonl`" in text
     assert "base_model" not in front_matter(text)
@@ -136,7 +139,7 @@ def test_absolute_paths_stay_out(tmp_path, monkeypatch):
 )
 def test_names_of_users_are_neither_markup_nor_yaml(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = card(tmp_path / "model", data=name, data_kept=None)
+    text = card(tmp_path / "model", data=name)
     assert front_matter(text) == front_matter(card(tmp_path / "model"))
     assert text.count("\n---\n") == 1
     shown = code(name)

@@ -61,7 +61,7 @@ def write_card(folder: Path, recipe: Recipe, stage: Stage, entry: Mapping[str, A
         stage=stage.name,
         kind="adapter" if adapter else "model",
         method=METHOD_NAMES.get(stage.method.name, stage.method.name),
-        base=base or _base_name(stage),
+        start=_start(stage, base),
         load=_load_code(folder, stage, adapter, scores),
         critic=(folder / "critic").is_dir(),
         value_head=(folder / VALUE_HEAD).is_file() and stage.method.name != "step_value",
@@ -88,10 +88,11 @@ def base_id(recipe: Recipe, stage: Stage) -> str | None:
     return source if on_hub else None
 
 
-def _base_name(stage: Stage) -> str:
+def _start(stage: Stage, base: str | None) -> str:
+    """The model that a stage starts from, as Markdown."""
     if isinstance(stage.model, StageModel):
-        return f"the model of stage {stage.model.stage}"
-    return stage.model.package if isinstance(stage.model, PackageModel) else short(str(stage.model))
+        return f"the model of stage {code(stage.model.stage)}" + (f" (made from {code(base)})" if base else "")
+    return code(base or (stage.model.package if isinstance(stage.model, PackageModel) else short(str(stage.model))))
 
 
 def _load_code(folder: Path, stage: Stage, adapter: bool, scores: bool) -> str:
