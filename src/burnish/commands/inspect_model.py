@@ -236,7 +236,7 @@ def _settings(source: str, name: str) -> dict[str, Any]:
 
 def _config(source: str, **options: Any) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
     except BAD_CONFIG as error:
         raise UserError(f"{source}: its config cannot be read: {_reason(error)}") from error
@@ -287,6 +287,7 @@ def _open_gguf(reference: str, path: Path) -> Model:
 
 def _open_adapter(reference: str, folder: str, described: Description) -> Model | None:
     """The base of an adapter as a model with the adapter's head, after the adapter itself has been described."""
+    _settings(folder, "adapter_config.json")  # checks that it is JSON with keys
     config = loading.adapter_config(folder)
     weights = of_files(path for name in [loading.ADAPTER] if (path := _file(folder, name)) is not None)
     described.add("adapter", {**_adapter_facts(config), **_adapter_weights(weights, described)})
@@ -349,8 +350,9 @@ def _base(folder: str, config: PeftConfig, described: Description) -> str | None
         described.warnings.append(f"the base is not here, so the adapter computes nothing yet: {error}")
         return None
     described.add("adapter", {"base is here": f"yes: {base}"})
-    size = stored(base).bytes
-    if recorded is None or size == 0:
+    held = stored(base)
+    size = held.bytes
+    if recorded is None or not held.complete:
         return base
     if size > READ_LIMIT:
         described.add(
@@ -371,7 +373,8 @@ def _base(folder: str, config: PeftConfig, described: Description) -> str | None
 
 def _describe_model(model: Model, described: Description) -> None:
     names = model.settings.get("architectures") or ["unknown"]
-    remote = model.settings.get("auto_map")
+    tokenizer = _settings(model.source, "tokenizer_config.json") if not model.gguf else {}
+    remote = {**_auto_map(model.settings), **_auto_map(tokenizer)}
     network = model.network
     described.add(
         "model",
@@ -431,12 +434,17 @@ def _file_of(cls: type) -> str:
     return cls.__module__.replace(".", "/") + ".py"
 
 
-def _remote_code(remote: Any, known: bool) -> str:
+def _auto_map(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The classes that a model brings with it: ``{"AutoModel": "modeling_mine.MineModel"}``."""
+    named = settings.get("auto_map")
+    return named if isinstance(named, dict) else {}
+
+
+def _remote_code(remote: Mapping[str, Any], known: bool) -> str:
     if not remote:
         return "none"
-    files = (
-        sorted({str(name).partition(".")[0] + ".py" for name in remote.values()}) if isinstance(remote, dict) else []
-    )
+    names = [name for value in remote.values() for name in (value if isinstance(value, list) else [value]) if name]
+    files = sorted({str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in names})
     named = f"the model comes with code of its own ({', '.join(files)})"
     return f"{named}, which {'does not run by default; transformers has this class itself' if known else 'would run'}"
 
@@ -459,7 +467,8 @@ def _attention(text: PreTrainedConfig, *, causal: bool) -> str:
         ]
         return f"{direction}, {', '.join(shown)}"
     sliding = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    return f"{direction}, {'sliding' + within if sliding else 'full'} in all {text.num_hidden_layers} layers"
+    layers = f"in all {text.num_hidden_layers} layers" if hasattr(text, "num_hidden_layers") else "in all layers"
+    return f"{direction}, {'sliding' + within if sliding else 'full'} {layers}"
 
 
 # --- the weights --------------------------------------------------------------------------------------------------
@@ -602,7 +611,8 @@ def _describe_value_head(path: Path, described: Description) -> None:
 def _tokenizer(model: Model, described: Description) -> PreTrainedTokenizerBase | None:
     own = model.adapter if model.adapter and _file(model.adapter, "tokenizer_config.json") else model.source
     try:
-        return loading.stored_tokenizer(own, **({"gguf_file": model.gguf} if model.gguf else {}))
+        gguf = {"gguf_file": model.gguf} if model.gguf else {}
+        return loading.stored_tokenizer(own, trust_remote_code=False, **gguf)
     except UserError as error:
         described.warnings.append(f"no tokenizer: {error}")
         return None
@@ -723,7 +733,11 @@ def _describe_reading(
     head = described.facts.get("head", {})
     if not model.classifies and "delimiter" not in head:
         return
-    text = _sample(tokenizer, template)
+    try:
+        text = _sample(tokenizer, template)
+    except UserError as error:
+        described.warnings.append(str(error))
+        return
     tokens = [str(tokenizer.decode([token])) for token in text]
     described.add("position of the score", {"sample": f"{''.join(tokens)!r}: tokens 0 to {len(text) - 1}"})
     if not model.classifies:
@@ -837,7 +851,13 @@ def _loaded(model: Model, text: list[int], described: Description) -> PreTrained
         why = f"{size / 2**30:.1f} GiB of weights" if size > READ_LIMIT else "without all weights"
         described.add("position of the score", {"score of the sample": f"not computed ({why})"})
         return None
-    if max(text) >= model.network.get_input_embeddings().num_embeddings:  # type: ignore[union-attr]
+    if model.network is None or model.config is None or model.config.is_encoder_decoder:
+        return None
+    settings = model.config.get_text_config()
+    if max(text) >= settings.vocab_size or 2 * len(text) > getattr(settings, "max_position_embeddings", 2 * len(text)):
+        described.add(
+            "position of the score", {"score of the sample": "not computed (the model cannot take the sample)"}
+        )
         return None
     try:
         return loading.load_reward_model(model.folder, labels=None).eval()  # type: ignore[return-value]

@@ -96,7 +96,7 @@ def positions_of_encoder(model: PreTrainedModel, text: list[int]) -> list[int] |
     """
     ids = torch.tensor([text])
     outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
-    if not outputs.hidden_states:
+    if not outputs.get("hidden_states"):
         return None
     (gradient,) = torch.autograd.grad(outputs.logits.sum(), outputs.hidden_states[-1], allow_unused=True)
     return None if gradient is None else gradient[0].abs().sum(-1).nonzero().flatten().tolist()
