@@ -739,7 +739,7 @@ def _describe_reading(
         described.warnings.append(str(error))
         return
     tokens = [str(tokenizer.decode([token])) for token in text]
-    described.add("position of the score", {"sample": f"{''.join(tokens)!r}: tokens 0 to {len(text) - 1}"})
+    described.add("position of the score", {"sample": f"{str(tokenizer.decode(text))!r}: tokens 0 to {len(text) - 1}"})
     if not model.classifies:
         _describe_steps(model, tokenizer, template, described)
     elif _is_encoder(model):
