@@ -80,7 +80,7 @@ def as_examples(made: list[Rollout]) -> list[Example]:
     examples = []
     for r in made:
         before, after = len(r.prompt), len(r.completion)
-        arrays = {"logprobs": r.old, "ref_logprobs": r.reference, "advantages": [r.advantage] * after}
+        arrays = {"old_logprobs": r.old, "ref_logprobs": r.reference, "advantages": [r.advantage] * after}
         examples.append(
             Example(
                 (
