@@ -104,17 +104,32 @@ def run(
 
 @app.command()
 def inspect(
-    recipe: RecipeArgument,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL",
+            help="A YAML file or the name of a shipped recipe; or a model: a folder (of a model, adapter or stage), a "
+            ".gguf file or a hub id.",
+        ),
+    ],
     overrides: Overrides = None,
-    row: Annotated[int | None, typer.Option(min=0, help="Show only this row, counting from 0.")] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="Show only this row of a recipe, counting from 0.")] = None,
 ) -> None:
-    """Show rows as the model sees them: tokens, loss masks, lengths, truncation. This trains nothing."""
-    from burnish.config import load
+    """Show a recipe's rows as the model sees them, or what a model is and computes. This trains nothing."""
+    from burnish.config import load, shipped
 
-    loaded = load(recipe, overrides or [])  # first, because what follows imports torch
-    from burnish.commands.inspect import show
+    console = _console(soft_wrap=not sys.stdout.isatty())
+    if Path(source).suffix in (".yaml", ".yml") or source in shipped():
+        loaded = load(source, overrides or [])  # first, because what follows imports torch
+        from burnish.commands.inspect import show
 
-    show(loaded, row, _console(soft_wrap=not sys.stdout.isatty()))
+        show(loaded, row, console)
+        return
+    if overrides or row is not None:
+        raise UserError(f"{source}: not a recipe, and --row and KEY=VALUE apply only to recipes")
+    from burnish.commands.inspect_model import show as show_model
+
+    show_model(source, console)
 
 
 @app.command()

@@ -93,9 +93,10 @@ def sha256(path: Path) -> str:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Weights, samples, and metrics without their timings."""
+    """Weights, model cards, samples, and metrics without their timings."""
     contents: dict[str, Any] = {}
-    for path in [*folder.glob("*/model/**/*.safetensors"), *folder.glob("*/samples.jsonl")]:
+    globs = ("*/model/**/*.safetensors", "*/model/README.md", "*/samples.jsonl")
+    for path in (path for glob in globs for path in folder.glob(glob)):
         contents[str(path.relative_to(folder))] = path.read_bytes()
     for path in folder.glob("*/metrics.jsonl"):
         contents[path.parent.name] = [
@@ -113,6 +114,7 @@ def test_every_stage_writes_its_files(done):
         names = {p.name for p in (done / stage).iterdir()}
         assert {"metrics.jsonl", "model", f"checkpoint-{checkpoint}"} <= names
         assert not [name for name in names if name.startswith(".")]
+        assert "model/README.md" in next(s for s in manifest(done)["stages"] if s["name"] == stage)["files"]
     assert (done / "ppo" / "model" / "critic" / "model.safetensors").is_file()
 
 

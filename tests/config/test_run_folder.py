@@ -224,6 +224,12 @@ def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: py
     assert "resumes after step 1" in run()
 
 
+def test_a_model_card_may_be_edited(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_in("ppo", 1, monkeypatch)
+    Path("runs/small/sft/model/README.md").write_text("# Mine")
+    assert "resumes after step 1" in run()
+
+
 def test_an_unchanged_file_is_not_hashed_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_in("ppo", 1, monkeypatch)
     read: list[str] = []

@@ -21,6 +21,7 @@ from burnish.config import (
     method_spec,
     sources,
 )
+from burnish.config.card import write_card
 from burnish.config.inputs import Checksums, of_code, of_model, of_rows
 from burnish.config.resolve import model_reference, named_reward
 from burnish.config.schema import RewardFromModel
@@ -99,19 +100,21 @@ class TrainingStage:
         with contextlib.closing(self.method(self._rewards())) as method:
             trainer = self._trainer(method, model, tokenizer, splits, recorder, screen)
             counts = self._train(trainer, start, splits, screen)
-        recorder.offsets()  # flush to disk what was logged after the last checkpoint
-        evaluations = self._evaluations()
-        return {
-            "model": summary | {"source": self.source},
-            "rows": counts,
-            "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
-            "files": {f"model/{name}": digest for name, digest in files.listed(self.folder / "model").items()},
-        }
+            recorder.offsets()  # flush to disk what was logged after the last checkpoint
+            evaluations = self._evaluations()
+            outcome: dict[str, Any] = {
+                "model": summary | {"source": self.source},
+                "rows": counts,
+                "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
+            }
+            self._save(trainer, {**entry, **outcome})
+        written = files.listed(self.folder / "model")
+        return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
 
     def _train(
         self, trainer: Trainer, start: Path | None, splits: dict[str, rows.Rows | RowStream], screen: Display
     ) -> dict[str, Any]:
-        """Train, evaluate before and after, and save the model. Returns the counts of rows for the manifest."""
+        """Train, and evaluate before and after. Returns the counts of rows for the manifest."""
         counts = {
             s: _counts(read, trainer.train_examples if s == "train" else trainer.eval_examples)
             for s, read in splits.items()
@@ -128,8 +131,6 @@ class TrainingStage:
         if isinstance(trainer.loader, StreamLoader):
             counts = {"train": trainer.loader.counts()} | counts
             screen.message(f"train: {_summary(counts['train'])}")
-        evaluations = self._evaluations()
-        self._save(trainer, evaluations[-1] if evaluations else {})
         return counts
 
     def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
@@ -260,11 +261,13 @@ class TrainingStage:
             screen.message(f"data.max_length is not set: it is {limit:,}, the most that the model reads")
         return trainer
 
-    def _save(self, trainer: Trainer, evaluated: Mapping[str, Any]) -> None:
+    def _save(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
         """Write a model folder that transformers alone can load. An adapter is merged and also saved separately.
 
-        The config of a reward model stores the mean and standard deviation of its held-out scores.
+        The config of a reward model stores the mean and standard deviation of its held-out scores. ``entry`` is the
+        stage's entry in the manifest, from which the model cards are made.
         """
+        evaluated = entry["results"].get("after", {})
         network = trainer.accelerator.unwrap_model(trainer.model)
         if "eval_score_mean" in evaluated:
             config = loading.unwrap(network.policy).config
@@ -273,11 +276,13 @@ class TrainingStage:
             with files.writing(self.folder / "adapter") as staging:
                 network.save_policy(staging)
                 trainer.tokenizer.save_pretrained(staging)
+                write_card(staging, self.recipe, self.stage, entry)
             network.policy = merge.policy_of(network.policy, self.folder / "adapter", self.stage.trust_remote_code)
         if isinstance(network.critic, PeftModel):
             network.critic = network.critic.merge_and_unload()
         with files.writing(self.folder / "model") as staging:
             trainer.save_model(str(staging))
+            write_card(staging, self.recipe, self.stage, entry)
 
 
 def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:

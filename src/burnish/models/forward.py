@@ -157,10 +157,11 @@ def _causal_without_windows(model: nn.Module) -> bool:
     config = base.config.get_text_config()
     causal = hasattr(base, "score") or base.get_output_embeddings() is not None
     windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return causal and not windows and "local" not in _layer_types(config)
+    return causal and not windows and "local" not in layer_types(config)
 
 
-def _layer_types(config: Any) -> list[str]:
+def layer_types(config: Any) -> list[str]:
+    """What each layer does, as the config says: ``["full_attention", "sliding_attention"]``; empty if it does not."""
     return next((list(types) for name in LAYER_TYPES if (types := getattr(config, name, None))), [])
 
 
@@ -177,7 +178,7 @@ def _same_states(model: nn.Module, trial: list[Example], **layout: Any) -> bool:
     base = unwrap(model)
     config = base.config.get_text_config()
     # convolutions and recurrences carry their state into the next sequence of the row
-    only_attention = ATTENTION.issuperset(_layer_types(config))
+    only_attention = ATTENTION.issuperset(layer_types(config))
     if config.is_encoder_decoder or getattr(base, "_is_stateful", False) or not only_attention:
         return False
     batches = (batch.to(base.device) for batch in (collate(trial, 0), collate(trial, 0, **layout)))

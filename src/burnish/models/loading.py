@@ -67,15 +67,27 @@ def package_folder(name: str) -> Path | None:
 def resolve(reference: str) -> str:
     """The folder or hub id that transformers can load for a model that the user named.
 
-    A folder without config.json stands for the model in its subfolder ``model``, or for its only GGUF file. A GGUF file
-    is dequantized to float32 once and kept in the cache folder under the hash of its bytes.
+    It is what ``locate`` returns, except that a GGUF file is dequantized to float32 once and kept in the cache folder
+    under the hash of its bytes.
+
+    Raises:
+        UserError: it is neither a model, a GGUF file, nor a possible hub id.
+    """
+    place = locate(reference)
+    return str(convert_gguf(place)) if isinstance(place, Path) else place
+
+
+def locate(reference: str) -> str | Path:
+    """Where a model that the user named is: the path of a GGUF file, or a folder or hub id as a string.
+
+    A folder without config.json stands for the model in its subfolder ``model``, or for its only GGUF file.
 
     Raises:
         UserError: it is neither a model, a GGUF file, nor a possible hub id.
     """
     path = Path(reference).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return str(convert_gguf(path))
+        return path
     if not path.is_dir():
         if path.exists() or reference.startswith((".", "/", "~")) or reference.count("/") > 1:
             raise UserError(f"{reference}: not a model: expected a folder with config.json, a .gguf file, or a hub id")
@@ -85,7 +97,7 @@ def resolve(reference: str) -> str:
             return str(folder)
     gguf = sorted(path.glob("*.gguf"))
     if len(gguf) == 1:
-        return str(convert_gguf(gguf[0]))
+        return gguf[0]
     content = (
         f"{len(gguf)} GGUF files: name one of {', '.join(file.name for file in gguf)}" if gguf else "no config.json"
     )
@@ -141,16 +153,29 @@ def convert_gguf(path: Path) -> Path:
 
 
 def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, always with a pad token: its own, else a special token made for padding, else EOS.
+    """The tokenizer of a model, always with a pad token: see ``choose_pad_token``.
 
-    An adapter without a tokenizer uses the one of its base. Burnish derives no mask, pooling or stop from the pad id,
-    so padding with EOS is harmless here. Transformers itself does: it scores a row at the last token that is not the
-    pad token.
+    An adapter without a tokenizer uses the one of its base.
     """
     folder = resolve(reference)
     if is_adapter(folder) and not (Path(folder) / "tokenizer_config.json").is_file():
         reference = base_of(folder)
-    tokenizer = _pretrained(AutoTokenizer, reference, trust_remote_code=trust_remote_code)
+    tokenizer = stored_tokenizer(resolve(reference), trust_remote_code=trust_remote_code)
+    choose_pad_token(tokenizer)
+    return tokenizer
+
+
+def stored_tokenizer(folder: str, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or of a hub id, as it is stored: it may have no pad token."""
+    return _pretrained(AutoTokenizer, folder, **options)
+
+
+def choose_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer without a pad token one: a special token made for padding, else the unknown token, else EOS.
+
+    Burnish derives no mask, pooling or stop from the pad id, so padding with EOS is harmless here. Transformers itself
+    does: it scores a row at the last token that is not the pad token.
+    """
     if tokenizer.pad_token_id is None:
         spare = [
             t
@@ -159,7 +184,6 @@ def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTra
         ]
         unknown = tokenizer.unk_token if tokenizer.unk_token != tokenizer.eos_token else None
         tokenizer.pad_token = spare[0] if spare else unknown or tokenizer.eos_token
-    return tokenizer
 
 
 def load_policy(
@@ -364,7 +388,7 @@ def _check_head(model: nn.Module, reference: str) -> None:
 def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     """``cls.from_pretrained``; what goes wrong because of the user's input is a UserError."""
     kernels.prepare_process()
-    folder = resolve(reference)
+    folder = reference if "gguf_file" in options else resolve(reference)
     _check_objects(Path(folder))
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()

@@ -234,7 +234,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     raise UserError(f"{path}: no such file{hint}")
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """Block style, keys in their order; nothing for an empty value."""
     if not value:
         return ""
@@ -261,9 +261,9 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         "time": duration(seconds) if seconds else "",
         "machine": " · ".join(value if isinstance(value, str) else f"{value} {key}" for key, value in machine.items()),
         "stages": stages,
-        "recipe": _as_yaml(manifest.get("recipe")),
+        "recipe": as_yaml(manifest.get("recipe")),
         "versions": manifest.get("versions", {}),
-        "hashes": _as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
+        "hashes": as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
         "number": _typeset,
         "shown_samples": SHOWN_SAMPLES,
         "most_samples": MOST_SAMPLES,

@@ -1,0 +1,209 @@
+"""The model card of a stage: README.md in its ``model/`` and ``adapter/``, made from the stage's entry in the manifest.
+
+A card depends only on the recipe, the rows and the results, so that a resumed run writes the same bytes. Text of users
+is written as code or escaped: it is never markup, and cannot break the YAML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from burnish import __version__
+from burnish.config.schema import PackageModel, Recipe, Stage, StageModel, method_spec
+from burnish.config.sources import references
+from burnish.methods import METHODS
+from burnish.models.heads import VALUE_HEAD
+from burnish.models.loading import is_adapter
+from burnish.report.curves import Estimate
+from burnish.report.metrics import number
+from burnish.report.page import METHODS as METHOD_NAMES
+from burnish.report.page import as_yaml, changes
+
+CARD = "README.md"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ALWAYS = ("learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps", "lr_scheduler_type")
+"""Trainer settings that a card shows even if they have their defaults."""
+
+
+def write_card(folder: Path, recipe: Recipe, stage: Stage, entry: Mapping[str, Any]) -> None:
+    """Write the model card of a folder that is about to be sealed.
+
+    Args:
+        folder: has the weights of a model or adapter already.
+        recipe: of the run.
+        stage: the stage that trained the model.
+        entry: the stage's entry in the manifest, with ``rows``, ``results``, ``data`` and ``inputs``.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    assert stage.method is not None
+    adapter, scores = is_adapter(folder), method_spec(stage.method.name).task == "SEQ_CLS"
+    base = base_id(recipe, stage)
+    method = [stage.method.name] if stage.method.name in METHODS else []
+    front: dict[str, Any] = {"base_model": base} if base else {}
+    front |= {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
+        "tags": ["burnish", *method, *(["lora"] if stage.adapter else [])],
+    }
+    template = (files("burnish.report") / "templates" / "model_card.md.j2").read_text("utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"code": code, "escape": escape, "fence": fence}
+    page = environment.from_string(template).render(
+        front=as_yaml(front),
+        name=recipe.name,
+        stage=stage.name,
+        kind="adapter" if adapter else "model",
+        method=METHOD_NAMES.get(stage.method.name, stage.method.name),
+        start=_start(stage, base),
+        load=_load_code(folder, stage, adapter, scores),
+        critic=(folder / "critic").is_dir(),
+        value_head=(folder / VALUE_HEAD).is_file() and stage.method.name != "step_value",
+        scores=scores,
+        results=_results(entry),
+        step=entry["results"]["after"].get("step") if entry.get("results") else None,
+        data=_data(recipe, stage, entry.get("rows") or {}),
+        hashes={short(name): digest for kind in ("data", "inputs") for name, digest in entry.get(kind, {}).items()},
+        settings=as_yaml(_settings(recipe, stage)),
+        version=__version__,
+    )
+    (folder / CARD).write_text(page, "utf-8")
+
+
+def base_id(recipe: Recipe, stage: Stage) -> str | None:
+    """The hub id of the model that a chain of stages started from, or None if it is not on the hub."""
+    source = stage.model
+    while isinstance(source, StageModel):
+        name = source.stage
+        source = next(earlier for earlier in recipe.stages if earlier.name == name).model
+    if isinstance(source, PackageModel):
+        return source.hub
+    on_hub = isinstance(source, str) and HUB_ID.fullmatch(source) and not Path(source).exists()
+    return source if on_hub else None
+
+
+def _start(stage: Stage, base: str | None) -> str:
+    """The model that a stage starts from, as Markdown."""
+    if isinstance(stage.model, StageModel):
+        return f"the model of stage {code(stage.model.stage)}" + (f" (made from {code(base)})" if base else "")
+    return code(base or (stage.model.package if isinstance(stage.model, PackageModel) else short(str(stage.model))))
+
+
+def _load_code(folder: Path, stage: Stage, adapter: bool, scores: bool) -> str:
+    """Python code that loads the folder."""
+    remote = ", trust_remote_code=True" if stage.trust_remote_code else ""
+    kind = "SequenceClassification" if scores else "CausalLM"
+    auto = f"AutoPeftModelFor{kind}" if adapter else f"AutoModelFor{kind}"
+    labels = ", num_labels=1" if adapter and scores else ""
+    lines = [f"from peft import {auto}"] if adapter else []
+    lines += [f"from transformers import {'' if adapter else f'{auto}, '}AutoTokenizer", ""]
+    if stage.method is not None and stage.method.name == "step_value":
+        lines.insert(0, "from burnish.models.loading import load_value_model")
+    lines += [
+        'folder = "PATH/TO/THIS/FOLDER"',
+        f"model = {auto}.from_pretrained(folder{labels}{remote})",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
+    ]
+    if stage.method is not None and stage.method.name == "step_value":
+        lines.append("network = load_value_model(folder)  # the model with its value head, network.critic")
+    return "\n".join(lines)
+
+
+def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The headline metrics on held-out rows: ``{"metric": "Accuracy", "before": "43.8 % [39.5 %, 48.2 %]", ...}``."""
+    evaluations = entry.get("results") or {}
+    before, after = evaluations.get("before", {}), evaluations.get("after", {})
+    if before.get("step") == after.get("step"):
+        before = {}
+    return [
+        {
+            "metric": change.metric.label,
+            "before": _cell(change.before, change.metric.share),
+            "after": _cell(change.after, change.metric.share),
+        }
+        for change in changes(before, after)
+        if change.metric.headline
+    ]
+
+
+def _cell(estimate: Estimate | None, share: bool) -> str:
+    if estimate is None:
+        return ""
+    ends = ", ".join(number(end, share) for end in estimate.interval or ())
+    return number(estimate.value, share) + (f" [{ends}]" if ends else "")
+
+
+def _data(recipe: Recipe, stage: Stage, counts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of each split: ``{"split": "train", "sources": ["chat.jsonl"], "rows": "24 rows, 1 skipped"}``."""
+    assert stage.data is not None
+    splits = []
+    for split in ("train", "eval"):
+        if getattr(stage.data, split) is None:
+            continue
+        read = counts.get(split, {})
+        said = [f"{read['rows']:,} rows"] if "rows" in read else ["read as a stream"]
+        for kind, named in read.items():
+            many = read.get(f"{kind} in all", len(named) if isinstance(named, list) else 0)
+            if isinstance(named, list) and kind != "mixed" and many:
+                said.append(f"{many:,} {kind}")
+        sources = [short(name, recipe.folder) for name in references(stage.data, split, recipe.folder)]
+        splits.append({"split": split, "sources": sources, "rows": ", ".join(said)})
+    return splits
+
+
+def _settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """The settings of a stage: all of the method, and the others that the recipe sets."""
+    resolved = next(values for values in recipe.resolved()["stages"] if values["name"] == stage.name)
+    given = stage.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    settings = {key: value for key, value in given.items() if key not in ("name", "model")}
+    settings["method"] = {key: value for key, value in resolved["method"].items() if value is not None}
+    always = {key: resolved["trainer"][key] for key in ALWAYS if key in resolved["trainer"]}
+    settings["trainer"] = always | given.get("trainer", {})
+    if settings["trainer"].get("max_steps", -1) < 0:
+        settings["trainer"].pop("max_steps", None)
+    settings["data"] = {key: value for key, value in given["data"].items() if key not in ("train", "eval")}
+    return _shortened({"seed": recipe.seed, **{key: value for key, value in settings.items() if value}})
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    return short(value) if isinstance(value, str) else value
+
+
+def short(name: str, folder: Path | None = None) -> str:
+    """A path without what only this machine knows: relative to ``folder``, or if it is absolute, its last part."""
+    path = Path(name)
+    if folder is not None and path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    return path.name or name if name.startswith(("/", "~")) else name
+
+
+# --- text of users in Markdown ------------------------------------------------------------------------------------
+
+
+def code(text: str) -> str:
+    """Text as inline code, whatever it contains."""
+    plain = " ".join(str(text).split())
+    ticks = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
+    pad = " " if plain.startswith("`") or plain.endswith("`") else ""
+    return f"{ticks}{pad}{plain}{pad}{ticks}"
+
+
+def fence(text: str, language: str) -> str:
+    """Text as a block of code, whatever it contains."""
+    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
+
+
+def escape(text: str) -> str:
+    """Text on one line, without any character that Markdown or HTML would interpret."""
+    return re.sub(r"([\\`*_\[\]<>|&#~$!])", r"\\\1", " ".join(str(text).split()))
