@@ -197,7 +197,7 @@ def test_the_context_window_ends_a_completion() -> None:
         ({"top_k": 10}, "top_k applies only to sampled beams"),
         ({"samples": 2, "temperature": 0.5}, "samples, temperature applies only to sampled beams"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens 9 is more than max_new_tokens 8"),
-        ({"length_penalty": 1000.0}, "length_penalty\n.*less than or equal to 10"),
+        ({"length_penalty": 1000.0}, "length_penalty: expected 10 or less"),
         ({"length_penalty": math.nan}, "length_penalty"),
     ],
 )

@@ -394,8 +394,8 @@ def test_models_whose_cache_is_not_supported_are_refused():
         ({"length_range": [4, 4]}, r"\[4, 4\) is empty"),
         ({"length_range": [2, 9], "max_new_tokens": 5}, "leave max_new_tokens out"),
         ({"max_new_tokens": 5, "min_new_tokens": 6}, "min_new_tokens 6 is more than the shortest limit, 5"),
-        ({"temperature": -1.0}, "greater than or equal to 0"),
-        ({"top_p": 0.0}, "greater than 0"),
+        ({"temperature": -1.0}, "temperature: expected 0 or more"),
+        ({"top_p": 0.0}, "top_p: expected more than 0"),
         ({"stop": [""]}, "at least 1 character"),
     ],
 )

@@ -175,6 +175,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_sides(byte_
 def test_each_turn_is_a_sequence_if_the_template_rewrites_earlier_turns(
     byte_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING", logger="burnish")
     thinking = "(m['content'] if loop.last or m['role'] == 'user' else m['content'].split('>')[-1]) +"
     tokenizer = byte_tokenizer(CHATML.replace("m['content'] +", thinking))
     messages = (user("1+1"), says("<one>2"), user("+1"), says("<two>3"))
