@@ -158,7 +158,9 @@ def test_out_of_memory_for_one_row_is_an_error(make, monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(SFT, "loss", full)
-    said = r"out of memory with a micro-batch of one example \(the longest has \d+ tokens, .*\): full: .*data\.max_length"
+    said = (
+        r"out of memory with a micro-batch of one example \(the longest has \d+ tokens, .*\): full: .*data\.max_length"
+    )
     with pytest.raises(UserError, match=said), pytest.warns(UserWarning, match="out of memory"):
         make().train()
 
