@@ -51,6 +51,12 @@ SMALLER = {
         "stages.prepare.with={{rows: 64, prompts: 16, held_out: 16}}",
         "stages.values.trainer.num_train_epochs=1",
     ],
+    "step_value_lora": [
+        "stages.prepare.with={{rows: 16, prompts: 4, held_out: 8}}",
+        "stages.values.model={policy}",
+        "stages.values.trainer.num_train_epochs=1",
+        "stages.values.trainer.warmup_steps=0",
+    ],
     "sft": [
         "stages.prepare.with={{rows: 64, pairs: 1, prompts: 1, held_out: 16}}",
         "stages.sft.trainer.num_train_epochs=1",
