@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ class Bar:
         elif sys.stderr.isatty() and time.monotonic() - self._began > SILENT_SECONDS:
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._bar.add_task(what, total=total, completed=done)
+            atexit.register(self._bar.stop)  # an error in the pass must not leave the cursor hidden
             self._bar.start()
 
 

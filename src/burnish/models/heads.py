@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from peft import PeftModel, TaskType
@@ -29,7 +29,6 @@ from burnish.models.quantize import is_quantized
 from burnish.models.sharding import load_state_dict
 from burnish.types import MicroBatch
 
-T = TypeVar("T")
 VALUE_HEAD = "value_head.safetensors"
 
 
