@@ -22,6 +22,7 @@ from burnish.report.curves import Estimate, estimates, panels
 from burnish.report.metrics import (
     SAMPLES_FILE,
     Metric,
+    counted,
     describe,
     duration,
     headline,
@@ -159,24 +160,39 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     return [Change(key, first.get(key), last.get(key)) for key in sorted({**first, **last}, key=order)]
 
 
+def headline_changes(compared: list[Change]) -> list[Change]:
+    """Those of headline metrics."""
+    sides = {change.key: change.after or change.before for change in compared}
+    keys = headline({key: side.value for key, side in sides.items() if side is not None})
+    return [change for change in compared if change.key in keys]
+
+
 def results(manifest: Mapping[str, Any]) -> Table:
-    """Each stage's metrics on held-out rows before and after training, as a table for the terminal."""
-    table = Table("stage", "held out", "before", "after", "", box=SIMPLE_HEAD, title="Results", title_justify="left")
+    """Each stage's metrics on held-out rows before and after training, as a table for the terminal.
+
+    Its columns are at least as wide as their longest word, because a terminal would cut it otherwise.
+    """
+    rows = [("stage", "held out", "before", "after", "")]
     for entry in manifest["stages"]:
         evaluations = entry.get("results") or {}
         shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
-        for i, change in enumerate(change for change in shown if change.metric.headline):
-            cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
-            verdict = change.verdict.lower()
-            table.add_row(entry["name"] if i == 0 else "", Text(change.metric.label), *cells, verdict)
+        for i, change in enumerate(headline_changes(shown)):
+            cells = [with_interval(side, change.metric.share) for side in (change.before, change.after)]
+            rows.append((entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict.lower()))
+    table = Table(box=SIMPLE_HEAD, title="Results", title_justify="left")
+    for column in zip(*rows, strict=True):
+        table.add_column(column[0], min_width=max(len(word) for cell in column for word in [*cell.split(), ""]))
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
     return table
 
 
-def _with_interval(estimate: Estimate | None, share: bool) -> str:
+def with_interval(estimate: Estimate | None, share: bool) -> str:
+    """``43.8 % [39.5 %, 48.2 %]``. A value that is known by definition has no interval."""
     if estimate is None:
         return ""
-    ends = [number(end, share) for end in estimate.interval or ()]
-    return number(estimate.value, share) + (f" [{', '.join(ends)}]" if ends else "")
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    return number(estimate.value, share) + (f" [{number(low, share)}, {number(high, share)}]" if low != high else "")
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -259,7 +275,9 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         "name": manifest.get("name", folder.name),
         "state": manifest.get("state", "unknown"),
         "time": duration(seconds) if seconds else "",
-        "machine": " · ".join(value if isinstance(value, str) else f"{value} {key}" for key, value in machine.items()),
+        "machine": " · ".join(
+            value if isinstance(value, str) else counted(value, key.removesuffix("s")) for key, value in machine.items()
+        ),
         "stages": stages,
         "recipe": as_yaml(manifest.get("recipe")),
         "versions": manifest.get("versions", {}),
@@ -282,7 +300,7 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     before = results.get("before") or (evaluations[0] if evaluations else {})
     after = results.get("after") or (evaluations[-1] if evaluations else {})
     compared = changes({} if before.get("step", -1) == after.get("step", -2) else before, after)
-    matter = headline({change.key: None for change in compared}) or [change.key for change in compared]
+    matter = headline_changes(compared) or compared
     samples, steps = before_and_after(read_lines(folder / SAMPLES_FILE))
     method = entry.get("method") or ""
     return {
@@ -290,8 +308,8 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
         "state": entry.get("state", "unknown"),
         "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training),
         "so_far": not results and bool(evaluations),
-        "changes": [change for change in compared if change.key in matter],
-        "other_changes": [change for change in compared if change.key not in matter],
+        "changes": matter,
+        "other_changes": [change for change in compared if change not in matter],
         "card": next((change for change in compared if change.direction), compared[0] if compared else None),
         **panels(entry["name"], lines),
         "samples": samples[:MOST_SAMPLES],
@@ -307,7 +325,7 @@ def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
     paced = [line for line in training if "tokens" in line and line.get("seconds")]
     spent = sum(line["seconds"] for line in paced)
     tokens = sum(line["tokens"] for line in paced)
-    facts = [f"{training[-1]['step']:,} optimizer steps"] if training else []
+    facts = [counted(training[-1]["step"], "optimizer step")] if training else []
     facts += [duration(entry.get("seconds") or spent)] if entry.get("seconds") or spent else []
     return facts + ([f"{number(round(tokens))} tokens", f"{number(round(tokens / spent))} tokens/s"] if tokens else [])
 
