@@ -91,7 +91,8 @@ def test_a_stage_writes_the_card_of_its_model_and_of_its_adapter(stage):
         assert re.search(r"train: `prepare/data/pairs\.jsonl`: 8 rows\n", text)
         assert re.search(r"- `prepare/model/model\.safetensors`: `[0-9a-f]{64}`\n", text)
         interval = r"[\d.]+ % \[[\d.]+ %, [\d.]+ %\]"
-        assert re.search(rf"\| Accuracy \| {interval} \| {interval} \|\n", text)
+        verdict = "(unchanged|no clear change|clearly better|clearly worse)"
+        assert re.search(rf"\| Accuracy \| {interval} \| {interval} \| {verdict} \|\n", text)
         assert f"Made with Burnish {__version__}." in text
 
 

@@ -114,7 +114,7 @@ def _load_code(folder: Path, stage: Stage, adapter: bool, scores: bool) -> str:
 
 
 def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The headline metrics on held-out rows: ``{"metric": "Accuracy", "before": "43.8 % [39.5 %, 48.2 %]", ...}``."""
+    """The headline metrics on held-out rows, as they are shown: ``{"metric": "Accuracy", "before": "43.8 %", ...}``."""
     evaluations = entry.get("results") or {}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     if before.get("step") == after.get("step"):
@@ -124,6 +124,7 @@ def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
             "metric": change.metric.label,
             "before": with_interval(change.before, change.metric.share),
             "after": with_interval(change.after, change.metric.share),
+            "change": change.verdict.lower(),
         }
         for change in headline_changes(changes(before, after))
     ]

@@ -33,12 +33,12 @@ def estimates(values: Mapping[str, Any]) -> dict[str, Estimate]:
     """The metrics of one line or evaluation, without ``eval_``, times, step and epoch, each with its interval.
 
     ``{"step": 8, "eval_score": 1.4, "eval_score_low": 1.3, "eval_score_high": 1.5}`` gives
-    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An infinite interval is left out.
+    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An infinite interval is left out, and so is the interval of a change.
     """
     plain = {key.removeprefix("eval_"): float(value) for key, value in values.items() if _is_number(value)}
     result = {}
     for key, value in plain.items():
-        base = re.sub("_(low|high)$", "", key)
+        base = re.sub("(_change)?_(low|high)$", "", key)
         if key in ("step", "epoch") or is_timing(key) or (base != key and base in plain):
             continue
         low, high = plain.get(f"{key}_low", math.inf), plain.get(f"{key}_high", math.inf)

@@ -78,11 +78,15 @@ def write(run_folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric before and after a stage; either may be missing."""
+    """A metric before and after a stage; either may be missing.
+
+    ``paired`` is the 95 % interval of after - before, computed row by row. It is None if the metric has no rows.
+    """
 
     key: str
     before: Estimate | None
     after: Estimate | None
+    paired: tuple[float, float] | None = None
 
     @property
     def metric(self) -> Metric:
@@ -90,10 +94,12 @@ class Change:
         return describe(self.key)
 
     @property
-    def overlap(self) -> bool | None:
-        """Whether the two intervals overlap; None if either is missing."""
+    def clear(self) -> bool | None:
+        """Whether the paired interval excludes 0, or else whether the intervals do not overlap; None without them."""
+        if self.paired is not None:
+            return not self.paired[0] <= 0 <= self.paired[1]
         first, last = self.before and self.before.interval, self.after and self.after.interval
-        return first[0] <= last[1] and last[0] <= first[1] if first and last else None
+        return first[0] > last[1] or last[0] > first[1] if first and last else None
 
     @property
     def direction(self) -> str:
@@ -110,30 +116,37 @@ class Change:
 
     @property
     def tone(self) -> str:
-        """``better`` or ``worse`` if the intervals do not overlap or were not measured, else empty."""
-        return self.direction if self.direction in ("better", "worse") and not self.overlap else ""
+        """``better`` or ``worse`` if the change is clear or has no interval, else empty."""
+        return self.direction if self.direction in ("better", "worse") and self.clear is not False else ""
 
     @property
     def difference(self) -> str:
         """The change with its sign: ``+0.4200``, ``+12.0 points`` for a share."""
         if not self.direction or self.before is None or self.after is None:
             return ""
-        difference = self.after.value - self.before.value
+        return self._signed(self.after.value - self.before.value) + (" points" if self.metric.share else "")
+
+    @property
+    def difference_interval(self) -> str:
+        """The paired interval in words: ``−1.2 to +4.1``."""
+        return " to ".join(map(self._signed, self.paired)) if self.paired else ""
+
+    def _signed(self, difference: float) -> str:
         if self.metric.share:
-            return f"{difference * 100:+.1f} points".replace("-", "\N{MINUS SIGN}")
+            return f"{difference * 100:+.1f}".replace("-", "\N{MINUS SIGN}")
         sign = "+" if difference > 0 else "\N{MINUS SIGN}" if difference < 0 else "\N{PLUS-MINUS SIGN}"
         return sign + number(abs(difference))
 
     @property
     def verdict(self) -> str:
-        """The comparison in words. A change is clear if the two intervals do not overlap."""
+        """The comparison in words."""
         if not self.direction:
             return ""
         if self.direction == "same":
             return "Unchanged"
-        if self.overlap is None:
+        if self.clear is None:
             return self.direction.capitalize()
-        return "No clear change" if self.overlap else f"Clearly {self.direction}"
+        return f"Clearly {self.direction}" if self.clear else "No clear change"
 
     @property
     def whiskers(self) -> list[dict[str, Any]]:
@@ -151,13 +164,24 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every metric of two evaluations, in reading order. The interval of X is read from X_low and X_high."""
+    """Every metric of two evaluations, in reading order.
+
+    The interval of X is read from X_low and X_high, and that of its change from X_change_low and X_change_high.
+    """
     first, last = estimates(before), estimates(after)
     for key in last:
         start = describe(key).start
         if start is not None and key not in first:
             first[key] = Estimate(start, (start, start))
-    return [Change(key, first.get(key), last.get(key)) for key in sorted({**first, **last}, key=order)]
+    keys = sorted({**first, **last}, key=order)
+    return [Change(key, first.get(key), last.get(key), _paired(key, after)) for key in keys]
+
+
+def _paired(key: str, after: Mapping[str, Any]) -> tuple[float, float] | None:
+    for name in (key, f"eval_{key}"):
+        if f"{name}_change_low" in after:
+            return float(after[f"{name}_change_low"]), float(after[f"{name}_change_high"])
+    return None
 
 
 def headline_changes(compared: list[Change]) -> list[Change]:
