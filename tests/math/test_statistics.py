@@ -117,7 +117,7 @@ def test_an_interval_is_as_wide_as_the_standard_error_of_the_differences_says() 
     ]  # differences of 1 and -1: the standard error is 1 / 20
     assert (low, high) == (pytest.approx(-1.96 / 20, rel=0.2), pytest.approx(1.96 / 20, rel=0.2))
     # the order of rows depends on the processes, and must not matter
-    turned = RowSums(dict(reversed(after.rows.items())))
+    turned = RowSums(dict(reversed([*after.rows.items()])))
     assert paired_changes({"x": before}, {"x": turned}) == {"x": (low, high)}
 
 

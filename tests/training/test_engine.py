@@ -19,7 +19,7 @@ from burnish.methods.sft import SFT
 from burnish.methods.step_value import StepValue
 from burnish.models.forward import learned_logprobs
 from burnish.protocols import Method
-from burnish.types import Conversation, Steps, Text
+from burnish.types import Conversation, Messages, Steps, Text
 
 ROWS = [
     Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}), None, f"c:{n}")
@@ -53,7 +53,7 @@ def test_held_out_text_has_a_separate_chop_length(make_trainer: Any, tiny_llama:
     assert lengths == [[4] * 5, [10, 10]]  # 19 letters and the end token
 
 
-QUESTION = ({"role": "user", "content": "q"},)
+QUESTION: Messages = ({"role": "user", "content": "q"},)
 EIGHT = [("abcdefgh"[i] * (i + 1), "xyz"[: i % 3 + 1]) for i in range(8)]
 PAIRS = [{"prompt": "p", "chosen": a, "rejected": b} for a, b in EIGHT]
 PAIRED: dict[str, tuple[Any, list[Any], str]] = {

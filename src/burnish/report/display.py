@@ -211,8 +211,10 @@ def numbers(values: Mapping[str, float]) -> str:
     for key in headline(values):
         share = describe(key).share
         low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-        known = low is None or high is None or low == high
-        interval = "" if known else f" [{number(low, share)}, {number(high, share)}]"
+        if low is None or high is None or low == high:  # without an interval, or known by definition
+            interval = ""
+        else:
+            interval = f" [{number(low, share)}, {number(high, share)}]"
         parts.append(f"{_name(key)} {number(values[key], share)}{interval}")
     return ", ".join(parts)
 

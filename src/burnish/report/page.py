@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -192,20 +192,26 @@ def headline_changes(compared: list[Change]) -> list[Change]:
 
 
 def results(manifest: Mapping[str, Any]) -> Table:
-    """Each stage's metrics on held-out rows before and after training, as a table for the terminal.
-
-    Its columns are at least as wide as their longest word, because a terminal would cut it otherwise.
-    """
+    """Each stage's metrics on held-out rows before and after training, as a table for the terminal."""
     rows = [("stage", "held out", "before", "after", "")]
     for entry in manifest["stages"]:
         evaluations = entry.get("results") or {}
         shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
         for i, change in enumerate(headline_changes(shown)):
-            cells = [with_interval(side, change.metric.share) for side in (change.before, change.after)]
-            rows.append((entry["name"] if i == 0 else "", change.metric.label, *cells, change.verdict.lower()))
-    table = Table(box=SIMPLE_HEAD, title="Results", title_justify="left")
+            before, after = (with_interval(side, change.metric.share) for side in (change.before, change.after))
+            name = entry["name"] if i == 0 else ""
+            rows.append((name, change.metric.label, before, after, change.verdict.lower()))
+    return table_of(rows, box=SIMPLE_HEAD, title="Results", title_justify="left")
+
+
+def table_of(rows: Sequence[Sequence[str]], **settings: Any) -> Table:
+    """A table with the first row as its head. In a narrow terminal, cells are broken between words, but no word is cut.
+
+    ``settings`` are those of rich's Table.
+    """
+    table = Table(**settings)
     for column in zip(*rows, strict=True):
-        table.add_column(column[0], min_width=max(len(word) for cell in column for word in [*cell.split(), ""]))
+        table.add_column(Text(column[0]), min_width=max(len(word) for cell in column for word in [*cell.split(), ""]))
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return table

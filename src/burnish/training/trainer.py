@@ -497,7 +497,8 @@ class Trainer(transformers.Trainer):
         # these are sums over all processes, so only one process may count them
         last = state.last.items() if self.engine.rank == 0 else ()
         self.last_sums = {
-            name: Metric(*(torch.tensor(float(x), dtype=torch.float64) for x in pair)) for name, pair in last
+            name: Metric(torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))
+            for name, (total, count) in last
         }
         self.engine.load(folder)
         self.get_train_dataloader().load_state_dict(state.loader)
