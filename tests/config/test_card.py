@@ -110,7 +110,7 @@ def test_facts_of_a_card(tmp_path, monkeypatch):
     text = card(tmp_path / "model")
     assert front_matter(text)["base_model"] == "org/model" and front_matter(text)["tags"] == ["burnish", "sft"]
     assert "- train: `chat.jsonl`: 24 rows, 2 skipped\n" in text and "- `chat.jsonl`: `9f86d081`\n" in text
-    assert "| Loss | 0.7000 | 0.5000 |\n" in text and "| Accuracy |  | 80.0 % [70.0 %, 90.0 %] |\n" in text
+    assert "| Loss | 0.7000 | 0.5000 | better |\n" in text and "| Accuracy |  | 80.0 % [70.0 %, 90.0 %] |  |\n" in text
     assert "after 3 optimizer steps" in text and "per_device_train_batch_size: 2" in text
     assert "learning_rate: 5e-05" in text and "learn_eos: true" in text  # defaults that define the method
     assert card(tmp_path / "model") == text

@@ -254,6 +254,15 @@ def test_an_error_leaves_the_cursor_visible() -> None:
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
+def test_an_interruption_leaves_the_step_that_was_reached() -> None:
+    display = Display(console(terminal=True), live=True, clock=Clock())
+    with pytest.raises(KeyboardInterrupt), display:
+        display.begin(0, 5)
+        display.log(2, {"loss": 1.5})
+        raise KeyboardInterrupt
+    assert "[train] step 2/5 (40%), loss 1.500" in shown(display)[-1]
+
+
 def test_the_live_view_is_only_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     display = Display(Console(file=io.StringIO()), clock=Clock())

@@ -274,8 +274,10 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.view.stop()
+        if self._is_live and kind is KeyboardInterrupt and self.view.task.total:
+            self._print(self.view.progress_line())  # the live view, which showed it, is gone
 
     def stage(self, name: str, part: int = 1, parts: int = 1) -> None:
         """Start to show stage ``name``, which is number ``part`` of ``parts``."""

@@ -282,7 +282,7 @@ def headline(values: Mapping[str, float]) -> list[str]:
     score = next((values[key] for key, name in names.items() if name == "score"), None)
     hidden = set() if score is None else {"loss", "learning_rate"}
     hidden |= {name for key, name in names.items() if name.startswith("reward_") and values[key] == score}
-    ends = {f"{key}_{end}" for key in values for end in ("low", "high")}
+    ends = {f"{key}_{end}" for key in values for end in ("low", "high", "change_low", "change_high")}
     return sorted(
         (key for key, name in names.items() if describe(key).headline and name not in hidden and key not in ends),
         key=order,
