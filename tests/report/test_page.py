@@ -363,6 +363,8 @@ def test_a_paired_interval_decides_whether_a_change_is_clear() -> None:
     (change,) = report.changes({"loss": 2.0}, {"loss": 1.9} | loss)
     assert (change.verdict, change.tone) == ("No clear change", "")
     assert change.difference_interval == "\N{MINUS SIGN}0.2500 to +0.0010"
+    (change,) = report.changes({"loss": 2.0}, {"loss": 1.9, "loss_change_low": -0.25, "loss_change_high": 0.0})
+    assert change.difference_interval == "\N{MINUS SIGN}0.2500 to 0"
 
 
 def test_the_results_fit_a_narrow_terminal_without_cutting_a_word() -> None:

@@ -129,7 +129,7 @@ class Change:
     @property
     def difference_interval(self) -> str:
         """The paired interval in words: ``−1.2 to +4.1``."""
-        return " to ".join(map(self._signed, self.paired)) if self.paired else ""
+        return " to ".join("0" if end == 0 else self._signed(end) for end in self.paired or ())
 
     def _signed(self, difference: float) -> str:
         if self.metric.share:
