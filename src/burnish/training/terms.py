@@ -59,7 +59,7 @@ def add_rows(rows: Rows, terms: Terms, batch: MicroBatch) -> None:
     for name, part in terms.items():
         if part.parts is None:
             continue
-        summands = torch.stack([x.detach().double().flatten() for x in part.parts], dim=1).cpu()
+        summands = torch.stack([x.detach().flatten().cpu().double() for x in part.parts], dim=1)
         if part.parts[0].dim() == 2:  # of tokens
             until = torch.cat([summands.new_zeros(1, 2), summands.cumsum(0)])
             summands, sources = until[batch.ends.cpu() + 1] - until[batch.starts.cpu()], batch.sources
