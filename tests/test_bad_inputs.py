@@ -266,7 +266,7 @@ def test_a_misspelled_kind_of_reward(here):
     title, missing, unknown = error("inspect", "r.yaml").splitlines()
     assert title == "r.yaml: 2 mistakes"
     assert missing == "  r.yaml:16: stages.ppo.reward.1.function: this key is missing"
-    assert unknown.startswith("  r.yaml:16: stages.ppo.reward.1.funktion: unknown key; did you mean 'function'?")
+    assert unknown.startswith("  r.yaml:16: stages.ppo.reward.1.funktion: unknown key (did you mean 'function'?)")
 
 
 @pytest.mark.parametrize(("old", "new", "expected"), RECIPES.values(), ids=RECIPES)

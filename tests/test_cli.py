@@ -277,6 +277,14 @@ def test_doctor_describes_the_machine():
         assert name in shown
 
 
+@pytest.mark.parametrize(("rate", "advised"), [(1.0, True), (0.7, True), (4.0, False)])
+def test_doctor_judges_bfloat16_by_its_measured_speed(rate, advised, monkeypatch):
+    monkeypatch.setattr("burnish.machine.matmul_rate", lambda dtype: 1e11 * (rate if dtype == torch.bfloat16 else 1))
+    facts = machine.examine()
+    assert facts["bfloat16"] == f"{rate:.2f} times as fast as float32"
+    assert any("keep float32" in line for line in machine.advice(facts)) == advised
+
+
 def test_report_needs_the_folder_of_a_run(tmp_path):
     result = call("report", tmp_path)
     assert result.exit_code == 2

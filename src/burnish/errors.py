@@ -56,6 +56,6 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'learning_rate'?`` if a known word is similar to the given one, else an empty string."""
+    """`` (did you mean 'learning_rate'?)`` if a known word is similar to the given one, else an empty string."""
     near = closest(word, known)
-    return f"; did you mean {near!r}?" if near is not None else ""
+    return f" (did you mean {near!r}?)" if near is not None else ""

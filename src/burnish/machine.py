@@ -80,13 +80,12 @@ def examine() -> dict[str, str]:
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         facts["GPU"] = f"{torch.cuda.device_count()} x {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
-        facts["bfloat16"] = "yes" if torch.cuda.is_bf16_supported() else "no"
     else:
         facts["GPU"] = "none"
-        facts["bfloat16"] = "fast" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "emulated"
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        facts[f"matrix product, {name}"] = f"{matmul_rate(dtype) / 1e9:.0f} GFLOP/s"
+    rates = {dtype: matmul_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for dtype, rate in rates.items():
+        facts[f"matrix product, {str(dtype).removeprefix('torch.')}"] = f"{rate / 1e9:.0f} GFLOP/s"
+    facts["bfloat16"] = f"{rates[torch.bfloat16] / rates[torch.float32]:.2f} times as fast as float32"
     for name, purpose in OPTIONAL.items():
         facts[name] = version(name) if importlib.util.find_spec(name) else f"not installed (optional: {purpose})"
     return facts
@@ -103,8 +102,11 @@ def advice(facts: dict[str, str]) -> list[str]:
     usable = int(facts["cores"].split()[0])
     if int(facts["threads"]) > usable:
         lines.append(f"{facts['threads']} threads share {usable} cores: set threads: {usable} in the recipe.")
-    if facts["GPU"] == "none" and facts["bfloat16"] == "emulated":
-        lines.append("keep dtype: float32: this processor has no bfloat16 instructions.")
+    if float(facts["bfloat16"].split()[0]) < 1.2:
+        lines.append(
+            "keep float32: bfloat16 is hardly faster on this machine, or slower, and less exact. It still halves the"
+            " memory of frozen weights (dtype: bfloat16 with an adapter)."
+        )
     if float(facts["memory"].split()[0]) < 4:
         lines.append("less than 4 GiB of memory: set a small token_budget: in the recipe.")
     return lines

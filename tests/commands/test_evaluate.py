@@ -213,7 +213,7 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare.yaml", "rewrad=[]"], "unknown key; did you mean 'reward'?"),
+        (["compare.yaml", "rewrad=[]"], "unknown key (did you mean 'reward'?)"),
         (["compare.yaml", "data.eval=none.jsonl"], "data.eval: no such file: none.jsonl"),
         (
             ["compare.yaml", "against={stage: sft}"],
@@ -221,7 +221,7 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
         ),
         (["compare.yaml", "against=./three"], "no such model"),
         (["compare.yaml", "generation.samples=0"], "generation.samples: expected 1 or more, got 0"),
-        (["compare.yaml", 'reward=[{function: "rewards.py:lenth"}]'], "defines no 'lenth'; did you mean 'length'?"),
+        (["compare.yaml", 'reward=[{function: "rewards.py:lenth"}]'], "defines no 'lenth' (did you mean 'length'?)"),
         (["compare.yaml", "template=chatlm"], "unknown template 'chatlm'"),
         (["a.yaml", "b.yaml"], "expected one recipe, got a.yaml, b.yaml"),
         ([], "data: this key is missing"),
@@ -246,7 +246,7 @@ def test_mistakes_are_named(here: Path, arguments: list[str], message: str) -> N
 
 def test_a_mistake_in_a_file_is_reported_with_its_line(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE.replace("against: two", "agianst: two"))
-    assert "compare.yaml:5: agianst: unknown key; did you mean 'against'?" in call("one", "compare.yaml").stderr
+    assert "compare.yaml:5: agianst: unknown key (did you mean 'against'?)" in call("one", "compare.yaml").stderr
 
 
 def test_two_models_are_told_apart_on_a_narrow_terminal() -> None:

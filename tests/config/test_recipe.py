@@ -169,8 +169,8 @@ def test_several_mistakes_are_one_message_in_the_order_of_the_file(folder):
     (folder / "two.yaml").write_text(PIPELINE.replace("max_length", "max_lenght").replace("name: two", "nmae: two"))
     lines = message("two.yaml", ["seed=-1"]).splitlines()
     assert lines[0] == "two.yaml: 3 mistakes"
-    assert lines[1].startswith("  two.yaml:2: nmae: unknown key; did you mean 'name'?")
-    assert lines[2].startswith("  two.yaml:10: stages.tune.data.max_lenght: unknown key; did you mean 'max_length'?")
+    assert lines[1].startswith("  two.yaml:2: nmae: unknown key (did you mean 'name'?)")
+    assert lines[2].startswith("  two.yaml:10: stages.tune.data.max_lenght: unknown key (did you mean 'max_length'?)")
     assert lines[3] == "  command line: seed: expected 0 or more, got -1"
 
 
@@ -222,10 +222,12 @@ def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     recipe = load("two.yaml", ["stages.tune.method={name: 'mine:Mine', push: 2}"])
     assert recipe.resolved()["stages"][1]["method"] == {"name": "mine:Mine", "push": 2.0}
-    assert "command line: stages.tune.method.pusch: unknown key; did you mean 'push'?" in message(
+    assert "command line: stages.tune.method.pusch: unknown key (did you mean 'push'?)" in message(
         "two.yaml", ["stages.tune.method={name: 'mine:Mine'}", "stages.tune.method.pusch=2"]
     )
-    assert "mine has no 'Mein'; did you mean 'Mine'?" in message("two.yaml", ["stages.tune.method={name: 'mine:Mein'}"])
+    assert "mine has no 'Mein' (did you mean 'Mine'?)" in message(
+        "two.yaml", ["stages.tune.method={name: 'mine:Mein'}"]
+    )
     assert "its class must be a MethodSpec, got None" in message("two.yaml", ["stages.tune.method={name: 'mine:Bare'}"])
     assert "there is no module 'mein'" in message("two.yaml", ["stages.tune.method={name: 'mein:Mine'}"])
 
@@ -354,7 +356,7 @@ def test_a_field_with_its_default_value_is_always_allowed(folder):
 @pytest.mark.parametrize(
     ("optimizer", "given", "said"),
     [
-        ("sgd", "momentun=0.9", "sgd does not read 'momentun'; did you mean 'momentum'?"),
+        ("sgd", "momentun=0.9", "sgd does not read 'momentun' (did you mean 'momentum'?)"),
         ("sgd", "momentum=0.9, weight_decay=0.1", "trainer.weight_decay overrides weight_decay"),
         ("rmsprop", "alpha", "expected name=value, name=value, got 'alpha'"),
         ("adamw_torch_fused", "betas=0.9", "adamw_torch_fused reads no optim_args; these do: sgd, "),

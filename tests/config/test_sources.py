@@ -100,7 +100,7 @@ def test_a_mixture_trains_and_is_reported(home):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.train.1.wieght=2", "data.train.1.wieght: unknown key; did you mean 'weight'?"),
+        ("data.train.1.wieght=2", "data.train.1.wieght: unknown key (did you mean 'weight'?)"),
         ("data.train.1.weight=-1", "data.train.1.weight: expected more than 0, got -1"),
         ("data.train.1.weight=null", "1 of 2 sources have a weight: give a weight to all of them or to none"),
         ("data.train.1.limit=0", "data.train.1.limit: expected more than 0, got 0"),
@@ -185,7 +185,7 @@ def test_columns_that_are_kept_are_listed_in_the_recipe(home, stream):
     shown = io.StringIO()
     inspect.show(load("mixed.yaml", ["data.keep=[lang]"]), None, Console(file=shown, width=200))
     assert "ignored columns (data.keep): lang" in shown.getvalue()
-    assert "data.kep: unknown key; did you mean 'keep'?" in message("data.kep=[lang]")
+    assert "data.kep: unknown key (did you mean 'keep'?)" in message("data.kep=[lang]")
     assert "data.keep: expected a list, got the text 'lang'" in message("data.keep=lang")
 
 

@@ -215,7 +215,7 @@ def test_tools_are_refused_for_every_shape(shape: Any) -> None:
         (
             {"prompt": "Hi", **ANSWERS, "margn": 1},
             Preference,
-            r"margn: unknown column: remove it, .*; did you mean 'margin'\?",
+            r"margn: unknown column: remove it, .* \(did you mean 'margin'\?\)",
         ),
         (
             {"prompt": "Hi", **ANSWERS, "score_chosen": 2, "id": 1, "score_rejected": 1},

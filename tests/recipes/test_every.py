@@ -52,7 +52,7 @@ SMALLER = {
         "stages.values.trainer.num_train_epochs=1",
     ],
     "step_value_lora": [
-        "stages.prepare.with={{rows: 16, prompts: 4, held_out: 8}}",
+        "stages.prepare.with={{rows: 16, held_out: 8}}",
         "stages.values.model={policy}",
         "stages.values.trainer.num_train_epochs=1",
         "stages.values.trainer.warmup_steps=0",

@@ -320,7 +320,7 @@ def test_a_stage_that_ran_a_function_shows_its_files(tmp_path: Path) -> None:
 
 def test_for_a_folder_without_a_manifest_the_nearest_run_is_suggested(tmp_path: Path) -> None:
     small_run(tmp_path / "my-run", {"name": "my-run"})
-    with pytest.raises(UserError, match=r"manifest\.json: no such file; did you mean '.*my-run'\?"):
+    with pytest.raises(UserError, match=r"manifest\.json: no such file \(did you mean '.*my-run'\?\)"):
         report.write(tmp_path / "my-rum")
     with pytest.raises(UserError, match="expected a run's folder"):
         report.write(tmp_path / "my-run" / "nothing")

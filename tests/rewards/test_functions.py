@@ -167,15 +167,15 @@ def test_functions_of_one_file_share_its_state(tmp_path):
     [
         ("brevity", "not a function: expected file.py:name or package.module:name"),
         ("{folder}/mine.py:", "not a function: expected file.py:name"),
-        ("{folder}/mime.py:brevity", r"mime.py: no such file; did you mean .*mine.py'\?"),
+        ("{folder}/mime.py:brevity", r"mime.py: no such file \(did you mean .*mine.py'\?\)"),
         ("{folder}/absent/x.py:brevity", r"x.py: no such file$"),
-        ("{folder}/mine.py:brevty", r"has no brevty; did you mean 'brevity'\?"),
+        ("{folder}/mine.py:brevty", r"has no brevty \(did you mean 'brevity'\?\)"),
         ("{folder}/mine.py:zzz", r"has no zzz; it has brevity$"),
         ("{folder}/mine.py:LIMIT", "LIMIT is a int, not a function"),
         ("{folder}/broken.py:f", r"broken.py:2: not Python"),
         ("burnish.no_such_module:f", "no module burnish.no_such_module is installed"),
         ("no_such_package.rewards:f", "no module no_such_package is installed"),
-        ("math:fsun", r"math has no fsun; did you mean 'fsum'\?"),
+        ("math:fsun", r"math has no fsun \(did you mean 'fsum'\?\)"),
     ],
 )
 def test_mistakes_in_a_reference_are_reported(tmp_path, reference, message):
@@ -489,7 +489,7 @@ def test_a_reward_reads_the_text_of_the_prompt():
 
 def test_a_missing_column_is_named_with_those_that_exist():
     reward = NamedReward("mine", 1.0, lambda answers: [a.columns["nn"] for a in answers])
-    with pytest.raises(UserCodeError, match=r"no column 'nn'; did you mean 'n'\?; columns are n"):
+    with pytest.raises(UserCodeError, match=r"no column 'nn' \(did you mean 'n'\?\); columns are n"):
         score(answers("a"), [reward])
     with pytest.raises(KeyError, match="no column 'answer'; columns are none"):
         Trajectory.from_text("a").columns["answer"]

@@ -118,7 +118,7 @@ def test_too_long_inputs_are_truncated_in_the_prompt():
     "label, message",
     [
         (None, "has 2 labels: name one of 'NEGATIVE', 'POSITIVE'"),
-        ("POSITVE", r"no label 'POSITVE'; did you mean 'POSITIVE'\?"),
+        ("POSITVE", r"no label 'POSITVE' \(did you mean 'POSITIVE'\?\)"),
         (2, "no label 2; expected one of 'NEGATIVE', 'POSITIVE'"),
     ],
 )

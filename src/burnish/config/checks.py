@@ -340,7 +340,7 @@ def model_problem(source: str) -> str | None:
         return None
     if any(path.glob("*.gguf")):
         return None
-    near = next((f"; did you mean {str(p.parent)!r}?" for p in sorted(path.glob("*/config.json"))), "")
+    near = next((f" (did you mean {str(p.parent)!r}?)" for p in sorted(path.glob("*/config.json"))), "")
     return f"{source}: this folder contains no model: config.json is missing{near}"
 
 

@@ -109,7 +109,7 @@ def end_of_value(text: str, start: int) -> int:
 
 
 class BadRow(UserError):
-    """A row is wrong: ``BadRow("chat.jsonl:17", "messages[0]", "unknown role", "got 'usr'; did you mean 'user'?")``.
+    """A row is wrong: ``BadRow("chat.jsonl:17", "messages[0]", "unknown role", "got 'usr' (did you mean 'user'?)")``.
 
     Skipped rows are counted by ``reason``.
     """

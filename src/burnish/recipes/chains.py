@@ -122,9 +122,22 @@ def solution_row(rng: random.Random, question: Question, mistakes: float, attemp
         steps.append({"step": f"{total}{number:+d}={stated}"})
         # A second mistake may lead back to the correct total, but a solution with a wrong step never counts as right.
         right, total, left = right and stated == true, stated, left - 1
-        won = sum(right and all(rng.random() >= mistakes for _ in range(left)) for _ in range(attempts))
-        steps[-1]["Q"] = 2 * won / attempts - 1
+        steps[-1]["Q"] = estimated_value(rng, right, left, mistakes, attempts)
     return {"instruction": question_text(question), "output": steps}
+
+
+def estimated_value(rng: random.Random, right: bool, left: int, mistakes: float, attempts: int) -> float:
+    """The mean outcome, 1 or -1, of several attempts to take the steps that are left; -1 after a mistake.
+
+    Args:
+        rng: the source of mistakes.
+        right: whether all steps so far are right.
+        left: number of steps that are left.
+        mistakes: probability that a step is wrong.
+        attempts: number of attempts.
+    """
+    won = sum(right and all(rng.random() >= mistakes for _ in range(left)) for _ in range(attempts))
+    return 2 * won / attempts - 1
 
 
 def wrong_total(rng: random.Random, true: int, rest: tuple[int, ...]) -> int:
