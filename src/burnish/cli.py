@@ -100,7 +100,7 @@ def run(
     table = results(json.loads((folder / "manifest.json").read_text("utf-8")))
     if table.row_count:
         _print_table(table)
-    _print(f"done: {folder}  (report: {folder / 'report.html'})")
+    _print(f"done: {folder}", f"report: {folder / 'report.html'}")
 
 
 @app.command()
@@ -361,9 +361,13 @@ def _make_room(output: Path | None) -> None:
 def _print_table(table: Table) -> None:
     """Print a table. In a file or a pipe it is as wide as its longest row, so that no cell is wrapped."""
     console = _console()
-    if not console.is_terminal:
-        console.width = console.measure(table, options=console.options.update(width=10_000)).maximum
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    console.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    with console.capture() as capture:
+        console.print(table)
+    _print(*(line.rstrip() or " " for line in capture.get().splitlines()))
 
 
 def _print(*lines: str) -> None:

@@ -7,14 +7,14 @@ the same bootstrap samples, so that their difference is paired.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import rich.text
 import torch
 from peft import TaskType
 from rich.table import Table
@@ -39,6 +39,7 @@ from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
 from burnish.render.truncate import Truncation
+from burnish.report.page import table_of
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import sample_and_score
@@ -397,19 +398,22 @@ def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, floa
 
 def table(result: Mapping[str, Any]) -> Table:
     """A table of measures with their 95 % intervals."""
-    shown = Table("measure", box=None, pad_edge=False)
-    for name in result["models"]:
-        shown.add_column(rich.text.Text(_end(name)))
-    if len(result["models"]) == 2:
-        shown.add_column("difference")
+    names = result["models"]
+    rows = [["measure", *_ends(names), *(["difference"] if len(names) == 2 else [])]]
     for name, interval in result["measures"].items():
         both = [interval[key] for key in ("against", "difference") if key in interval]
-        shown.add_row(rich.text.Text(name), *(_cell(one) for one in [interval, *both]))
-    return shown
+        cells = [_cell(one) for one in [interval, *both]]
+        rows.append([name, *cells, *[""] * (len(names) * 2 - 1 - len(cells))])
+    return table_of(rows, box=None, pad_edge=False)
 
 
-def _end(name: str) -> str:
-    return name if len(name) <= 32 else f"...{name[-29:]}"
+def _ends(names: Sequence[str]) -> list[str]:
+    """The last 32 characters of models' names, without the folders in which both lie."""
+    parts = [Path(name).parts for name in names]
+    folders = zip(*(part[:-1] for part in parts), strict=False)
+    shared = len(list(takewhile(lambda both: both[0] == both[1], folders))) if len(names) == 2 else 0
+    shown = [str(Path(*part[shared:])) for part in parts]
+    return [name if len(name) <= 32 else f"...{name[-29:]}" for name in shown]
 
 
 def _cell(interval: Mapping[str, float]) -> str:

@@ -21,10 +21,8 @@ from burnish.methods import METHODS
 from burnish.models.bases import recorded as recorded_base
 from burnish.models.heads import VALUE_HEAD
 from burnish.models.loading import adapter_config, is_adapter
-from burnish.report.curves import Estimate
-from burnish.report.metrics import number
 from burnish.report.page import METHODS as METHOD_NAMES
-from burnish.report.page import as_yaml, changes
+from burnish.report.page import as_yaml, changes, headline_changes, with_interval
 
 CARD = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -164,7 +162,7 @@ def _load_code(adapter: bool, scores: bool, trust_remote_code: bool, step_value:
 
 
 def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The headline metrics on held-out rows: ``{"metric": "Accuracy", "before": "43.8 % [39.5 %, 48.2 %]", ...}``."""
+    """The headline metrics on held-out rows, as they are shown: ``{"metric": "Accuracy", "before": "43.8 %", ...}``."""
     evaluations = entry.get("results") or {}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     if before.get("step") == after.get("step"):
@@ -172,19 +170,12 @@ def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
     return [
         {
             "metric": change.metric.label,
-            "before": _cell(change.before, change.metric.share),
-            "after": _cell(change.after, change.metric.share),
+            "before": with_interval(change.before, change.metric.share),
+            "after": with_interval(change.after, change.metric.share),
+            "change": change.verdict.lower(),
         }
-        for change in changes(before, after)
-        if change.metric.headline
+        for change in headline_changes(changes(before, after))
     ]
-
-
-def _cell(estimate: Estimate | None, share: bool) -> str:
-    if estimate is None:
-        return ""
-    ends = ", ".join(number(end, share) for end in estimate.interval or ())
-    return number(estimate.value, share) + (f" [{ends}]" if ends else "")
 
 
 def _data(recipe: Recipe, stage: Stage, counts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
         write_manifest(folder, manifest)
         with progress.shown_by(screen.progress):
-            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage)
+            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage, screen)
         for name, checksum in outcome["files"].items():
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
@@ -145,9 +145,10 @@ def _check_all(recipe: Recipe) -> None:
 # --- a stage that runs a function ----------------------------------------------------------------------------------
 
 
-def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+def _run_function(recipe: Recipe, stage: Stage, screen: Display) -> dict[str, Any]:
     """Run a stage's function. Its folder appears only once it is complete."""
     assert stage.run is not None
+    screen.message(f"running {stage.run}")
     function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
