@@ -292,9 +292,14 @@ def expressions() -> st.SearchStrategy[str]:
     return st.recursive(st.sampled_from(WORDS) | st.sampled_from(NUMBERS), larger, max_leaves=4)
 
 
+def often(usual: st.SearchStrategy[str], other: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Half of the time one, half of the time the other."""
+    return st.booleans().flatmap(lambda choice: usual if choice else other)
+
+
 def templates() -> st.SearchStrategy[str]:
     """Templates of statements inside of each other, some of them cut off, before or after a template that is right."""
-    e = expressions()
+    e = often(st.sampled_from(["messages", "messages[0].content", "bos_token", "1", "true"]), expressions())
 
     def larger(body: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         return st.one_of(
@@ -323,14 +328,9 @@ def templates() -> st.SearchStrategy[str]:
         st.builds("{{% extends {} %}}".format, e),
         st.sampled_from(["{% break %}", "{% continue %}", "{% raw %}", "{#", "{%", "}}", "{% endfor %}", "<|im_end|>"]),
         st.text(max_size=3),
-        st.sampled_from(
-            ["{{ bos_token }}", "{{ messages | length }}", "{% set x = messages[0].content %}{{ x | trim }}"]
-        ),
-        st.sampled_from(
-            ["{{ messages | map(attribute='role') | join }}", "{{ messages | tojson }}", "{{ range(9)[2] }}"]
-        ),
     )
-    parts = st.recursive(statements, larger, max_leaves=5)
+    harmless = ["{{ bos_token }}", "{{ messages | length }}", "{% set x = messages[0].content %}{{ x | trim }}", "a"]
+    parts = st.recursive(often(st.sampled_from(harmless), statements), larger, max_leaves=5)
     chatml = st.sampled_from([CHATML, PLAIN_CHATML])
     return st.one_of(parts, *(st.builds(both.format, parts, chatml) for both in ("{}{}", "{1}{0}", "{}{}")))
 
