@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -163,9 +164,11 @@ def merge(
 ) -> None:
     """Merge an adapter into the base model it was trained on. Any other base is an error."""
     _check_names(adapter)
+    from burnish.config.card import merged_card
     from burnish.models.merge import merge as fold
 
-    fold(adapter, base, output, say=_print, trust_remote_code=trust_remote_code)
+    card = partial(merged_card, trust_remote_code=trust_remote_code)
+    fold(adapter, base, output, card=card, say=_print, trust_remote_code=trust_remote_code)
 
 
 @app.command()

@@ -242,6 +242,13 @@ def test_mistakes_are_named(here: Path, arguments: list[str], message: str) -> N
     assert message in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_damaged_model_is_reported_with_its_file(here: Path, name: str) -> None:
+    Path("one", name).write_text("[]")
+    result = call("one", "data.eval=chat.jsonl")
+    assert result.exit_code == 2 and f"one/{name}: expected a JSON object, got []" in result.stderr
+
+
 def test_a_mistake_in_a_file_is_reported_with_its_line(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE.replace("against: two", "agianst: two"))
     assert "compare.yaml:5: agianst: unknown key (did you mean 'against'?)" in call("one", "compare.yaml").stderr

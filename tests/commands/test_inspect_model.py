@@ -129,6 +129,22 @@ def test_a_step_value_model(tmp_path):
     assert position["Burnish"].endswith("9 ';', 25 ';'")
 
 
+def test_escape_codes_of_a_model_are_shown_as_text(tmp_path):
+    """Its config, its tokenizer and its adapter are files of a stranger: none may act on the terminal."""
+    control = "\x1b[2J\x9b1m\u202e"
+    template = f"{{{{ raise_exception('{control}') }}}}"
+    folder = saved(tmp_path / "model", reward_model(score_mean=control, score_std=1.0), chat_template=template)
+    edit(tmp_path / "model" / "config.json", auto_map={"AutoModel": f"{control}.Model"})
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": control, "target_modules": [control]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    for named in (folder, str(adapter)):
+        shown = CliRunner().invoke(cli.app, ["inspect", named])
+        assert shown.exit_code == 0, shown.stderr
+        assert r"\x1b[2J" in shown.output and not {*control} - {*"[2J1m"} & {*shown.output}
+
+
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +334,7 @@ def wrong(tmp_path: Path) -> dict[str, str]:
         "org/nothing": both,
         "tniy": "did you mean 'tiny'",
         "run": "folder of a run: name one of its stages: sft",
-        "list": "expected keys such as model_type, got a list",
+        "list": r"config\.json: expected a JSON object, got \[1\]",
         "heads": "cannot be read: ZeroDivisionError|no model can be built",
     }
 

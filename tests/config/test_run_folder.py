@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from builders import PLAIN_CHATML
 from burnish import files
 from burnish.config import Data, load
 from burnish.config import run as pipeline
@@ -40,6 +42,7 @@ stages:
 """
 CODE = """
 import json
+import logging
 import multiprocessing
 
 def rows(folder, seed):
@@ -387,3 +390,24 @@ def test_a_run_that_began_with_other_versions_reports_them(home: Path, monkeypat
     with pytest.raises(UserError, match="holds a run of another version of Burnish: start over with --fresh"):
         run()
     run(fresh=True)
+
+
+def test_warnings_of_the_package_are_messages_of_the_run(run_folder, tiny_tokenizer):
+    """That a stream's conversations are learned turn by turn was said nowhere: a run hid what the package logs."""
+    thinking = "(m['content'] if loop.last or m['role'] == 'user' else m['content'].split('>')[-1]) +"
+    tiny_tokenizer.chat_template = PLAIN_CHATML.replace("m['content'] +", thinking)
+    tiny_tokenizer.save_pretrained("base")
+    turns = [("user", "1+1"), ("assistant", "<one>2"), ("user", "+1"), ("assistant", "<two>3")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    Path("chat.jsonl").write_text(f"{json.dumps(row)}\n" * 3 + '{"prompt": "a", "completion": ""}\n')
+    Path("think.yaml").write_text(
+        "{name: think, method: {name: sft}, model: base, trainer: {max_steps: 1, save_strategy: 'no', "
+        "per_device_train_batch_size: 2}, data: {train: chat.jsonl, stream: true, shuffle_buffer: 4, "
+        "on_bad_row: skip}}"
+    )
+    shown = io.StringIO()
+    with Display(Console(file=shown, width=200)) as screen:
+        pipeline.run(load("think.yaml"), display=screen)
+    assert "[sft] the chat template rewrites earlier turns" in shown.getvalue()
+    assert shown.getvalue().count("skipped") == 1, "a stage reports skipped rows once"
+    assert logging.getLogger("burnish.data.streaming").level == logging.NOTSET, "the run restores what it changes"

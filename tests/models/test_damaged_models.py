@@ -94,6 +94,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tokenizer that is a list": (text("tokenizer.json", "[]"), "one of its files is damaged (TypeError"),
     "a tokenizer of another kind": (text("tokenizer.json", '{"a": 1}'), "one of its files is damaged (KeyError"),
     "a list of generation settings": (text("generation_config.json", "[]"), "generation_config.json: expected a JSON"),
+    "a list of adapter settings": (
+        text("adapter_config.json", "[]"),
+        "adapter_config.json: expected a JSON object, got",
+    ),
     "weights that run code": (
         weights(lambda path: torch.save({"w": Runs(), "x": torch.zeros(99_999)}, path)),
         "pickle that is damaged or holds more than tensors, which could run any code",

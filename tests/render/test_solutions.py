@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -114,7 +113,6 @@ def encode(tokenizer, rows, **length):
 def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
     prompt = len(asked(tiny_tokenizer))
     whole = solutions.solution(Renderer(tiny_tokenizer), RIGHT)
-    logging.getLogger("burnish").setLevel(logging.NOTSET)
     for limit, kept, said in (
         (prompt + 14, prompt + 14, "the end token left out"),
         (prompt + 13, prompt + 7, "1 of 2 steps left out"),

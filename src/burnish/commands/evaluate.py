@@ -6,7 +6,6 @@ the same bootstrap samples, so that their difference is paired.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from typing import Any, NamedTuple
 
 import rich.text
 import torch
+from peft import TaskType
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig
 
-from burnish.commands.generate import TOKEN_BUDGET, Loaded, load, logprobs
+from burnish.commands.generate import TOKEN_BUDGET, Loaded, check_room, load, logprobs
 from burnish.config.evaluation import Evaluation
 from burnish.config.resolve import model_reference, named_reward
 from burnish.data import readers as rows
@@ -125,14 +124,10 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
 
 def _is_reward_model(reference: str) -> bool:
     folder = loading.resolve(reference)
-    adapter = Path(folder) / "adapter_config.json"
-    if adapter.is_file():
-        return json.loads(adapter.read_text("utf-8")).get("task_type") == "SEQ_CLS"
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{reference}: not a model: {str(error).splitlines()[0]}") from error
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if loading.is_adapter(folder):
+        return loading.adapter_config(folder).task_type == TaskType.SEQ_CLS
+    architectures = loading.load_config(reference).architectures
+    return any(name.endswith("ForSequenceClassification") for name in architectures or [])
 
 
 def _policy(reference: str, evaluation: Evaluation) -> Loaded:
@@ -285,6 +280,7 @@ def _measure_answers(
 ) -> Measured:
     prompts = [row for row in eval_rows if isinstance(row, Prompt)]
     tokens = Renderer(loaded.tokenizer).prompts(prompts)
+    check_room(loaded.model, prompts, tokens)
     sampling = evaluation.generation
     ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
     for i, ids in enumerate(tokens):

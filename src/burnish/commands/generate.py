@@ -27,7 +27,7 @@ from burnish.mistakes import mistakes
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
-from burnish.models.limits import Limits
+from burnish.models.limits import check_ids
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
 from burnish.terminal import check_typed
@@ -153,7 +153,7 @@ def completions(
     prompt gets different completions.
     """
     tokens = Renderer(loaded.tokenizer).prompts(prompt_rows)
-    _check_room(loaded.model, prompt_rows, tokens)
+    check_room(loaded.model, prompt_rows, tokens)
     seen: dict[tuple[int, ...], int] = {}
     seeds: list[list[int]] = []
     for ids in tokens:
@@ -178,8 +178,12 @@ def completions(
         yield len(prompt_rows[part]), lines
 
 
-def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
-    """Raise a UserError if a prompt fills the context window, or has ids outside of the model's vocabulary."""
+def check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
+    """Check that a model can complete prompts.
+
+    Raises:
+        UserError: a prompt fills the context window, or has an id outside of the model's vocabulary.
+    """
     config = unwrap(model).config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     for row, ids in zip(prompt_rows, tokens, strict=True):
@@ -188,7 +192,7 @@ def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, .
                 f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
                 f"{context}: shorten the prompt or remove the row"
             )
-        Limits(context, config.vocab_size).check_ids(ids, row.source)
+        check_ids(ids, config.vocab_size, row.source)
 
 
 def context_note(loaded: Loaded, decoding: Sampling | Beams) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from burnish.errors import UserError
@@ -43,20 +44,21 @@ class Limits(NamedTuple):
                     f"{sequence.source}: {len(sequence):,} tokens, but the model reads at most {self.longest:,}: set "
                     f"data.max_length: {self.longest} and data.too_long"
                 )
-            self.check_ids(sequence.tokens.tolist(), sequence.source)
+            check_ids(sequence.tokens, self.vocabulary, sequence.source)
 
-    def check_ids(self, tokens: Iterable[int], source: str) -> None:
-        """Check that the model has an embedding for each token id.
 
-        Raises:
-            UserError: the vocabulary of the model is smaller than that of its tokenizer.
-        """
-        if (largest := max(tokens, default=0)) >= self.vocabulary:
-            raise UserError(
-                f"{source}: the token id {largest:,}, but the model has embeddings only for the {self.vocabulary:,} "
-                "ids below: its tokenizer belongs to another model, or tokens were added to it without resizing the "
-                "embeddings"
-            )
+def check_ids(tokens: Sequence[int] | np.ndarray, vocabulary: int, source: str) -> None:
+    """Check that a model with ``vocabulary`` embeddings has one for each token id.
+
+    Raises:
+        UserError: it has not. The message names the source of the tokens.
+    """
+    largest = int(np.max(tokens, initial=0))
+    if largest >= vocabulary:
+        raise UserError(
+            f"{source}: the token id {largest:,}, but the model has embeddings only for the {vocabulary:,} ids below: "
+            "its tokenizer belongs to another model, or tokens were added to it without resizing the embeddings"
+        )
 
 
 OFFSET = 8

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
-import json
 import pickle
 import shutil
 import uuid
@@ -39,6 +38,7 @@ from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
 from burnish.models.settings import Quantization
+from burnish.models.stored import json_object
 from burnish.render.encode import cache_folder
 
 ADAPTER = "adapter_model.safetensors"
@@ -279,6 +279,8 @@ def adapter_config(folder: str) -> Any:
     """
     from peft import PeftConfig
 
+    if (path := Path(folder) / "adapter_config.json").is_file():
+        json_object(path)
     try:
         return PeftConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -405,7 +407,9 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     """``cls.from_pretrained``; what goes wrong because of the user's input is a UserError."""
     kernels.prepare_process()
     folder = reference if "gguf_file" in options else resolve(reference)
-    _check_objects(Path(folder))
+    for path in (Path(folder) / name for name in OBJECTS):
+        if path.is_file():
+            _check_counts(path, json_object(path))
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -450,6 +454,7 @@ def load_config(reference: str, *, trust_remote_code: bool = False) -> Any:
 
 
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files that must hold a JSON object, if a model has them. Transformers raises anything if they do not."""
 SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -468,21 +473,12 @@ SMALLEST = 1 / 16
 """Bytes of a parameter: even half a bit is less than any quantization needs."""
 
 
-def _check_objects(folder: Path) -> None:
-    """Raise a UserError if a file that must hold a JSON object holds another value."""
-    for path in (folder / name for name in OBJECTS):
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_text("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{path}: expected a JSON object, got {json.dumps(value)[:60]}")
-        for block in (value, *(inner for inner in value.values() if isinstance(inner, dict))):  # such as text_config
-            for name in COUNTS:
-                if isinstance(count := block.get(name), int) and count > LARGEST_COUNT:
-                    raise UserError(f"{path}: {name}: expected at most {LARGEST_COUNT:,}, got {count:,}")
+def _check_counts(path: Path, value: dict[str, Any]) -> None:
+    """Raise a UserError if a config would be expanded to lists that fill the memory."""
+    for block in (value, *(inner for inner in value.values() if isinstance(inner, dict))):  # such as text_config
+        for name in COUNTS:
+            if isinstance(count := block.get(name), int) and count > LARGEST_COUNT:
+                raise UserError(f"{path}: {name}: expected at most {LARGEST_COUNT:,}, got {count:,}")
 
 
 def _check_sizes(folder: Path, config: Any) -> None:

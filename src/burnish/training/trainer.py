@@ -137,7 +137,7 @@ class Trainer(transformers.Trainer):
             self.accelerator,
             token_budget or default_budget(args.device),
             sharded,
-            pad_id=pad_id if (pad_id := self.tokenizer.pad_token_id or 0) < self.limits.vocabulary else 0,
+            pad_id=self.tokenizer.pad_token_id or 0,
             side=padding_side,
             pad_to=pad_to,
             packed=packed,
