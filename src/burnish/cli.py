@@ -21,7 +21,7 @@ from rich.text import Text
 
 from burnish import files, kernels
 from burnish.errors import UserCodeError, UserError, is_out_of_memory, out_of_memory
-from burnish.terminal import visible
+from burnish.terminal import check_typed, visible
 
 STOPPED = 130
 
@@ -67,6 +67,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _check_text(parameter: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+    """Refuse options with bytes that are not text."""
+    for text in [value] if isinstance(value, str) else value or []:
+        check_typed(text, f"--{parameter.name}")
+    return value
+
+
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 Overrides = Annotated[
     list[str] | None,
@@ -189,7 +198,9 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write JSON lines here instead of printing.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message for prompts without one.")] = None,
+    system: Annotated[
+        str | None, typer.Option(callback=_check_text, help="System message for prompts without one.")
+    ] = None,
     template: TemplateOption = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256")] = None,
     length_range: Annotated[
@@ -206,7 +217,10 @@ def generate(
         float | None, typer.Option(show_default="1", help="Rank beams by log p / tokens ** LENGTH_PENALTY.")
     ] = None,
     returned: Annotated[int | None, typer.Option("--return", min=1, help="Number of best beams to return.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End a completion at this string. Can be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(callback=_check_text, help="End a completion at this string. Can be repeated."),
+    ] = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Show each completion's log-probability: sum and mean per token.")
     ] = False,
@@ -258,13 +272,15 @@ def generate(
 @app.command()
 def chat(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(callback=_check_text, help="System message.")] = None,
     template: TemplateOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End an answer at this string. Can be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(callback=_check_text, help="End an answer at this string. Can be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: DType = "auto",
 ) -> None:

@@ -36,7 +36,8 @@ def test_rows_beyond_the_positions_of_an_encoder_are_refused_before_training(mak
     """They crashed in the middle of a run: the expanded size of the tensor must match the existing size."""
     trainer = make_trainer(RewardModel(), encoder(), LONG)
     assert trainer.truncation.max_length == 64
-    with pytest.raises(UserError, match=r"row 1: .* tokens, max_length 64: .* too_long: drop or truncate_left"):
+    instead = r"set too_long: drop or truncate_left, or use a model that reads more than 64 tokens$"
+    with pytest.raises(UserError, match=rf"row 1: .* tokens, max_length 64: {instead}"):
         trainer.train()
     trainer = make_trainer(RewardModel(), encoder(), LONG, own={"truncation": Truncation(too_long="drop")})
     trainer.train()
@@ -49,6 +50,17 @@ def test_a_maximum_above_the_limit_is_refused_with_the_row(make_trainer: Any) ->
         trainer.train()
     trainer = make_trainer(RewardModel(), encoder(), LONG[1:], own={"truncation": Truncation(max_length=512)})
     trainer.train()
+
+
+def test_a_larger_max_length_is_advised_only_within_the_limit_of_the_model(make_trainer: Any, tiny_llama: Any) -> None:
+    """Rows beyond the context window got the advice to raise max_length, which cannot be followed."""
+    rows = [{"prompt": "a" * 50, "completion": "b"}]
+    for positions, advice in ((80, "raise max_length"), (48, "use a model that reads more than 48 tokens")):
+        for too_long in ("error", "truncate_right"):
+            own = {"truncation": Truncation(max_length=24, too_long=too_long)}
+            trainer = make_trainer(SFT(), tiny_llama(max_position_embeddings=positions), rows, own=own)
+            with pytest.raises(UserError, match=rf"row 1: \d+ tokens, max_length 24: .*too_long: .*, or {advice}$"):
+                trainer.train()
 
 
 def test_token_ids_without_an_embedding_are_refused_with_the_row(make_trainer: Any, tiny_llama: Any) -> None:

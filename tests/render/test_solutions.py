@@ -130,7 +130,7 @@ def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
 @pytest.mark.parametrize(
     ("too_long", "extra", "message"),
     [
-        ("error", 7, "raise it, or set too_long: drop or truncate_right"),
+        ("error", 7, "set too_long: drop or truncate_right, or raise max_length$"),
         ("truncate_left", 7, "would separate steps from their question"),
         ("split", 7, "would separate steps from their question"),
         ("truncate_right", 6, "not one step fits"),

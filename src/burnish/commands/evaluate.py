@@ -38,7 +38,7 @@ from burnish.models.layout import Layout
 from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
-from burnish.render.truncate import Truncation
+from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.report.page import table_of
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
@@ -198,8 +198,10 @@ def _measure_policy(
 
 def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
     """The truncation settings. The default max_length is the model's limit."""
-    limit = evaluation.data.max_length or longest(unwrap(model).config, tokenizer)
-    return Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
+    limit, data = longest(unwrap(model).config, tokenizer), evaluation.data
+    return ModelTruncation(
+        max_length=data.max_length or limit, too_long=data.too_long, on_bad_row=data.on_bad_row, model_limit=limit
+    )
 
 
 def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from burnish.errors import UserError
-from burnish.render.truncate import Truncation
+from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.types import Example, Prompt
 
 
@@ -21,17 +21,16 @@ class Limits(NamedTuple):
     vocabulary: int
     """Number of embeddings: every token id is smaller."""
 
-    def default(self, truncation: Truncation, rows: Sequence[Any], too_long: str | None) -> Truncation:
-        """Set ``max_length`` to the longest sequence if it is not set.
+    def default(self, truncation: Truncation, rows: Sequence[Any], too_long: str | None) -> ModelTruncation:
+        """Add the limit of the model, and set ``max_length`` to it if that is not set.
 
         It stays as it is for prompts, whose completions end where the context window does, and for methods that split
         texts, whose pieces have a length of their own.
         """
-        if truncation.max_length is not None or self.longest is None or too_long == "split":
-            return truncation
-        if rows and isinstance(rows[0], Prompt):
-            return truncation
-        return truncation.model_copy(update={"max_length": self.longest})
+        settings = {name: getattr(truncation, name) for name in Truncation.model_fields}
+        if truncation.max_length is None and too_long != "split" and not (rows and isinstance(rows[0], Prompt)):
+            settings["max_length"] = self.longest
+        return ModelTruncation(**settings, model_limit=self.longest)
 
     def check(self, examples: Iterable[Example]) -> None:
         """Check that the model can read examples.

@@ -90,8 +90,10 @@ def _add_to(of_rows: dict[str, tuple[float, float]], source: str, total: float, 
 def merge(sums: Metrics, more: Metrics) -> None:
     """Add metrics to ``sums``."""
     for name, part in more.items():
-        before = sums.get(name, Metric(torch.zeros_like(part.total), torch.zeros_like(part.count)))
-        sums[name] = Metric(before.total + part.total, before.count + part.count)
+        if name in sums:
+            sums[name] = Metric(sums[name].total + part.total, sums[name].count + part.count)
+        else:
+            sums[name] = Metric(part.total, part.count)
 
 
 def _check_count(name: str, term: Term, batch: MicroBatch) -> None:
