@@ -10,6 +10,7 @@ from burnish.config.checks import file_problems, reference_problems, shape_probl
 from burnish.config.schema import Recipe
 from burnish.config.yaml import LONGEST, Document, complain, override, read
 from burnish.errors import UserError, did_you_mean
+from burnish.files import expanded
 from burnish.methods import METHODS
 from burnish.mistakes import find, shown
 
@@ -65,7 +66,7 @@ def document(reference: str | Path) -> tuple[Document, Path]:
 
 
 def _file(reference: str | Path) -> Path:
-    path = Path(reference).expanduser()
+    path = expanded(reference)
     if path.is_file():
         return path
     if (RECIPES / f"{reference}.yaml").is_file():

@@ -153,4 +153,6 @@ def _run_function(recipe: Recipe, stage: Stage, screen: Display) -> dict[str, An
     folder = recipe.folder / stage.name
     with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
         function(staging, seed=recipe.seed, **stage.arguments)
+        if not staging.is_dir():
+            raise UserError(f"stages.{stage.name}.run: {stage.run} removed its folder, which should hold what it makes")
     return {"files": files.listed(folder)}
