@@ -357,8 +357,8 @@ def test_a_long_fact_is_wrapped_in_a_terminal_and_whole_in_a_file(tmp_path):
     folder = saved(tmp_path, reward_model(score_mean=0.07278002053499222, score_std=1.5))
     shown = {}
     for terminal in (True, False):
-        console = Console(file=io.StringIO(), width=40, force_terminal=terminal, color_system=None)
-        show(folder, console)
-        shown[terminal] = console.file.getvalue().splitlines()
+        output = io.StringIO()
+        show(folder, Console(file=output, width=40, force_terminal=terminal, color_system=None))
+        shown[terminal] = output.getvalue().splitlines()
     assert max(map(len, shown[True])) <= 40 < max(map(len, shown[False]))
     assert "  stored mean and spread  0.0728 and 1.500, used with normalize: true" in shown[False]
