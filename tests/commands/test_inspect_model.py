@@ -1,5 +1,6 @@
 """What `burnish inspect MODEL` says about models that the tests build, without loading more than it must."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from rich.console import Console
 from typer.testing import CliRunner
 
 from builders import CHATML, SIZES, character_tokenizer, llama
 from burnish import cli
-from burnish.commands.inspect_model import Description, describe
+from burnish.commands.inspect_model import Description, describe, show
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.adapters import add_adapter
@@ -81,7 +83,7 @@ def test_a_reward_model(tmp_path):
     described = describe(saved(tmp_path, reward_model(score_mean=0.25, score_std=1.5)))
     head = described.facts["head"]
     assert described.facts["model"]["what"].startswith("a reward model: a causal model")
-    assert head["layer score"] == "1 x 32, without bias" and "0.25 and 1.5" in head["stored mean and spread"]
+    assert head["layer score"] == "1 x 32, without bias" and "0.2500 and 1.500" in head["stored mean and spread"]
     assert described.facts["special tokens"]["pad equals eos"] == "no"
     assert len(scores(described)) == 5 and len(set(scores(described).values())) == 1
     assert not described.warnings
@@ -349,3 +351,14 @@ def test_what_is_no_model_is_one_error(tmp_path, monkeypatch):
 def test_settings_of_recipes_do_not_apply_to_models(tmp_path):
     shown = CliRunner().invoke(cli.app, ["inspect", str(tmp_path), "--row", "1"])
     assert shown.exit_code == 2 and "apply only to recipes" in shown.stderr
+
+
+def test_a_long_fact_is_wrapped_in_a_terminal_and_whole_in_a_file(tmp_path):
+    folder = saved(tmp_path, reward_model(score_mean=0.07278002053499222, score_std=1.5))
+    shown = {}
+    for terminal in (True, False):
+        output = io.StringIO()
+        show(folder, Console(file=output, width=40, force_terminal=terminal, color_system=None))
+        shown[terminal] = output.getvalue().splitlines()
+    assert max(map(len, shown[True])) <= 40 < max(map(len, shown[False]))
+    assert "  stored mean and spread  0.0728 and 1.500, used with normalize: true" in shown[False]

@@ -124,7 +124,7 @@ def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
         assert sequence == Sequence(whole.tokens[:kept], whole.loss_mask[:kept], whole.source, expected)
         assert changed[0].source == "steps.jsonl:1"
         assert changed[0].reason == f"truncate_right: {prompt + 15} tokens, max_length {limit}: {said}"
-    assert "1 rows were truncated or dropped, the first: steps.jsonl:1" in caplog.text
+    assert "rows truncated or dropped: 1, the first: steps.jsonl:1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def _shortened(
         detail = f"{too_long} leaves nothing to learn: {_or_drop(too_long, otherwise)}"
         raise _DoesNotFitError(f"{row.source}: {what}: {detail}")
     without = len(pieces) - len(learned)
-    note = f" into {len(pieces)}" + (f", {without} of them with nothing to learn" if without else "")
+    note = f", now {len(pieces)} sequences" + (f", {without} of them with nothing to learn" if without else "")
     return [Example((piece,)) for piece in learned], f"{too_long}: {what}" + (note if len(pieces) > 1 else "")
 
 

@@ -6,9 +6,11 @@ tokenizer, from the headers of the weight files, and from the model's class on t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from burnish.commands.inspect_model.adapter import open_adapter
@@ -32,11 +34,25 @@ def show(reference: str, console: Console) -> None:
     described = describe(reference)
     for section, facts in described.facts.items():
         console.print(section, style="bold")
-        width = max(map(len, facts))
-        for name, fact in facts.items():
-            console.print(Text(visible(f"  {name:{width}}  {fact}")), soft_wrap=True)
+        console.print(_table(facts) if console.is_terminal else _lines(facts), soft_wrap=not console.is_terminal)
     for warning in described.warnings:
         console.print(Text(visible(f"warning: {warning}"), "yellow"), soft_wrap=True)
+
+
+def _table(facts: Mapping[str, str]) -> Table:
+    """Facts in two columns. A long fact continues below its beginning."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(Text(visible(f"  {name}")), Text(visible(fact)))
+    return table
+
+
+def _lines(facts: Mapping[str, str]) -> Text:
+    """Facts in aligned lines of any width, for files and pipes."""
+    width = max(map(len, facts))
+    return Text("\n".join(visible(f"  {name:{width}}  {fact}") for name, fact in facts.items()))
 
 
 def describe(reference: str) -> Description:

@@ -12,6 +12,7 @@ from burnish.commands.inspect_model.opening import Model, model_file
 from burnish.models import loading
 from burnish.models.heads import VALUE_HEAD
 from burnish.models.stored import of_files
+from burnish.report.metrics import number
 
 
 def is_head(name: str) -> bool:
@@ -49,12 +50,20 @@ def describe_head(model: Model, described: Description) -> None:
         {
             "labels": ", ".join(f"{index} {name!r}" for index, name in labels.items()),
             "score": f"the raw logit{'' if one else ' of the label that label: names'}, without sigmoid or softmax",
-            "stored mean and spread": f"{mean} and {std}, used with normalize: true" if mean is not None else "none",
+            "stored mean and spread": _spread(mean, std),
         },
     )
     held = model.stored if not model.adapter else of_files([Path(model.adapter) / loading.ADAPTER])
     if held.complete and not any(is_head(name) for name in held.tensors):
         described.warnings.append("the weights hold no head: transformers would make up a random one")
+
+
+def _spread(mean: object, std: object) -> str:
+    """The stored mean and standard deviation of a reward model's scores. The config of a stranger may hold anything."""
+    if mean is None:
+        return "none"
+    shown = (number(value) if isinstance(value, float | int) else str(value) for value in (mean, std))
+    return f"{' and '.join(shown)}, used with normalize: true"
 
 
 def _linear(layer: nn.Linear) -> str:
