@@ -282,10 +282,10 @@ NAMED = {
 @pytest.mark.parametrize(("text", "expected"), NAMED.values(), ids=NAMED)
 def test_yaml_that_cannot_be_a_recipe(text: str, expected: str, here: Path) -> None:
     Path("r.yaml").write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     message = check()
     assert message is not None and expected in message
-    assert time.monotonic() - began < 1.5
+    assert time.process_time() - began < 1.5
 
 
 SETTINGS = {
