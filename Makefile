@@ -59,9 +59,11 @@ classic: $(SMALL) $(WORDNET) ## the classic chain on definitions: SFT, reward mo
 test: $(STAMP) ## run the tests, a process for each core
 	$(BIN)/pytest -q -n auto --dist loadfile
 
-# Without TRL's environment, as on a machine that is offline, the comparison with it is skipped, and the table says so.
+# Without TRL's environment or the small models, as on a machine that is offline, their tests are skipped, and the table
+# says so.
 acceptance: $(STAMP) ## run what takes too long for every commit, with a table at the end
 	-$(MAKE) $(PEERS)
+	-$(MAKE) $(SMALL)
 	$(BIN)/pytest -q -m acceptance
 
 $(PEERS): benchmarks/peers/requirements.txt requirements.lock pyproject.toml
