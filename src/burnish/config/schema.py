@@ -180,6 +180,11 @@ class RewardPart(Config, use_attribute_docstrings=True):
     """Weight of this score in the reward. A score with weight 0 is logged but not used."""
     name: str | None = None
 
+    @property
+    def title(self) -> str:
+        """The name of the reward in metrics and messages. By default it is the key of its kind."""
+        return self.name or next(kind for kind, source in REWARDS.items() if isinstance(self, source))
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _own_keys(cls, given: Any) -> Any:
@@ -208,7 +213,7 @@ class RewardFromModel(RewardPart):
     @property
     def title(self) -> str:
         """The name of the reward in metrics and messages."""
-        return self.name or (self.model.stage if isinstance(self.model, StageModel) else "model")
+        return self.name or (self.model.stage if isinstance(self.model, StageModel) else super().title)
 
     @pydantic.model_validator(mode="after")
     def _one_score_or_steps(self) -> RewardFromModel:
