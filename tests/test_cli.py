@@ -26,10 +26,12 @@ stages:
     method: {name: sft}
     model: MODEL
     data: {train: chat.jsonl}
+  - name: make
+    run: burnish.recipes.tiny:prepare
   - name: after
     method: {name: sft}
     model: {stage: sft}
-    data: {train: {stage: sft, file: more.jsonl}}
+    data: {train: {stage: make, file: more.jsonl}}
 """
 
 
@@ -300,7 +302,7 @@ def test_inspect_marks_learned_tokens(here):
     assert re.search(r"tokens +21 *\n", result.stdout)
     assert re.search(r"learned +12 tokens \(57\.1%\)", result.stdout)
     assert re.search(r"99 100 +8, 8, 13, 13, 13 *\n", result.stdout)
-    assert "waits for runs/tiny/sft/data/more.jsonl" in result.stdout
+    assert "waits for runs/tiny/make/data/more.jsonl" in result.stdout
     assert "memory of this machine" in result.stdout
 
 
