@@ -63,3 +63,8 @@ def test_explained_variance_by_hand() -> None:
     half = value_metrics(returns, torch.tensor([[0.0, 2.0, 0.0, 2.0, 9.0]]), mask)
     assert half["explained_variance"] == pytest.approx(1 - 4 / 5)  # errors 0 0 4 4, variance 4; of the returns 5
     assert value_metrics(torch.ones(1, 5), returns, mask)["explained_variance"] == 0.0
+
+
+def test_all_trajectories_of_a_row_count() -> None:
+    rows = [trajectory(1.0), trajectory(4.0)]  # both of "row 1"
+    assert row_sums(rows, [Example(t.sequences) for t in rows])["score"].rows == {"row 1": (5.0, 2.0)}

@@ -82,7 +82,16 @@ def row_sums(trajectories: list[Trajectory], examples: list[Example]) -> dict[st
     if _has_reference(examples):
         values["kl"] = [_log_ratio(example) for example in examples]
     sources = [t.source for t in trajectories]
-    return {name: RowSums({s: (x, 1.0) for s, x in zip(sources, of, strict=True)}) for name, of in values.items()}
+    return {name: RowSums(_summed(sources, of)) for name, of in values.items()}
+
+
+def _summed(sources: list[str], values: list[float]) -> dict[str, tuple[float, float]]:
+    """The sum and the number of the values of each row, which may have several trajectories."""
+    rows: dict[str, tuple[float, float]] = {}
+    for source, value in zip(sources, values, strict=True):
+        total, count = rows.get(source, (0.0, 0.0))
+        rows[source] = (total + value, count + 1.0)
+    return rows
 
 
 def _has_reference(examples: list[Example]) -> bool:
