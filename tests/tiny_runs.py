@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from transformers import TrainerCallback, TrainingArguments
@@ -51,6 +53,24 @@ class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
         assert model is not None
         self.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def run_until(run: Callable[[], object], stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a recipe until a checkpoint of a stage has been saved, and stop there."""
+    saved = Trainer._save_checkpoint
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> None:
+        saved(self, *args, **kwargs)
+        if self.folder.name == stage and self.state.global_step == step:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "_save_checkpoint", save)
+        run()
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from burnish import files, kernels
 from burnish.errors import UserCodeError, UserError, is_out_of_memory, out_of_memory
-from burnish.terminal import visible
+from burnish.terminal import check_typed, visible
 
 STOPPED = 130
 
@@ -66,6 +67,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _check_text(parameter: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+    """Refuse options with bytes that are not text."""
+    for text in [value] if isinstance(value, str) else value or []:
+        check_typed(text, f"--{parameter.name}")
+    return value
+
+
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 Overrides = Annotated[
     list[str] | None,
@@ -99,7 +109,7 @@ def run(
     table = results(json.loads((folder / "manifest.json").read_text("utf-8")))
     if table.row_count:
         _print_table(table)
-    _print(f"done: {folder}  (report: {folder / 'report.html'})")
+    _print(f"done: {folder}", f"report: {folder / 'report.html'}")
 
 
 @app.command()
@@ -154,9 +164,11 @@ def merge(
 ) -> None:
     """Merge an adapter into the base model it was trained on. Any other base is an error."""
     _check_names(adapter)
+    from burnish.config.card import merged_card
     from burnish.models.merge import merge as fold
 
-    fold(adapter, base, output, say=_print, trust_remote_code=trust_remote_code)
+    card = partial(merged_card, trust_remote_code=trust_remote_code)
+    fold(adapter, base, output, card=card, say=_print, trust_remote_code=trust_remote_code)
 
 
 @app.command()
@@ -186,7 +198,9 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write JSON lines here instead of printing.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message for prompts without one.")] = None,
+    system: Annotated[
+        str | None, typer.Option(callback=_check_text, help="System message for prompts without one.")
+    ] = None,
     template: TemplateOption = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256")] = None,
     length_range: Annotated[
@@ -203,7 +217,10 @@ def generate(
         float | None, typer.Option(show_default="1", help="Rank beams by log p / tokens ** LENGTH_PENALTY.")
     ] = None,
     returned: Annotated[int | None, typer.Option("--return", min=1, help="Number of best beams to return.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End a completion at this string. Can be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(callback=_check_text, help="End a completion at this string. Can be repeated."),
+    ] = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Show each completion's log-probability: sum and mean per token.")
     ] = False,
@@ -255,13 +272,15 @@ def generate(
 @app.command()
 def chat(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(callback=_check_text, help="System message.")] = None,
     template: TemplateOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End an answer at this string. Can be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(callback=_check_text, help="End an answer at this string. Can be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: DType = "auto",
 ) -> None:
@@ -358,9 +377,13 @@ def _make_room(output: Path | None) -> None:
 def _print_table(table: Table) -> None:
     """Print a table. In a file or a pipe it is as wide as its longest row, so that no cell is wrapped."""
     console = _console()
-    if not console.is_terminal:
-        console.width = console.measure(table, options=console.options.update(width=10_000)).maximum
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    console.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    with console.capture() as capture:
+        console.print(table)
+    _print(*(line.rstrip() or " " for line in capture.get().splitlines()))
 
 
 def _print(*lines: str) -> None:

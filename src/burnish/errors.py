@@ -22,11 +22,14 @@ class UserError(ValueError):
         super().__init__(UNSAFE.sub(lambda match: ascii(match[0])[1:-1], message))
 
 
-class UserCodeError(RuntimeError):
+class UserCodeError(Exception):
     """The user's code raised an exception: a reward, a stage's function, or a file that was imported.
 
     ``UserCodeError("reward brevity (mine.py:brevity) raised ValueError on prompts.jsonl:3: no", "Traceback ...")``. The
     command line prints ``traceback``, which has only the user's own frames, and the message, and exits with code 1.
+
+    It is not a RuntimeError, because contextlib takes a RuntimeError that was raised from a StopIteration for that
+    StopIteration.
     """
 
     def __init__(self, message: str, traceback: str) -> None:

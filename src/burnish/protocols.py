@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from burnish.math.statistics import RowSums
     from burnish.models.heads import Network
     from burnish.render.truncate import Truncation
 
@@ -79,8 +80,8 @@ class Engine(Protocol):
         """Apply a function to micro-batches without gradient, and return the examples with its (B, T) arrays added."""
         ...
 
-    def evaluate(self, method: Method, examples: list[Example]) -> dict[str, float]:
-        """The means of a method's terms over examples, and the resulting loss."""
+    def evaluate(self, method: Method, examples: list[Example]) -> tuple[dict[str, float], dict[str, RowSums]]:
+        """The means of a method's terms over examples and the resulting loss, and the same as sums over each row."""
         ...
 
     def gather(self, value: T) -> list[T]:
@@ -125,6 +126,10 @@ class Run(Protocol):
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Write rows to samples.jsonl and display them."""
+        ...
+
+    def measured(self, metrics: Mapping[str, RowSums]) -> None:
+        """Report metrics of this evaluation as sums over each row, to compare them with the first evaluation."""
         ...
 
 

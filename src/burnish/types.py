@@ -509,11 +509,20 @@ class Reward(Protocol):
 class Metric(NamedTuple):
     """A sum and the count to divide it by, both scalars. Loss functions return metrics.
 
-    ``Metric(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55. The mean is 0 if the count is 0.
+    ``Metric(torch.tensor(6.2), torch.tensor(4.0)).mean`` is 1.55. The mean is 0 if the count is 0. ``parts`` are the
+    summands of both, from which an evaluation computes the sums of each row: of tokens (B, T); of pairs (P,); or, in a
+    micro-batch without pairs, of sequences (N,).
     """
 
     total: Tensor
     count: Tensor
+    parts: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, values: Tensor, weights: Tensor) -> Metric:
+        """The weighted sum of values, and the sum of the weights, both of the same shape."""
+        summands = weights * values
+        return cls(summands.sum(), weights.sum(), (summands, weights))
 
     @property
     def mean(self) -> Tensor:
@@ -522,19 +531,20 @@ class Metric(NamedTuple):
 
     def over(self, unit: Unit) -> Term:
         """The sum as a term of a loss, which the trainer divides by the units of the whole optimizer step."""
-        return Term(self.total, unit, self.count)
+        return Term(self.total, unit, self.count, self.parts)
 
 
 class Term(NamedTuple):
     """A term of a loss: a sum over a micro-batch, and the unit whose count the trainer divides it by.
 
     ``Term(torch.tensor(6.2), "tokens")``. ``count`` is the number of units in the sum, if the loss function knows it;
-    the trainer then checks that it divides by the same number.
+    the trainer then checks that it divides by the same number. ``parts`` is that of a ``Metric``.
     """
 
     total: Tensor
     unit: Unit
     count: Tensor | None = None
+    parts: tuple[Tensor, Tensor] | None = None
 
 
 Terms = dict[str, Term | Metric]

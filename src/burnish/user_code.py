@@ -51,8 +51,8 @@ def user_code(
         timeout: time limit in seconds; None sets no limit.
 
     Raises:
-        UserCodeError: if the code raises an exception, calls ``sys.exit``, or exceeds its time limit. ``UserError`` and
-            ``KeyboardInterrupt`` pass through.
+        UserCodeError: if the code raises an exception of any class, calls ``sys.exit``, or exceeds its time limit.
+            ``UserError`` and ``KeyboardInterrupt`` pass through.
     """
     with reported(what, during, timeout), isolated(keep_environment):
         if seed is not None:
@@ -66,12 +66,12 @@ def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
     """Convert exceptions of the user's code to ``UserCodeError``. Arguments are as in ``user_code``."""
     try:
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt, GeneratorExit):  # the last one closes a coroutine
         raise
     except TimeLimitExceeded as error:
         message = " ".join(part for part in (what, f"exceeded its time limit of {timeout:g} seconds", during) if part)
         raise UserCodeError(f"{message}; a larger timeout allows more", _own_traceback(error)) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         name, text = type(error).__name__, _last_line(error)
         message = " ".join(part for part in (what, "raised", name, during) if part)
         raise UserCodeError(f"{message}: {text}" if text else message, _own_traceback(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -146,19 +147,16 @@ def test_terminal_escapes_in_answers_are_shown_as_text(make_talk: Any, monkeypat
 def test_a_line_that_is_not_text_is_refused_and_the_chat_goes_on(
     make_talk: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = iter(["\udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "/reset", "/exit"])
-
-    def read(prompt: str) -> str:
-        line = next(lines)
-        if isinstance(line, UnicodeDecodeError):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", read)
-    run(make_talk())
-    refused, other, cleared = capsys.readouterr().out.splitlines()
-    assert refused == "[this line: not valid UTF-8 at character 1, '\\udcff']"
-    assert "can't decode byte 0xff" in other and cleared == "[conversation cleared]"
+    """From a pipe, the lines after it were lost."""
+    for errors in ("strict", "surrogateescape"):
+        typed = io.BytesIO(b"a\xf0\x9f\n/system \xff\n/reset\n/exit\n")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8", errors=errors))
+        run(make_talk())
+        assert capsys.readouterr().out.splitlines() == [
+            "[this line: not valid UTF-8 at character 2, '\\udcf0']",
+            "[this line: not valid UTF-8 at character 9, '\\udcff']",
+            "[conversation cleared]",
+        ]
 
 
 def test_in_a_terminal(tiny_folder: Path, request: pytest.FixtureRequest) -> None:

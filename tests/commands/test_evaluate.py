@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from burnish import cli
-from burnish.commands.evaluate import _log_ratios
+from burnish.commands.evaluate import _log_ratios, table
 from burnish.commands.generate import Loaded
 from burnish.config.evaluation import Evaluation
 from burnish.math.tensors import token_logprobs
@@ -242,6 +244,26 @@ def test_mistakes_are_named(here: Path, arguments: list[str], message: str) -> N
     assert message in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_damaged_model_is_reported_with_its_file(here: Path, name: str) -> None:
+    Path("one", name).write_text("[]")
+    result = call("one", "data.eval=chat.jsonl")
+    assert result.exit_code == 2 and f"one/{name}: expected a JSON object, got []" in result.stderr
+
+
 def test_a_mistake_in_a_file_is_reported_with_its_line(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE.replace("against: two", "agianst: two"))
     assert "compare.yaml:5: agianst: unknown key (did you mean 'against'?)" in call("one", "compare.yaml").stderr
+
+
+def test_two_models_are_told_apart_on_a_narrow_terminal() -> None:
+    one = {"value": 0.046875, "low": 0.0, "high": 0.109375}
+    both = one | {"against": one, "difference": {"value": 0.0, "low": -0.03125, "high": 0.03125}}
+    models = ["/home/someone/runs/addition/ppo", "/home/someone/runs/addition/sft"]
+    console = Console(file=io.StringIO(), width=60)
+    console.print(table({"models": models, "measures": {"exact pass@1": both, "win rate": one}}))
+    head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert head.split() == ["measure", "ppo", "sft", "difference"]
+    assert max(map(len, lines)) <= 60 and "[-0.03125," in " ".join(lines)
+    console.print(table({"models": models[:1], "measures": {"win rate": one}}))
+    assert "/home/someone/runs/addition/ppo" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from burnish import cli
 from burnish.commands import generate as inference
+from burnish.errors import UserError
 from burnish.math.tensors import token_logprobs
 from burnish.models import loading
 from burnish.models.adapters import add_adapter
@@ -120,13 +121,28 @@ def test_interrupted_output_resumes_with_the_same_bytes(
     assert not Path("out.jsonl").exists()
     (aside,) = here.glob(".out.jsonl.*.partial")
     with aside.open("ab") as file:
-        file.write(b'[1, [{"prompt": "2+')  # a kill in the middle of a line
+        # a kill in the middle of a line, or a write that was lost with the power
+        file.write(b'[1, [{"prompt": "2+' if options is BEAMS else bytes(100) + b"\n")
     done = len(calls) - 1
     written(tiny_folder, "--input", "prompts.jsonl", *options)
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
     per_call = 1 if options is BEAMS else 2
     assert len(calls) - 3 == -(-(5 - done * per_call) // per_call), "what was done is not done again"
     assert not list(here.glob(".out*"))
+
+
+@pytest.mark.parametrize("damaged", [b"[1, [{", b"\0" * 40, b"\xff", b"[]", b"3", b'[1, "x"]', b"[" * 100_000], ids=str)
+def test_only_the_last_line_of_interrupted_output_may_be_damaged(damaged: bytes, tmp_path: Path) -> None:
+    """A damaged line that ended in a newline was a traceback."""
+    path = tmp_path / ".out.jsonl.partial"
+    part = (1, [{"prompt": "a", "logprob": -0.1}])
+    whole = json.dumps(part).encode() + b"\n"
+    for end in (b"", b"\n"):
+        path.write_bytes(whole + whole + damaged + end)
+        assert inference._written(path) == [part, part]
+    path.write_bytes(whole + damaged + b"\n" + whole)
+    with pytest.raises(UserError, match=r"partial:2: this line of unfinished output is damaged: remove the file"):
+        inference._written(path)
 
 
 def test_a_system_message_comes_before_the_prompt(here: Path, tiny_folder: Path) -> None:
@@ -234,9 +250,15 @@ def test_more_tokens_than_the_context_window_take_no_memory(here: Path, tiny_fol
 
 
 def test_bytes_on_the_command_line_that_are_not_text_are_refused(here: Path, tiny_folder: Path) -> None:
-    for arguments in (["\udcff"], ["a", "--system", "\udcff"]):
+    for arguments, what in (
+        (["\udcff"], "prompt 1"),
+        (["a", "\ud83d"], "prompt 2"),
+        (["a", "--system", "\udcff"], "--system"),
+        (["a", "--stop", "x", "--stop", "\udcff"], "--stop"),
+    ):
         result = generate(tiny_folder, *arguments)
-        assert result.exit_code == 2 and "not valid UTF-8 at character 1" in result.stderr
+        assert result.exit_code == 2 and f"error: {what}: not valid UTF-8 at character 1, '\\ud" in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 class Terminal(io.StringIO):

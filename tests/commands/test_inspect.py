@@ -101,9 +101,14 @@ def test_advice_is_given_only_if_it_helps():
         "cores": "2 of 4",
         "threads": "2",
         "GPU": "none",
-        "bfloat16": "fast",
+        "bfloat16": "4.00 times as fast as float32",
         "memory": "8.0 GiB",
     }
     assert advice(good) == []
-    bad = good | {"OMP_WAIT_POLICY": "not set", "threads": "4", "bfloat16": "emulated", "memory": "3.9 GiB"}
+    bad = good | {
+        "OMP_WAIT_POLICY": "not set",
+        "threads": "4",
+        "bfloat16": "0.50 times as fast as float32",
+        "memory": "3.9 GiB",
+    }
     assert [line.split()[0] for line in advice(bad)] == ["set", "4", "keep", "less"]

@@ -1,5 +1,6 @@
 """What `burnish inspect MODEL` says about models that the tests build, without loading more than it must."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from rich.console import Console
 from typer.testing import CliRunner
 
 from builders import CHATML, SIZES, character_tokenizer, llama
 from burnish import cli
-from burnish.commands.inspect_model import Description, describe
+from burnish.commands.inspect_model import Description, describe, show
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.adapters import add_adapter
@@ -81,7 +83,7 @@ def test_a_reward_model(tmp_path):
     described = describe(saved(tmp_path, reward_model(score_mean=0.25, score_std=1.5)))
     head = described.facts["head"]
     assert described.facts["model"]["what"].startswith("a reward model: a causal model")
-    assert head["layer score"] == "1 x 32, without bias" and "0.25 and 1.5" in head["stored mean and spread"]
+    assert head["layer score"] == "1 x 32, without bias" and "0.2500 and 1.500" in head["stored mean and spread"]
     assert described.facts["special tokens"]["pad equals eos"] == "no"
     assert len(scores(described)) == 5 and len(set(scores(described).values())) == 1
     assert not described.warnings
@@ -127,6 +129,22 @@ def test_a_step_value_model(tmp_path):
     assert head["delimiter"] == "';' ends a reasoning step"
     assert position["sample"].startswith("'2 + 3 = 5;The answer is 5;'")
     assert position["Burnish"].endswith("9 ';', 25 ';'")
+
+
+def test_escape_codes_of_a_model_are_shown_as_text(tmp_path):
+    """Its config, its tokenizer and its adapter are files of a stranger: none may act on the terminal."""
+    control = "\x1b[2J\x9b1m\u202e"
+    template = f"{{{{ raise_exception('{control}') }}}}"
+    folder = saved(tmp_path / "model", reward_model(score_mean=control, score_std=1.0), chat_template=template)
+    edit(tmp_path / "model" / "config.json", auto_map={"AutoModel": f"{control}.Model"})
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": control, "target_modules": [control]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    for named in (folder, str(adapter)):
+        shown = CliRunner().invoke(cli.app, ["inspect", named])
+        assert shown.exit_code == 0, shown.stderr
+        assert r"\x1b[2J" in shown.output and not {*control} - {*"[2J1m"} & {*shown.output}
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -318,7 +336,7 @@ def wrong(tmp_path: Path) -> dict[str, str]:
         "org/nothing": both,
         "tniy": "did you mean 'tiny'",
         "run": "folder of a run: name one of its stages: sft",
-        "list": "expected keys such as model_type, got a list",
+        "list": r"config\.json: expected a JSON object, got \[1\]",
         "heads": "cannot be read: ZeroDivisionError|no model can be built",
     }
 
@@ -333,3 +351,14 @@ def test_what_is_no_model_is_one_error(tmp_path, monkeypatch):
 def test_settings_of_recipes_do_not_apply_to_models(tmp_path):
     shown = CliRunner().invoke(cli.app, ["inspect", str(tmp_path), "--row", "1"])
     assert shown.exit_code == 2 and "apply only to recipes" in shown.stderr
+
+
+def test_a_long_fact_is_wrapped_in_a_terminal_and_whole_in_a_file(tmp_path):
+    folder = saved(tmp_path, reward_model(score_mean=0.07278002053499222, score_std=1.5))
+    shown = {}
+    for terminal in (True, False):
+        output = io.StringIO()
+        show(folder, Console(file=output, width=40, force_terminal=terminal, color_system=None))
+        shown[terminal] = output.getvalue().splitlines()
+    assert max(map(len, shown[True])) <= 40 < max(map(len, shown[False]))
+    assert "  stored mean and spread  0.0728 and 1.500, used with normalize: true" in shown[False]

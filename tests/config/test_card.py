@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import transformers as hf
 from rich.console import Console
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
 
 from burnish import __version__
+from burnish.cli import app
 from burnish.config import load
 from burnish.config import run as pipeline
-from burnish.config.card import code, escape, fence, short, write_card
+from burnish.config.card import code, escape, fence, merged_card, short, write_card
+from burnish.files import damage
+from burnish.models.bases import recorded
 from burnish.models.heads import VALUE_HEAD
 from burnish.report.display import Display
 
@@ -91,15 +96,22 @@ def test_a_stage_writes_the_card_of_its_model_and_of_its_adapter(stage):
         assert re.search(r"train: `prepare/data/pairs\.jsonl`: 8 rows\n", text)
         assert re.search(r"- `prepare/model/model\.safetensors`: `[0-9a-f]{64}`\n", text)
         interval = r"[\d.]+ % \[[\d.]+ %, [\d.]+ %\]"
-        assert re.search(rf"\| Accuracy \| {interval} \| {interval} \|\n", text)
+        verdict = "(unchanged|no clear change|clearly better|clearly worse)"
+        assert re.search(rf"\| Accuracy \| {interval} \| {interval} \| {verdict} \|\n", text)
         assert f"Made with Burnish {__version__}." in text
+
+
+def loaded_by(text: str, folder: Path) -> dict[str, Any]:
+    """What the code of a card in a folder loads: its model and its tokenizer."""
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block.replace("PATH/TO/THIS/FOLDER", str(folder)), names)
+    return names
 
 
 def test_the_code_of_a_card_loads_the_model(stage):
     for kind, name in (("model", "LlamaForSequenceClassification"), ("adapter", "PeftModelForSequenceClassification")):
-        (block,) = re.findall(r"```python\n(.*?)```", (stage / kind / "README.md").read_text("utf-8"), re.DOTALL)
-        names: dict[str, Any] = {}
-        exec(block.replace("PATH/TO/THIS/FOLDER", str(stage / kind)), names)
+        names = loaded_by((stage / kind / "README.md").read_text("utf-8"), stage / kind)
         assert type(names["model"]).__name__ == name
         assert isinstance(names["tokenizer"], hf.PreTrainedTokenizerBase)
 
@@ -109,7 +121,7 @@ def test_facts_of_a_card(tmp_path, monkeypatch):
     text = card(tmp_path / "model")
     assert front_matter(text)["base_model"] == "org/model" and front_matter(text)["tags"] == ["burnish", "sft"]
     assert "- train: `chat.jsonl`: 24 rows, 2 skipped\n" in text and "- `chat.jsonl`: `9f86d081`\n" in text
-    assert "| Loss | 0.7000 | 0.5000 |\n" in text and "| Accuracy |  | 80.0 % [70.0 %, 90.0 %] |\n" in text
+    assert "| Loss | 0.7000 | 0.5000 | better |\n" in text and "| Accuracy |  | 80.0 % [70.0 %, 90.0 %] |  |\n" in text
     assert "after 3 optimizer steps" in text and "per_device_train_batch_size: 2" in text
     assert "learning_rate: 5e-05" in text and "learn_eos: true" in text  # defaults that define the method
     assert card(tmp_path / "model") == text
@@ -153,3 +165,33 @@ def test_fences_and_escapes():
     assert escape("Reward: [/bold]|<b>\n*x*") == r"Reward: \[/bold\]\|\<b\> \*x\*"
     assert short("/home/me/rows.jsonl") == "rows.jsonl" and short("data/rows.jsonl") == "data/rows.jsonl"
     assert short("/") == "/"
+
+
+def test_a_merged_adapter_of_a_run_has_the_card_of_its_model(stage, tmp_path):
+    merged = CliRunner().invoke(app, ["merge", str(stage), "--output", str(tmp_path / "merged")])
+    assert merged.exit_code == 0, merged.output
+    assert (tmp_path / "merged" / "README.md").read_bytes() == (stage / "model" / "README.md").read_bytes()
+    assert damage(tmp_path / "merged") is None
+
+
+def test_a_merged_adapter_without_a_run_has_a_short_card(stage, tmp_path):
+    shutil.copytree(stage / "adapter", tmp_path / "mine")
+    merged = CliRunner().invoke(app, ["merge", str(tmp_path / "mine")])
+    assert merged.exit_code == 0, merged.output
+    text = (tmp_path / "mine-merged" / "README.md").read_text("utf-8")
+    base = recorded(stage / "adapter")
+    assert base is not None and "the adapter `mine` merged into its base, `model`" in text and base.weights in text
+    assert str(stage.parent) not in text and front_matter(text)["pipeline_tag"] == "text-classification"
+    assert type(loaded_by(text, tmp_path / "mine-merged")["model"]).__name__ == "LlamaForSequenceClassification"
+
+
+def test_names_in_a_short_card_are_neither_markup_nor_yaml(tmp_path):
+    folder = tmp_path / "a`b"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "x`\n---\ntags: y"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    text = merged_card(folder)
+    assert text.count("\n---\n") == 1 and front_matter(text)["tags"] == ["burnish", "merged"]
+    assert code("a`b") in text and code("x` --- tags: y") in text
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "org/model"}))
+    assert front_matter(merged_card(folder))["base_model"] == "org/model"

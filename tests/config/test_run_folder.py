@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from builders import PLAIN_CHATML
 from burnish import files
 from burnish.config import Data, load
 from burnish.config import run as pipeline
@@ -19,6 +21,7 @@ from burnish.config.inputs import Checksums, of_rows
 from burnish.errors import UserCodeError, UserError
 from burnish.report.display import Display
 from burnish.training.trainer import Trainer
+from tiny_runs import Killed, run_until
 
 RECIPE = """
 name: small
@@ -39,6 +42,7 @@ stages:
 """
 CODE = """
 import json
+import logging
 import multiprocessing
 
 def rows(folder, seed):
@@ -81,24 +85,6 @@ def manifest() -> dict[str, Any]:
 
 def weights(folder: str = "runs/small") -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).glob("*/model/*.safetensors")}
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def stop_in(stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run until a checkpoint of a stage has been saved, and stop there."""
-    saved = Trainer._save_checkpoint
-
-    def save(self: Any, *args: Any, **kwargs: Any) -> None:
-        saved(self, *args, **kwargs)
-        if self.folder.name == stage and self.state.global_step == step:
-            raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Trainer, "_save_checkpoint", save)
-        run()
 
 
 # --- the generator -------------------------------------------------------------------------------------------------
@@ -202,7 +188,7 @@ def test_output_of_a_finished_stage_is_checked_before_it_is_used(
     path: str, harm: Any, wrong: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flipped bit in a model was accepted."""
-    stop_in("ppo", 1, monkeypatch)
+    run_until(run, "ppo", 1, monkeypatch)
     shutil.copytree("runs/small/sft", "kept")
     harm(path)
     with pytest.raises(UserError, match=f"{path} {wrong} stage sft wrote it: restore it, or remove"):
@@ -219,19 +205,19 @@ def test_files_that_a_stage_does_not_read_may_change(home: Path, monkeypatch: py
         '"data" / "chat.jsonl.bak").write_text("x")\n    (folder / "data" / "chat.jsonl").write',
     )
     Path("make.py").write_text(code)
-    stop_in("sft", 1, monkeypatch)
+    run_until(run, "sft", 1, monkeypatch)
     Path("runs/small/made/data/chat.jsonl.bak").write_text("y")
     assert "resumes after step 1" in run()
 
 
 def test_a_model_card_may_be_edited(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_in("ppo", 1, monkeypatch)
+    run_until(run, "ppo", 1, monkeypatch)
     Path("runs/small/sft/model/README.md").write_text("# Mine")
     assert "resumes after step 1" in run()
 
 
 def test_an_unchanged_file_is_not_hashed_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_in("ppo", 1, monkeypatch)
+    run_until(run, "ppo", 1, monkeypatch)
     read: list[str] = []
     sha256 = files.sha256
 
@@ -251,7 +237,7 @@ def test_inputs_that_were_replaced_between_two_runs_of_a_stage_are_refused(
     path: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base model that was replaced between kill and resume was taken."""
-    stop_in("sft", 1, monkeypatch)
+    run_until(run, "sft", 1, monkeypatch)
     if path == "made":  # run the stage again, with other rows
         shutil.rmtree("runs/small/made")
         Path("make.py").write_text(CODE.replace("range(6)", "range(5)"))
@@ -267,7 +253,7 @@ def test_inputs_that_were_replaced_between_two_runs_of_a_stage_are_refused(
 def test_a_reward_that_was_edited_between_two_runs_of_a_stage_is_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_in("ppo", 1, monkeypatch)
+    run_until(run, "ppo", 1, monkeypatch)
     Path("make.py").write_text(CODE.replace("-float", "float"))
     with pytest.raises(UserError, match=r"make\.py has changed since ppo started"):
         run()
@@ -291,7 +277,7 @@ def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatc
     run()
     expected = weights()
     shutil.rmtree("runs/small")
-    stop_in("ppo", 1, monkeypatch)
+    run_until(run, "ppo", 1, monkeypatch)
     shutil.move("runs/small", "moved")
     Path("elsewhere").mkdir()
     for name in ("small.yaml", "make.py"):  # the reward is identified by its name in the recipe
@@ -300,6 +286,22 @@ def test_a_run_that_was_moved_resumes(home: Path, monkeypatch: pytest.MonkeyPatc
     with Display(Console(file=shown, width=200)) as screen:
         pipeline.run(load("elsewhere/small.yaml", [f"out={home / 'moved'}"]), display=screen)
     assert "resumes after step 1" in shown.getvalue() and weights("moved") == expected
+
+
+def test_rows_that_were_moved_need_a_link_at_their_old_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths of files outside of the run are part of its recipe. Those of its own stages move with it."""
+    old, new = home / "old" / "own.jsonl", home / "new" / "own.jsonl"
+    old.parent.mkdir()
+    new.parent.mkdir()
+    shutil.move("own.jsonl", old)
+    out, end = f"out={home / 'there'}", "stages.ppo.trainer.max_steps=1"
+    run_until(lambda: run(out, end, f"stages.sft.data.eval={old}"), "sft", 1, monkeypatch)
+    shutil.move("there", "moved")
+    shutil.move(old, new)
+    with pytest.raises(UserError, match=r"data\.eval was '.*/old/own\.jsonl' .* moved needs a link at its old path$"):
+        run("out=moved", end, f"stages.sft.data.eval={new}")
+    old.symlink_to(new)
+    assert "resumes after step 1" in run("out=moved", end, f"stages.sft.data.eval={old}")
 
 
 def test_a_stage_that_ran_again_with_other_output_makes_later_stages_stale(home: Path) -> None:
@@ -323,7 +325,7 @@ def test_a_folder_of_rows_may_hold_other_files(home: Path, monkeypatch: pytest.M
     Path("rows").mkdir()
     shutil.move("prompts.jsonl", "rows/prompts.jsonl")
     Path("small.yaml").write_text(Path("small.yaml").read_text().replace("train: prompts.jsonl", "train: rows"))
-    stop_in("ppo", 1, monkeypatch)
+    run_until(run, "ppo", 1, monkeypatch)
     Path("rows/.DS_Store").touch()
     Path("rows/notes.txt").touch()
     assert "resumes after step 1" in run()
@@ -341,7 +343,7 @@ def test_the_best_checkpoint_of_a_run_that_was_moved_stays_the_best(
     state = json.loads(next(Path("runs/small/sft").glob("checkpoint-*/trainer_state.json")).read_text())
     assert state["best_global_step"] == 1  # each step makes the model worse
     shutil.rmtree("runs/small")
-    stop_in("sft", 2, monkeypatch)
+    run_until(run, "sft", 2, monkeypatch)
     shutil.move("runs/small", "moved")
     run("out=moved")
     assert weights("moved") == expected
@@ -359,7 +361,7 @@ def test_a_damaged_checkpoint_is_reported_with_the_one_used_instead(
     run()
     expected = weights()
     shutil.rmtree("runs/small")
-    stop_in("sft", 2, monkeypatch)
+    run_until(run, "sft", 2, monkeypatch)
     Path("runs/small/sft/checkpoint-2/.DS_Store").touch()
     shutil.copytree("runs/small", "kept")
     assert "resumes after step 2" in run() and weights() == expected
@@ -378,7 +380,7 @@ def test_a_damaged_checkpoint_is_reported_with_the_one_used_instead(
 
 
 def test_a_run_that_began_with_other_versions_reports_them(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_in("sft", 1, monkeypatch)
+    run_until(run, "sft", 1, monkeypatch)
     said = manifest()
     said["versions"]["torch"] = "2.12.0"
     Path("runs/small/manifest.json").write_text(json.dumps(said))
@@ -388,3 +390,24 @@ def test_a_run_that_began_with_other_versions_reports_them(home: Path, monkeypat
     with pytest.raises(UserError, match="holds a run of another version of Burnish: start over with --fresh"):
         run()
     run(fresh=True)
+
+
+def test_warnings_of_the_package_are_messages_of_the_run(run_folder, tiny_tokenizer):
+    """That a stream's conversations are learned turn by turn was said nowhere: a run hid what the package logs."""
+    thinking = "(m['content'] if loop.last or m['role'] == 'user' else m['content'].split('>')[-1]) +"
+    tiny_tokenizer.chat_template = PLAIN_CHATML.replace("m['content'] +", thinking)
+    tiny_tokenizer.save_pretrained("base")
+    turns = [("user", "1+1"), ("assistant", "<one>2"), ("user", "+1"), ("assistant", "<two>3")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    Path("chat.jsonl").write_text(f"{json.dumps(row)}\n" * 3 + '{"prompt": "a", "completion": ""}\n')
+    Path("think.yaml").write_text(
+        "{name: think, method: {name: sft}, model: base, trainer: {max_steps: 1, save_strategy: 'no', "
+        "per_device_train_batch_size: 2}, data: {train: chat.jsonl, stream: true, shuffle_buffer: 4, "
+        "on_bad_row: skip}}"
+    )
+    shown = io.StringIO()
+    with Display(Console(file=shown, width=200)) as screen:
+        pipeline.run(load("think.yaml"), display=screen)
+    assert "[sft] the chat template rewrites earlier turns" in shown.getvalue()
+    assert shown.getvalue().count("skipped") == 1, "a stage reports skipped rows once"
+    assert logging.getLogger("burnish.data.streaming").level == logging.NOTSET, "the run restores what it changes"

@@ -88,7 +88,7 @@ def test_sources_are_mixed_by_weight_with_their_lines(home):
 
 def test_a_mixture_trains_and_is_reported(home):
     stage, shown = run()
-    assert "12 rows (8 of the 8 of a.jsonl; 4 of the 2 of b.jsonl)" in shown
+    assert "12 rows (8 from a.jsonl; 4 from b.jsonl, which has 2)" in shown
     assert stage["rows"]["train"]["mixed"] == [
         {"source": "a.jsonl", "rows": 8, "drawn": 8},
         {"source": "b.jsonl", "rows": 2, "drawn": 4},

@@ -27,7 +27,7 @@ from burnish.report import page
 from burnish.report.display import Display
 from burnish.report.metrics import Recorder, read_lines
 from burnish.report.page import write as write_report
-from burnish.training.trainer import Trainer
+from tiny_runs import run_until
 
 RECIPE = """
 name: small
@@ -83,24 +83,6 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def stop_in(stage: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run until a checkpoint of a stage has been saved, and stop there."""
-    saved = Trainer._save_checkpoint
-
-    def save(self: Any, *args: Any, **kwargs: Any) -> None:
-        saved(self, *args, **kwargs)
-        if self.folder.name == stage and self.state.global_step == step:
-            raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Trainer, "_save_checkpoint", save)
-        run()
-
-
 # --- full disks ----------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +103,7 @@ def test_a_full_disk_is_named_and_the_run_resumes_with_the_same_bytes(
         run()
         assert weights() == expected
     shutil.rmtree("runs")
-    stop_in("sft", 1, monkeypatch)
+    run_until(run, "sft", 1, monkeypatch)
     with file_size_limit(model - 1), pytest.raises(UserError, match=r"checkpoint-2: .* were needed, .* were written"):
         run()
     assert "resumes after step 1" in run()
@@ -191,8 +173,17 @@ def test_a_damaged_manifest_is_explained(text: str, home: Path) -> None:
         assert "runs/small/manifest.json: not a valid manifest" in error(*arguments)
 
 
-def test_every_key_of_a_manifest_is_checked_before_it_is_read(home: Path) -> None:
+def test_every_key_of_a_manifest_is_checked_before_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any key may be missing, or have a value of another type."""
+    draw, drawn = page.panels, dict[str, Any]()
+
+    def draw_once(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Curves take long, and show nothing of the manifest but the name of the stage."""
+        if stage not in drawn:
+            drawn[stage] = draw(stage, lines)
+        return drawn[stage]
+
+    monkeypatch.setattr(page, "panels", draw_once)
     run("stages.sft.trainer.max_steps=1")
     recipe = load("small.yaml", ["stages.sft.trainer.max_steps=1"])
     path = Path("runs/small/manifest.json")
@@ -250,7 +241,7 @@ def test_a_damaged_line_of_a_log_is_named(line: str, home: Path, monkeypatch: py
 
 
 def test_a_damaged_log_is_reported_by_its_commands(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_in("sft", 1, monkeypatch)
+    run_until(run, "sft", 1, monkeypatch)
     monkeypatch.setattr(page, "write", write_report)
     path = Path("runs/small/sft/metrics.jsonl")
     path.write_text("{\n" + path.read_text())
@@ -265,7 +256,7 @@ def test_a_moved_run_resumes_where_it_is(home: Path, monkeypatch: pytest.MonkeyP
     run()
     expected = weights()
     shutil.rmtree("runs")
-    stop_in("sft", 2, monkeypatch)
+    run_until(run, "sft", 2, monkeypatch)
     shutil.move("runs/small", home / "elsewhere")
     hashed: list[str] = []
     sha256 = files.sha256

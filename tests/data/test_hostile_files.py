@@ -3,14 +3,12 @@
 import gzip
 import json
 import random
-import resource
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from burnish.data.formats import SHAPES
@@ -18,6 +16,7 @@ from burnish.data.readers import BadRow, Rows, load
 from burnish.errors import UserError
 from burnish.methods import METHODS
 from burnish.types import Preference, Ranking, Scored, Steps, Text
+from hostile import Record, examples, try_all
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS, HUGE = "9" * 5000, "9" * 400
@@ -163,19 +162,10 @@ MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": SCAL
 PLAIN_MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["Hi", "", "[]"])})
 RECORD = st.dictionaries(st.sampled_from(COLUMNS), VALUES | st.lists(MESSAGE, max_size=3), max_size=5)
 KINDS = st.sampled_from([spec.kinds for spec in METHODS.values()])
-FIXED: Any = settings(
-    derandomize=True,
-    database=None,
-    deadline=5000,
-    suppress_health_check=(HealthCheck.too_slow, HealthCheck.function_scoped_fixture),
-    print_blob=False,
-)
-GIGABYTE = 2**20  # in KiB
 
 
 def read_in_every_way(path: Path, kinds: tuple[type, ...]) -> None:
     """Load a file, and skip its bad rows. Nothing but a UserError may be raised, with a message that can be printed."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for on_bad_row in ("error", "skip"):
         try:
             rows = load(path, kinds, on_bad_row=on_bad_row)
@@ -185,35 +175,21 @@ def read_in_every_way(path: Path, kinds: tuple[type, ...]) -> None:
         else:
             assert isinstance(rows, Rows) and all(isinstance(row, kinds) for row in rows.rows)
             repr(rows.rows).encode()  # no text that a tokenizer or a file cannot take
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GIGABYTE
 
 
-@settings(FIXED, max_examples=450)
-@given(
-    st.lists(RECORD, min_size=1, max_size=4),
-    KINDS,
-    st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"]),
-    st.integers(0, 2),
-    st.randoms(use_true_random=False),
-)
-def test_any_text_file_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory,
-    records: list[dict[str, Any]],
-    kinds: tuple[type, ...],
-    name: str,
-    changes: int,
-    chance: random.Random,
-) -> None:
-    path = tmp_path_factory.getbasetemp() / name
-    lines = [json.dumps(record) for record in records]
+CHANCES = st.randoms(use_true_random=False)
+
+
+def text_file(records: list[dict[str, Any]], name: str, changes: int, chance: random.Random) -> tuple[str, bytes]:
+    """A file of records whose bytes are changed in a few places."""
     if name.startswith("a.csv"):
         cells = [
             [key, value if isinstance(value, str) else json.dumps(value)] for r in records for key, value in r.items()
         ]
         columns = [[cell.replace('"', '""') for cell in column] for column in zip(*cells, strict=True)]
-        rows = [",".join(f'"{cell}"' for cell in row) for row in columns]
-        text = "\n".join(rows)
+        text = "\n".join(",".join(f'"{cell}"' for cell in row) for row in columns)
     else:
+        lines = [json.dumps(record) for record in records]
         text = "\n".join(lines) if "jsonl" in name else a_list(lines)
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     if name.endswith("gz"):
@@ -222,48 +198,69 @@ def test_any_text_file_is_read_or_refused(
         at = chance.randrange(len(data) + 1)
         piece = chance.choice([b"", b"\xff", b'"', b"\n", b"{", b"\r", b"[" * 2000, bytes(chance.randrange(9))])
         data[at : at + chance.choice([0, 1, 50])] = piece
-    path.write_bytes(data)
-    read_in_every_way(path, kinds)
+    return name, bytes(data)
 
 
-@settings(FIXED, max_examples=150)
-@given(st.lists(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4), min_size=1, max_size=3), KINDS)
-def test_any_rows_in_memory_are_read_or_refused(records: list[dict[str, Any]], kinds: tuple[type, ...]) -> None:
-    for on_bad_row in ("error", "skip"):
-        try:
-            load(records, kinds, on_bad_row=on_bad_row)
-        except UserError as error:
-            str(error).encode()
-
-
-@settings(FIXED, max_examples=100)
-@given(
-    st.dictionaries(
-        st.sampled_from(COLUMNS),
-        st.one_of(
-            st.lists(st.sampled_from(["Hi", "", "[]"]), min_size=2, max_size=2),
-            st.lists(st.integers(-5, 5) | st.none(), min_size=2, max_size=2),
-            st.lists(st.lists(PLAIN_MESSAGE, max_size=2), min_size=2, max_size=2),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-    KINDS,
-    st.integers(0, 1),
-    st.randoms(use_true_random=False),
-)
-def test_any_parquet_file_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory,
-    columns: dict[str, Any],
-    kinds: tuple[type, ...],
-    changes: int,
-    chance: random.Random,
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    data = bytearray(path.read_bytes())
+def parquet_file(columns: dict[str, Any], changes: int, chance: random.Random) -> tuple[str, bytes]:
+    """A Parquet file whose bytes are changed in a few places."""
+    buffer = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    data = bytearray(buffer.getvalue())
     for _ in range(changes):
         at = chance.randrange(len(data))
         data[at : at + chance.choice([0, 1, 50])] = chance.choice([b"", b"\xff", bytes(9)])
-    path.write_bytes(data)
-    read_in_every_way(path, kinds)
+    return "a.parquet", bytes(data)
+
+
+TEXT_FILES = st.builds(
+    text_file,
+    st.lists(RECORD, min_size=1, max_size=4),
+    st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"]),
+    st.integers(0, 2),
+    CHANCES,
+)
+COLUMN = st.one_of(
+    st.lists(st.sampled_from(["Hi", "", "[]"]), min_size=2, max_size=2),
+    st.lists(st.integers(-5, 5) | st.none(), min_size=2, max_size=2),
+    st.lists(st.lists(PLAIN_MESSAGE, max_size=2), min_size=2, max_size=2),
+)
+PARQUET_FILES = st.builds(
+    parquet_file,
+    st.dictionaries(st.sampled_from(COLUMNS), COLUMN, min_size=1, max_size=4),
+    st.integers(0, 1),
+    CHANCES,
+)
+
+
+@examples(few=60, many=450)
+def test_any_text_file_is_read_or_refused(tmp_path: Path, examples: int, record_property: Record) -> None:
+    def check(inputs: tuple[tuple[str, bytes], tuple[type, ...]]) -> None:
+        (name, content), kinds = inputs
+        (tmp_path / name).write_bytes(content)
+        read_in_every_way(tmp_path / name, kinds)
+
+    try_all(st.tuples(TEXT_FILES, KINDS), check, examples, record_property)
+
+
+@examples(few=30, many=100)
+def test_any_parquet_file_is_read_or_refused(tmp_path: Path, examples: int, record_property: Record) -> None:
+    def check(inputs: tuple[tuple[str, bytes], tuple[type, ...]]) -> None:
+        (name, content), kinds = inputs
+        (tmp_path / name).write_bytes(content)
+        read_in_every_way(tmp_path / name, kinds)
+
+    try_all(st.tuples(PARQUET_FILES, KINDS), check, examples, record_property)
+
+
+@examples(few=60, many=150)
+def test_any_rows_in_memory_are_read_or_refused(examples: int, record_property: Record) -> None:
+    def check(inputs: tuple[list[dict[str, Any]], tuple[type, ...]]) -> None:
+        records, kinds = inputs
+        for on_bad_row in ("error", "skip"):
+            try:
+                load(records, kinds, on_bad_row=on_bad_row)
+            except UserError as error:
+                str(error).encode()
+
+    rows = st.lists(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4), min_size=1, max_size=3)
+    try_all(st.tuples(rows, KINDS), check, examples, record_property)

@@ -559,3 +559,22 @@ def test_weights_are_copied_only_if_they_are_other_tensors():
     assert [p.data_ptr() for p in model.parameters()] == places
     with pytest.raises(ValueError, match=r"lm_head.weight: \(50, 32\), expected \(2, 2\)"):
         generator.update_weights(4, [("lm_head.weight", torch.zeros(2, 2))])
+
+
+def test_memory_grows_with_what_is_sampled_and_not_with_the_limit():
+    """With a context window as large, 200 million tokens took 7.8 GB before the first one was sampled."""
+    model = llama(max_position_embeddings=10**9)
+
+    def run_until_stop(limit: int) -> tuple[list[tuple[list[int], list[float]]], int]:
+        generator = LocalGenerator(model)
+        sampling = Sampling(max_new_tokens=limit)
+        wanted = [replace(r, sampling=sampling, stop_ids=frozenset({3})) for r in requests(5, 9, 40, 9, 5, 5)]
+        done = [(c.tokens.tolist(), c.logprobs.tolist()) for c in complete(generator, wanted)]
+        assert generator._session is not None
+        return done, generator._session.state["tokens"].shape[1]
+
+    expected, _ = run_until_stop(2000)
+    sampled, width = run_until_stop(200_000_000)
+    assert sampled == expected
+    longest = max(len(tokens) for tokens, _ in sampled)
+    assert 130 < longest < 2000 and width < 2 * longest

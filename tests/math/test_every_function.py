@@ -175,7 +175,7 @@ def parts(found: Any) -> list[Any]:
     """The tensors and numbers of a result."""
     if isinstance(found, Tensor | float | int):
         return [found]
-    if isinstance(found, str):  # the unit of a term
+    if found is None or isinstance(found, str):  # the parts or the unit of a term
         return []
     if isinstance(found, dict):
         found = found.values()

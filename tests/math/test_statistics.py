@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from burnish.math.statistics import best_of_k, bootstrap, pass_at_k, perplexity
+from burnish.math.statistics import RowSums, best_of_k, bootstrap, paired_changes, pass_at_k, perplexity
 
 
 def test_perplexity_is_one_over_the_geometric_mean_of_probabilities() -> None:
@@ -66,3 +66,65 @@ def test_a_difference_is_paired() -> None:
     x = torch.randn(50, 1, dtype=torch.float64)
     low, high = bootstrap(torch.cat([x + 0.5, x], dim=1), lambda means: means[:, 0] - means[:, 1])
     assert (low, high) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+# --- paired changes -----------------------------------------------------------------------------------------------
+
+SOURCES = [f"pairs.jsonl:{i}" for i in range(1, 13)]
+
+
+def sums(values: list[float], counts: list[float] | None = None) -> RowSums:
+    """A metric with these totals and counts of the rows of SOURCES."""
+    return RowSums(dict(zip(SOURCES, zip(values, counts or [1.0] * len(values), strict=True), strict=False)))
+
+
+def test_a_change_that_is_the_same_in_every_row_has_an_interval_without_width() -> None:
+    start = [float(i) for i in range(12)]  # its own interval is 3.5 wide
+    changed = paired_changes({"score": sums(start)}, {"score": sums([x + 0.25 for x in start])})
+    assert changed == {"score": pytest.approx((0.25, 0.25))}
+
+
+def test_rows_weigh_as_much_as_they_count() -> None:
+    counts = [1.0, 5.0, 2.0] * 4
+    before, after = [3.0 * n for n in counts], [2.5 * n for n in counts]
+    assert paired_changes({"nll": sums(before, counts)}, {"nll": sums(after, counts)})["nll"] == pytest.approx(
+        (-0.5,) * 2
+    )
+    # a change of 1 in the last row alone, which has 4 of 15 tokens in this sample and 400 of 411 in that one
+    few, many = [1.0] * 11 + [4.0], [1.0] * 11 + [400.0]
+    for sizes, value in ((few, 4 / 15), (many, 400 / 411)):
+        zero, last = sums([0.0] * 12, sizes), sums([0.0] * 11 + [sizes[-1]], sizes)
+        means = torch.tensor([[sum(x for x, _ in last.rows.values()), sum(n for _, n in last.rows.values())]])
+        assert last.of(means.double()).item() == pytest.approx(value)
+        low, high = paired_changes({"nll": zero}, {"nll": last})["nll"]
+        assert low == 0 < value < high <= 1
+
+
+def test_a_perplexity_and_a_weighted_sum() -> None:
+    certain, one_bit = sums([0.0] * 12), sums([math.log(2)] * 12)
+    before, after = (RowSums(one.rows, exp=True) for one in (certain, one_bit))
+    assert paired_changes({"perplexity": before}, {"perplexity": after})["perplexity"] == pytest.approx((1.0, 1.0))
+    loss = {"loss": certain + certain * 3.0}, {"loss": one_bit + one_bit * 3.0}
+    assert paired_changes(*loss)["loss"] == pytest.approx((4 * math.log(2),) * 2)
+
+
+def test_an_interval_is_as_wide_as_the_standard_error_of_the_differences_says() -> None:
+    names = [f"a:{i}" for i in range(400)]
+    before = RowSums({name: (100.0 * i, 1.0) for i, name in enumerate(names)})
+    after = RowSums({name: (100.0 * i + (-1) ** i, 1.0) for i, name in enumerate(names)})
+    low, high = paired_changes({"x": before}, {"x": after})[
+        "x"
+    ]  # differences of 1 and -1: the standard error is 1 / 20
+    assert (low, high) == (pytest.approx(-1.96 / 20, rel=0.2), pytest.approx(1.96 / 20, rel=0.2))
+    # the order of rows depends on the processes, and must not matter
+    turned = RowSums(dict(reversed([*after.rows.items()])))
+    assert paired_changes({"x": before}, {"x": turned}) == {"x": (low, high)}
+
+
+def test_what_cannot_be_paired_is_left_out() -> None:
+    some = sums([1.0] * 12)
+    assert paired_changes({"a": some}, {"b": some}) == {}
+    assert paired_changes({"a": some}, {"a": RowSums({**some.rows, "other:1": (1.0, 1.0)})}) == {}
+    assert paired_changes({"a": sums([1.0] * 7)}, {"a": sums([2.0] * 7)}) == {}
+    uncounted = sums([0.0] * 12, [0.0] * 12)
+    assert paired_changes({"a": uncounted, "b": some}, {"a": uncounted, "b": some}) == {"b": (0.0, 0.0)}

@@ -210,8 +210,8 @@ def test_a_reduction_from_a_file_of_the_users_own(own: Path, make_trainer: Any, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy_loss": {"name": "my_loss.py:squared", "pul": 1.0}}, r"policy_loss.pul: .* did you mean 'pull'"),
-        ({"reduction": {"name": "my_loss.py:halves", "len": 3}}, r"reduction.len: .* did you mean 'length'"),
+        ({"policy_loss": {"name": "my_loss.py:squared", "pul": 1.0}}, r"policy_loss.pul: .*did you mean 'pull'"),
+        ({"reduction": {"name": "my_loss.py:halves", "len": 3}}, r"reduction.len: .*did you mean 'length'"),
         ({"advantage": "my_loss.py:ranks"}, r"advantage.scale: .*my_loss.py:ranks needs this setting"),
         ({"policy_loss": "my_loss.py:squard"}, "has no squard"),
     ],

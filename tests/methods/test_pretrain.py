@@ -43,7 +43,9 @@ def test_targets_are_every_token_but_the_first_of_each_document(max_length: int 
 
 def test_a_document_that_is_cut_is_named(tiny_tokenizer: Any) -> None:
     encoded = Pretrain().examples(documents(4, 20), tiny_tokenizer, Truncation(max_length=8))
-    assert [tuple(change) for change in encoded.changed] == [("books:1", "split: 21 tokens, max_length 8 into 3")]
+    assert [tuple(change) for change in encoded.changed] == [
+        ("books:1", "split: 21 tokens, max_length 8, now 3 sequences")
+    ]
     with pytest.raises(UserError, match="books:1: 21 tokens, max_length 8"):
         Pretrain().examples(documents(4, 20), tiny_tokenizer, Truncation(max_length=8, too_long="error"))
 

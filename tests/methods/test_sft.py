@@ -178,7 +178,7 @@ def test_nothing_learned_is_exactly_zero(make_trainer: Any, tiny_llama: Any) -> 
     silent = [Example((Sequence((5, 6, 7), (False,) * 3, "silent"),))]
     terms = trainer.method.loss(trainer.network, trainer.engine.layout.collate(silent))
     nll = Metric(terms["nll"].total, terms["nll"].count)
-    assert [x.item() for x in (*nll, nll.mean)] == [0.0, 0.0, 0.0]
+    assert [x.item() for x in (nll.total, nll.count, nll.mean)] == [0.0, 0.0, 0.0]
     terms["nll"].total.backward()
     assert all(p.grad is None or not p.grad.any() for p in trainer.network.parameters())
 

@@ -234,7 +234,7 @@ def edit(settings: Path, **values: Any) -> None:
 DAMAGE: dict[str, Any] = {
     "no adapter_model.safetensors beside": lambda config, weights: weights.unlink(),
     "damaged, or not an adapter of": lambda config, weights: weights.write_bytes(weights.read_bytes()[:500]),
-    "cannot be read as settings of an adapter": lambda config, weights: config.write_text("{"),
+    "adapter_config.json: not valid JSON": lambda config, weights: config.write_text("{"),
     "size mismatch": lambda config, weights: edit(config, r=8),
     "Found missing adapter keys": lambda config, weights: edit(config, target_modules=["q_proj", "lm_head"]),
     "Target modules .*nope.* not found": lambda config, weights: edit(config, target_modules=["nope"]),

@@ -13,7 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jinja2
+import jinja2.filters
+import jinja2.tests
 import pytest
+from hypothesis import strategies as st
 
 from builders import CHATML, PLAIN_CHATML
 from burnish.errors import UserError
@@ -22,8 +26,10 @@ from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import ChatTemplate, Unrendered
 from burnish.render.truncate import Truncation
+from burnish.terminal import visible
 from burnish.time_limit import TimeLimitExceeded, time_limit
 from burnish.types import Conversation, Example, Messages
+from hostile import examples, try_all
 
 LOOP = "{% for i in range(10**5) %}"
 END = "{% endfor %}"
@@ -213,6 +219,145 @@ def test_an_error_names_its_row_in_a_large_batch(byte_tokenizer: Any, monkeypatc
         rows = [Unrendered(messages, False, f"a:{i}") for i, messages in enumerate([*[GOOD] * 5, BAD, GOOD])]
         with pytest.raises(UserError, match="a:5: the chat template"):
             template.render_many(rows)
+
+
+# --- generated ----------------------------------------------------------------------------------------------------
+
+WORDS = [
+    "messages",
+    "messages[0]",
+    "messages[0].content",
+    "messages[-1]['role']",
+    "message",
+    "bos_token",
+    "eos_token",
+    "add_generation_prompt",
+    "tools",
+    "nothing",
+    "x",
+    "loop",
+    "loop.index",
+    "loop.cycle",
+    "self",
+    "caller",
+    "varargs",
+    "range",
+    "range(3)",
+    "dict(a=1)",
+    "namespace(a=1)",
+    "joiner(',')",
+    "cycler(1,2)",
+    "lipsum",
+    "raise_exception",
+    "raise_exception('no')",
+    "strftime_now('%Y')",
+    "true",
+    "none",
+    "'a'",
+    "''",
+    "'{0.x}'",
+    "'%d'",
+    "[]",
+    "{}",
+    "()",
+]
+NUMBERS = ["0", "1", "-1", "2", "0.5", "7", "10**3", "1e308", "10**19"]
+FILTERS = sorted(set(jinja2.filters.FILTERS) - {"random"})  # whose results differ from call to call
+TESTS = sorted(set(jinja2.tests.TESTS) - {"filter", "test"})
+OPERATORS = ["+", "-", "*", "/", "//", "%", "~", "==", "<", "in", "not in", "and", "or"]
+
+
+def expressions() -> st.SearchStrategy[str]:
+    """Expressions of the template language. Most of them are errors when they run."""
+
+    def larger(e: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        names = st.sampled_from(
+            ["content", "role", "x", "__class__", "items", "append", "format", "upper", "join", "0"]
+        )
+        return st.one_of(
+            st.builds("({} {} {})".format, e, st.sampled_from(OPERATORS), e),
+            st.builds("{}.{}".format, e, names),
+            st.builds("{}[{}]".format, e, e),
+            st.builds("{}[{}:{}]".format, e, e, e),
+            st.builds("{}({})".format, e, e),
+            st.builds("({} | {})".format, e, st.sampled_from(FILTERS)),
+            st.builds("({} | {}({}))".format, e, st.sampled_from(FILTERS), e),
+            st.builds("({} | {}({}, {}))".format, e, st.sampled_from(FILTERS), e, e),
+            st.builds("({} is {})".format, e, st.sampled_from(TESTS)),
+            st.builds("({} if {} else {})".format, e, e, e),
+            st.builds("[{}, {}]".format, e, e),
+            st.builds("{{{}: {}}}".format, e, e),
+        )
+
+    return st.recursive(st.sampled_from(WORDS) | st.sampled_from(NUMBERS), larger, max_leaves=4)
+
+
+def often(usual: st.SearchStrategy[str], other: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Half of the time one, half of the time the other."""
+    return st.booleans().flatmap(lambda choice: usual if choice else other)
+
+
+def templates() -> st.SearchStrategy[str]:
+    """Templates of statements inside of each other, some of them cut off, before or after a template that is right."""
+    e = often(st.sampled_from(["messages", "messages[0].content", "bos_token", "1", "true"]), expressions())
+
+    def larger(body: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        return st.one_of(
+            st.builds("{}{}".format, body, body),
+            st.builds("{{% for x in {} %}}{}{{% endfor %}}".format, e, body),
+            st.builds("{{% for x in messages %}}{}{{% endfor %}}".format, body),
+            st.builds("{{% for x in range(10**5) %}}{}{{% endfor %}}".format, body),
+            st.builds("{{% for x in {} recursive %}}{}{{{{ loop({}) }}}}{{% endfor %}}".format, e, body, e),
+            st.builds("{{% if {} %}}{}{{% else %}}{}{{% endif %}}".format, e, body, body),
+            st.builds("{{% set x %}}{}{{% endset %}}".format, body),
+            st.builds("{{% macro f(x) %}}{}{{{{ f({}) }}}}{{% endmacro %}}{{{{ f(1) }}}}".format, body, e),
+            st.builds("{{% macro f(x=1) %}}{}{{% endmacro %}}{{{{ f({}) }}}}".format, body, e),
+            st.builds("{{% call(x) {} %}}{}{{% endcall %}}".format, e, body),
+            st.builds("{{% filter {} %}}{}{{% endfilter %}}".format, st.sampled_from(FILTERS), body),
+            st.builds("{{% with x = {} %}}{}{{% endwith %}}".format, e, body),
+            st.builds("{{% block b %}}{}{{% endblock %}}".format, body),
+            st.builds("{{% generation %}}{}{{% endgeneration %}}".format, body),
+        )
+
+    statements = st.one_of(
+        st.builds("{{{{ {} }}}}".format, e),
+        st.builds("{{% set x = {} %}}".format, e),
+        st.builds("{{% set x.y = {} %}}".format, e),
+        st.builds("{{% include {} %}}".format, e),
+        st.builds("{{% import {} as x %}}".format, e),
+        st.builds("{{% extends {} %}}".format, e),
+        st.sampled_from(["{% break %}", "{% continue %}", "{% raw %}", "{#", "{%", "}}", "{% endfor %}", "<|im_end|>"]),
+        st.text(max_size=3),
+    )
+    harmless = ["{{ bos_token }}", "{{ messages | length }}", "{% set x = messages[0].content %}{{ x | trim }}", "a"]
+    parts = st.recursive(often(st.sampled_from(harmless), statements), larger, max_leaves=5)
+    chatml = st.sampled_from([CHATML, PLAIN_CHATML])
+    return st.one_of(parts, *(st.builds(both.format, parts, chatml) for both in ("{}{}", "{1}{0}", "{}{}")))
+
+
+@examples(few=60, many=200)
+def test_any_template_renders_or_is_refused_with_the_row(
+    byte_tokenizer: Any, examples: int, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    tokenizer, rows = byte_tokenizer(), rows_of(GOOD, BAD)
+    rendered = 0
+
+    def check(template: str) -> None:
+        nonlocal rendered
+        worker._worker._excesses.clear()
+        tokenizer.chat_template = template
+        try:
+            result = encoded(tokenizer, rows, "error")
+        except UserError as error:
+            message = str(error)
+            assert message.startswith(("chat.jsonl:1: ", "chat.jsonl:2: ")) and len(message) < 1000, message
+            visible(message).encode()
+        else:
+            assert len(result.examples) == 2
+            rendered += 1
+
+    try_all(templates(), check, examples, record_property)
+    assert examples // 20 <= rendered < examples
 
 
 # --- the process --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -114,7 +113,6 @@ def encode(tokenizer, rows, **length):
 def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
     prompt = len(asked(tiny_tokenizer))
     whole = solutions.solution(Renderer(tiny_tokenizer), RIGHT)
-    logging.getLogger("burnish").setLevel(logging.NOTSET)
     for limit, kept, said in (
         (prompt + 14, prompt + 14, "the end token left out"),
         (prompt + 13, prompt + 7, "1 of 2 steps left out"),
@@ -126,13 +124,13 @@ def test_a_step_that_would_be_cut_is_left_out_whole(tiny_tokenizer, caplog):
         assert sequence == Sequence(whole.tokens[:kept], whole.loss_mask[:kept], whole.source, expected)
         assert changed[0].source == "steps.jsonl:1"
         assert changed[0].reason == f"truncate_right: {prompt + 15} tokens, max_length {limit}: {said}"
-    assert "1 rows were truncated or dropped, the first: steps.jsonl:1" in caplog.text
+    assert "rows truncated or dropped: 1, the first: steps.jsonl:1" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("too_long", "extra", "message"),
     [
-        ("error", 7, "raise it, or set too_long: drop or truncate_right"),
+        ("error", 7, "set too_long: drop or truncate_right, or raise max_length$"),
         ("truncate_left", 7, "would separate steps from their question"),
         ("split", 7, "would separate steps from their question"),
         ("truncate_right", 6, "not one step fits"),

@@ -96,6 +96,26 @@ def test_a_progress_line_has_all_parts_in_order() -> None:
 def test_an_interval_follows_its_value() -> None:
     values = {"eval_score": 1.5, "eval_score_low": 1.25, "eval_score_high": 1.75, "eval_kl": 2}
     assert numbers(values) == "score 1.500 [1.250, 1.750], kl 2"
+    assert numbers(values | {"eval_kl_low": 2, "eval_kl_high": 2}) == numbers(values)  # known by definition
+
+
+def test_the_only_reward_is_the_score_and_shown_once() -> None:
+    assert numbers({"score": 1.5, "reward_exact": 1.5, "value": 0.25}) == "score 1.500, value loss 0.2500"
+    assert numbers({"score": 1.5, "reward_a": 1.0, "reward_b": 0.5}) == "score 1.500, reward a 1.000, reward b 0.5000"
+
+
+def test_a_long_line_is_broken_between_words_on_a_terminal_and_nowhere_else() -> None:
+    line = f"{'a' * 68}: accuracy 51.6 % [39.6 %, 63.4 %], loss 0.6903, margin 0.0140 {'b' * 120} 4"
+    terminal, file = (Display(console(terminal=live), live=live) for live in (True, False))
+    for display in (terminal, file):
+        display.message(line)
+    assert shown(terminal) == [
+        f"[train] {'a' * 68}: accuracy 51.6 %",
+        "  [39.6 %, 63.4 %], loss 0.6903, margin 0.0140",
+        f"  {'b' * 120}",
+        "  4",
+    ]
+    assert shown(file) == [f"[train] {line}"]
 
 
 def test_a_result_line_compares_means_of_the_first_and_the_last_steps() -> None:
@@ -111,6 +131,17 @@ def test_a_result_line_compares_means_of_the_first_and_the_last_steps() -> None:
         view.add({"loss": loss})
     # of five values 3, 1.5, 5, 6 and 7, the first two and the last two
     assert view.result_line().endswith(": loss 2.250 -> 6.500 (means of 2 logged steps)")
+    view.add({"accuracy": 0.5})
+    assert view.result_line().endswith(
+        ": accuracy 50.0 % -> 50.0 %, loss 2.250 -> 6.500 (means of up to 2 logged steps)"
+    )
+
+
+def test_a_result_line_counts_iterations() -> None:
+    view = stage_view("[ppo]", Clock())
+    view.begin(4, 12, steps_per_iteration=4)
+    view.at(12)
+    assert view.result_line() == "[ppo] 2 iterations (8 steps) in 0 s"
 
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:
@@ -173,12 +204,12 @@ def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
     display = Display(console(), clock=Clock())
     display.stage("ppo", 3, 3)
     display.log(0, {"eval_score": 0.5, "eval_kl": math.nan})
-    display.samples([SAMPLE, {**SAMPLE, "score": None}] * 5)
+    display.samples([SAMPLE, {**SAMPLE, "score": None, "kind": "eval"}] * 5)
     display.message("the token budget is halved [to 512]")
     lines = shown(display)
     assert lines[0] == "[3/3 ppo] step 0 evaluation: score 0.5000, kl nan"
     assert lines[1] == "[3/3 ppo] step 4 | score 1.250 | Say\\x1b[31m [bold]hi | one\\ntwo\\x07"
-    assert "no score" in lines[2]
+    assert lines[2].startswith("[3/3 ppo] step 4, held out | no score |")
     assert lines[5] == "[3/3 ppo] the token budget is halved [to 512]"
     assert len(lines) == 6
     assert all(c.isprintable() for line in lines for c in line)
@@ -208,7 +239,8 @@ def test_the_live_view_shows_bar_metrics_and_samples_and_leaves_the_result() -> 
     assert "step 10/20 (50%), 5 s left" in text
     assert "━" in view[0]
     assert any(line.split() == ["loss", "11.00", "▁▂▃▃▄▅▆▆▇█"] for line in view)
-    assert "evaluation at step 0: perplexity 12.50" in text
+    assert "perplexity" not in text
+    assert sum("[train] step 0 evaluation: perplexity 12.50" in line for line in shown(display)) == 1
     assert "one\\ntwo\\x07" in text and "[bold]hi" in text and "1.250" in text
     assert "[train] 10 steps in 5 s: loss 4.000 -> 9.000 (means of 5 logged steps)" in shown(display)[-1]
 
@@ -220,6 +252,15 @@ def test_an_error_leaves_the_cursor_visible() -> None:
         raise KeyError
     text = "".join(shown(display))
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_an_interruption_leaves_the_step_that_was_reached() -> None:
+    display = Display(console(terminal=True), live=True, clock=Clock())
+    with pytest.raises(KeyboardInterrupt), display:
+        display.begin(0, 5)
+        display.log(2, {"loss": 1.5})
+        raise KeyboardInterrupt
+    assert "[train] step 2/5 (40%), loss 1.500" in shown(display)[-1]
 
 
 def test_the_live_view_is_only_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

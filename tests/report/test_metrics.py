@@ -108,6 +108,8 @@ def test_headline_metrics_differ_by_method() -> None:
     assert headline({**common, "nll": 1.0}) == ["loss", "learning_rate"]
     assert headline({**common, "accuracy": 0.5}) == ["accuracy", "loss", "learning_rate"]
     assert headline({**common, "kl": 1.0, "score": 1.0, "value": 1.0}) == ["score", "kl", "value"]
+    intervals = {"reward_a_low": 1.0, "reward_a_high": 3.0, "reward_a_change_low": 0.5, "reward_a_change_high": 1.5}
+    assert headline({"score": 1.0, "reward_a": 2.0, **intervals}) == ["score", "reward_a"]
     assert headline({"eval_perplexity": 9.0, "eval_loss": 2.0, "epoch": 1}) == ["eval_loss", "eval_perplexity"]
 
 

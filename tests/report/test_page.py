@@ -351,6 +351,42 @@ def test_verdicts(key: str, before: tuple, after: tuple, verdict: str, tone: str
     assert (compared.verdict, compared.tone) == (verdict, tone)
 
 
+def test_a_paired_interval_decides_whether_a_change_is_clear() -> None:
+    before = {"accuracy": 0.492, "accuracy_low": 0.4, "accuracy_high": 0.58}
+    after = {"accuracy": 0.55, "accuracy_low": 0.46, "accuracy_high": 0.64}
+    paired = {"eval_accuracy_change_low": 0.021, "eval_accuracy_change_high": 0.095}
+    (overlapping,), (clear,) = report.changes(before, after), report.changes(before, after | paired)
+    assert (overlapping.verdict, overlapping.tone, overlapping.difference_interval) == ("No clear change", "", "")
+    assert (clear.verdict, clear.tone, clear.difference_interval) == ("Clearly better", "better", "+2.1 to +9.5")
+    assert (clear.before, clear.after) == (overlapping.before, overlapping.after)
+    loss = {"loss_change_low": -0.25, "loss_change_high": 0.001}
+    (change,) = report.changes({"loss": 2.0}, {"loss": 1.9} | loss)
+    assert (change.verdict, change.tone) == ("No clear change", "")
+    assert change.difference_interval == "\N{MINUS SIGN}0.2500 to +0.0010"
+    (change,) = report.changes({"loss": 2.0}, {"loss": 1.9, "loss_change_low": -0.25, "loss_change_high": 0.0})
+    assert change.difference_interval == "\N{MINUS SIGN}0.2500 to 0"
+
+
+def test_the_results_fit_a_narrow_terminal_without_cutting_a_word() -> None:
+    after = {"score": 0.1235, "score_low": -0.0676, "score_high": 0.3146, "perplexity": 3.046, "length": 3.641}
+    after |= {
+        "explained_variance": -1.3,
+        "reward_exact": 0.1235,
+        "win_rate": 0.6,
+        "win_rate_low": 0.5,
+        "win_rate_high": 0.7,
+    }
+    entry = {"name": "reinforce", "results": {"before": {**after, "score": 0.0218}, "after": after}}
+    console = Console(file=io.StringIO(), width=60)
+    console.print(report.results({"stages": [entry]}))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 60
+    text = " ".join(lines)
+    assert "…" not in text and "[-0.0676," in text and "Perplexity" in text and "Completion" in text
+    assert "exact" not in text  # it is the score
+    assert "50.0 % [" not in text  # known by definition
+
+
 def test_whiskers_share_one_scale() -> None:
     first, last = change("score", (1.0, (0.0, 2.0)), (5.0, (4.0, 10.0))).whiskers
     # 0 to 10 is drawn from 4 % to 96 %

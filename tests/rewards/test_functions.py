@@ -1,5 +1,6 @@
 """Rewards by name, what is checked of the scores they give, and that they leave the run alone."""
 
+import asyncio
 import copy
 import math
 import os
@@ -8,6 +9,7 @@ import sys
 import warnings
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from hypothesis import strategies as st
 from burnish.errors import UserCodeError, UserError
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import score
+from burnish.terminal import visible
 from burnish.types import Messages, Trajectory
 from burnish.user_functions import load
+from hostile import examples, try_all
 
 
 def answers(*texts):
@@ -92,6 +96,9 @@ def test_scores_may_be_tensors_and_no_answers_call_no_reward():
             r"reward mine returned 1e\+39 for prompts.jsonl:2.*a finite number of at most 3.4e\+38",
         ),
         ([1.0, -(10**400)], r"for prompts.jsonl:2"),
+        ([1.0, 10**5000], r"returned an object of the class int for prompts.jsonl:2.* a finite number"),
+        (range(10**12), "returned 1000000000000 scores for 2 trajectories"),
+        (torch.ones(1).expand(10**12), "returned 1000000000000 scores for 2 trajectories"),
     ],
 )
 def test_an_invalid_score_is_reported_with_the_reward_and_the_row(returned, message):
@@ -513,3 +520,120 @@ def test_rewards_with_the_parameters_of_trl():
         UserError, match=r"reward mine: its parameter 'm' is not a column of the prompts; columns are n"
     ):
         score(answers("a"), [NamedReward("mine", 1.0, lambda completions, m: [0.0])])  # type: ignore[arg-type]
+
+
+# --- generated ----------------------------------------------------------------------------------------------------
+
+
+class Odd:
+    """An object whose methods misbehave."""
+
+    def __init__(self, error: type[BaseException] | None, length: int) -> None:
+        self.error, self.length = error, length
+
+    def _answer(self, value: object) -> Any:
+        if self.error is not None:
+            raise self.error("of a user's object \ud800")
+        return value
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> float:
+        return self._answer(1.0)
+
+    def __float__(self) -> float:
+        return self._answer(math.nan)
+
+    def __repr__(self) -> str:
+        return self._answer("Odd\x1b[2J")
+
+
+class TrulyMine(BaseException):
+    """Not even an ``Exception``."""
+
+
+ERRORS: list[type[Exception]] = [
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    StopIteration,
+    StopAsyncIteration,
+    UnicodeError,
+    type("Mine", (Exception,), {"__str__": lambda self: 1 / 0}),
+]
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.sampled_from([10**400, 1j, True, None]),
+    st.sampled_from([10**400, 10**3000]).map(lambda n: n * n),  # too long to be shown
+    st.sampled_from([10**400, 10**3000]).map(lambda n: Fraction(n * n, 3)),
+    st.sampled_from(["", "1.5", "x" * 10**6, b"1", "\ud800", "[/bold]", math.inf, -math.inf, math.nan, 1e39]),
+    st.sampled_from([np.float64("nan"), np.str_("1"), np.datetime64("now"), np.longdouble("1e4000"), np.ma.masked]),
+    st.builds(Odd, st.sampled_from([None, *ERRORS]), st.integers(0, 3)),
+)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+TENSORS = st.builds(
+    lambda dtype, shape, device: torch.ones(shape, dtype=dtype, device=device),
+    st.sampled_from([*DTYPES, torch.float8_e4m3fn]),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(["cpu", "cpu", "meta"]),
+)
+ARRAYS = st.one_of(
+    TENSORS,
+    TENSORS.map(lambda tensor: tensor.cpu().numpy() if tensor.dtype in DTYPES[:2] and not tensor.is_meta else tensor),
+    st.sampled_from(
+        [
+            torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), check_invariants=True),
+            torch.ones(1).expand(10**12),
+            torch.ones(2, requires_grad=True),
+            np.array(["a", None], dtype=object),
+            np.array([(1, 2.0)] * 2, dtype=[("a", "i4"), ("b", "f4")]),
+            np.ma.masked_array([1.0, 2.0], mask=[False, True]),
+            np.broadcast_to(1.0, 10**12),
+            range(10**12),
+            range(2),
+        ]
+    ),
+)
+VALUES = st.recursive(
+    NUMBERS | ARRAYS,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=2, max_size=2),
+        st.tuples(inner, inner),
+        st.dictionaries(st.integers(0, 2), inner, max_size=2),
+    ),
+    max_leaves=6,
+)
+
+
+@examples(few=100, many=200)
+def test_whatever_a_reward_returns_or_raises_is_a_number_or_one_message(examples: int, record_property: Any) -> None:
+    given_numbers = 0
+
+    def check(given: Any) -> None:
+        nonlocal given_numbers
+
+        def mine(answers: list) -> Any:
+            answers.clear()
+            if isinstance(given, type):
+                raise given("of a reward \x1b")
+            return given
+
+        trajectories = answers("a", "b\x1b[2J")
+        try:
+            totals, _, _ = score(trajectories, [NamedReward("mine", 0.5, mine)])
+        except (UserError, UserCodeError) as error:
+            assert str(error).startswith("reward") and len(str(error)) < 1000
+            visible(str(error)).encode()
+        else:
+            assert len(totals) == len(trajectories) == 2 and all(map(math.isfinite, totals))
+            given_numbers += 1
+
+    raised = st.sampled_from([*ERRORS, SystemExit, asyncio.CancelledError, TrulyMine])
+    try_all(st.one_of(VALUES, st.lists(NUMBERS, min_size=2, max_size=2), raised), check, examples, record_property)
+    assert given_numbers > examples // 20

@@ -110,7 +110,10 @@ def test_too_long_inputs_are_truncated_in_the_prompt():
     assert by_window == pytest.approx(logit(model, [VOCABULARY["t"], *kept]), abs=1e-6)
     shorter = ModelReward(model, letters(encoder=False), length=Truncation(max_length=23, too_long="truncate_left"))
     assert shorter(answers((prompt, "answerthatislong"))) == pytest.approx([logit(model, kept)], abs=1e-6)
-    with pytest.raises(UserError, match=r"prompts.jsonl:1: .*does not fit even without its prompt"):
+    with pytest.raises(
+        UserError,
+        match=r"prompts.jsonl:1: .* tokens, max_length 24: it does not fit even without its prompt: generate shorter",
+    ):
         ModelReward(model, letters(encoder=False))(answers(("a", LETTERS)))
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burnish.rl.metrics import interval, summary, value_metrics
-from burnish.types import Trajectory
+from burnish.rl.metrics import interval, row_sums, summary, value_metrics
+from burnish.types import Example, Trajectory
 
 
 def trajectory(score: float, finish_reason: str = "stop", tokens: int = 2) -> Trajectory:
@@ -27,6 +27,23 @@ def test_summary_by_hand() -> None:
         "stopped": 0.5,
         "reward_one": 1.5,
     }
+
+
+def test_rows_by_hand() -> None:
+    rows = [replace(trajectory(1.0, "length", 6), source="a:1"), replace(trajectory(4.0), source="a:2")]
+    rows = [replace(t, sequences=tuple(s.with_arrays(old_logprobs=[-0.5] * len(s)) for s in t.sequences)) for t in rows]
+    found = row_sums(rows, [Example(t.sequences) for t in rows])
+    assert {name: dict(one.rows) for name, one in found.items()} == {
+        "score": {"a:1": (1.0, 1.0), "a:2": (4.0, 1.0)},
+        "reward_one": {"a:1": (1.0, 1.0), "a:2": (4.0, 1.0)},
+        "length": {"a:1": (6.0, 1.0), "a:2": (2.0, 1.0)},
+        "stopped": {"a:1": (0.0, 1.0), "a:2": (1.0, 1.0)},
+    }
+    referenced = [
+        Example(tuple(s.with_arrays(ref_logprobs=[-1.5] * len(s)) for s in t.sequences)) for t in rows
+    ]  # log-ratios of 1 at every token
+    sizes = [sum(len(s) for s in t.sequences) for t in rows]
+    assert row_sums(rows, referenced)["kl"].rows == {"a:1": (sizes[0], 1.0), "a:2": (sizes[1], 1.0)}
 
 
 def test_interval_by_hand() -> None:

@@ -4,6 +4,7 @@
 and the weights of ``partial_steps``.
 """
 
+import gc
 import os
 import random
 import sys
@@ -341,6 +342,7 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
 
 
 if __name__ == "__main__":
+    gc.freeze()  # transformers collects garbage in each training, which takes long with all that was imported
     results: dict[str, Any] = {
         str(dtype): gradients(sys.argv[1], dtype, token_budget=60) for dtype in (torch.float32, torch.float64)
     }

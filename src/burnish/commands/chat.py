@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -161,6 +162,8 @@ def run(talk: Talk) -> None:
     """Read questions and print answers until the end of the input or ``/exit``."""
     with contextlib.suppress(ImportError):  # line editing and history, if Python was built with them
         importlib.import_module("readline")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a strict one would lose the lines after bytes that are not text
+        sys.stdin.reconfigure(errors="surrogateescape")
     terminal = sys.stdin.isatty()
     if terminal:
         typer.echo(f"{talk.loaded.reference}  (/help lists the commands; Ctrl-D leaves)")
@@ -173,7 +176,7 @@ def run(talk: Talk) -> None:
                 typer.echo(_command(talk, line))
             elif line:
                 _speak(talk, line)
-        except (UserError, UnicodeDecodeError) as error:
+        except UserError as error:
             typer.echo(_note(str(error)))
         except EOFError:
             typer.echo()

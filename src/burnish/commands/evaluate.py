@@ -6,22 +6,21 @@ the same bootstrap samples, so that their difference is paired.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import rich.text
 import torch
+from peft import TaskType
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig
 
-from burnish.commands.generate import TOKEN_BUDGET, Loaded, load, logprobs
+from burnish.commands.generate import TOKEN_BUDGET, Loaded, check_room, load, logprobs
 from burnish.config.evaluation import Evaluation
 from burnish.config.resolve import model_reference, named_reward
 from burnish.data import readers as rows
@@ -39,7 +38,8 @@ from burnish.models.layout import Layout
 from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
-from burnish.render.truncate import Truncation
+from burnish.render.truncate import ModelTruncation, Truncation
+from burnish.report.page import table_of
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import sample_and_score
@@ -125,14 +125,10 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
 
 def _is_reward_model(reference: str) -> bool:
     folder = loading.resolve(reference)
-    adapter = Path(folder) / "adapter_config.json"
-    if adapter.is_file():
-        return json.loads(adapter.read_text("utf-8")).get("task_type") == "SEQ_CLS"
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{reference}: not a model: {str(error).splitlines()[0]}") from error
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if loading.is_adapter(folder):
+        return loading.adapter_config(folder).task_type == TaskType.SEQ_CLS
+    architectures = loading.load_config(reference).architectures
+    return any(name.endswith("ForSequenceClassification") for name in architectures or [])
 
 
 def _policy(reference: str, evaluation: Evaluation) -> Loaded:
@@ -202,8 +198,10 @@ def _measure_policy(
 
 def _length(model: Any, tokenizer: Any, evaluation: Evaluation) -> Truncation:
     """The truncation settings. The default max_length is the model's limit."""
-    limit = evaluation.data.max_length or longest(unwrap(model).config, tokenizer)
-    return Truncation(max_length=limit, too_long=evaluation.data.too_long, on_bad_row=evaluation.data.on_bad_row)
+    limit, data = longest(unwrap(model).config, tokenizer), evaluation.data
+    return ModelTruncation(
+        max_length=data.max_length or limit, too_long=data.too_long, on_bad_row=data.on_bad_row, model_limit=limit
+    )
 
 
 def _measure_pairs(loaded: Loaded, eval_rows: list[Row], evaluation: Evaluation, reference: Loaded) -> Measured:
@@ -283,6 +281,7 @@ def _measure_answers(
 ) -> Measured:
     prompts = [row for row in eval_rows if isinstance(row, Prompt)]
     tokens = Renderer(loaded.tokenizer).prompts(prompts)
+    check_room(loaded.model, prompts, tokens)
     sampling = evaluation.generation
     ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
     for i, ids in enumerate(tokens):
@@ -401,19 +400,22 @@ def _interval(measures: list[Measure], evaluation: Evaluation) -> dict[str, floa
 
 def table(result: Mapping[str, Any]) -> Table:
     """A table of measures with their 95 % intervals."""
-    shown = Table("measure", box=None, pad_edge=False)
-    for name in result["models"]:
-        shown.add_column(rich.text.Text(_end(name)))
-    if len(result["models"]) == 2:
-        shown.add_column("difference")
+    names = result["models"]
+    rows = [["measure", *_ends(names), *(["difference"] if len(names) == 2 else [])]]
     for name, interval in result["measures"].items():
         both = [interval[key] for key in ("against", "difference") if key in interval]
-        shown.add_row(rich.text.Text(name), *(_cell(one) for one in [interval, *both]))
-    return shown
+        cells = [_cell(one) for one in [interval, *both]]
+        rows.append([name, *cells, *[""] * (len(names) * 2 - 1 - len(cells))])
+    return table_of(rows, box=None, pad_edge=False)
 
 
-def _end(name: str) -> str:
-    return name if len(name) <= 32 else f"...{name[-29:]}"
+def _ends(names: Sequence[str]) -> list[str]:
+    """The last 32 characters of models' names, without the folders in which both lie."""
+    parts = [Path(name).parts for name in names]
+    folders = zip(*(part[:-1] for part in parts), strict=False)
+    shared = len(list(takewhile(lambda both: both[0] == both[1], folders))) if len(names) == 2 else 0
+    shown = [str(Path(*part[shared:])) for part in parts]
+    return [name if len(name) <= 32 else f"...{name[-29:]}" for name in shown]
 
 
 def _cell(interval: Mapping[str, float]) -> str:

@@ -27,7 +27,7 @@ from burnish.mistakes import mistakes
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
-from burnish.models.limits import Limits
+from burnish.models.limits import check_ids
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
 from burnish.terminal import check_typed
@@ -122,8 +122,6 @@ def _checked(kind: type[Any], options: dict[str, Any]) -> Any:
 def prompts(texts: list[str], source: str | Path | None = None, system: str | None = None) -> list[Prompt]:
     """Read prompts from texts or from a file of rows, and add the system message to prompts without one."""
     given = [{"prompt": check_typed(text, f"prompt {i}")} for i, text in enumerate(texts, start=1)]
-    if system is not None:
-        check_typed(system, "--system")
     loaded = rows.load(source or given, (Prompt,)).rows
     return [_with_system(row, system) for row in loaded if isinstance(row, Prompt)]
 
@@ -155,7 +153,7 @@ def completions(
     prompt gets different completions.
     """
     tokens = Renderer(loaded.tokenizer).prompts(prompt_rows)
-    _check_room(loaded.model, prompt_rows, tokens)
+    check_room(loaded.model, prompt_rows, tokens)
     seen: dict[tuple[int, ...], int] = {}
     seeds: list[list[int]] = []
     for ids in tokens:
@@ -180,8 +178,12 @@ def completions(
         yield len(prompt_rows[part]), lines
 
 
-def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
-    """Raise a UserError if a prompt fills the context window, or has ids outside of the model's vocabulary."""
+def check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
+    """Check that a model can complete prompts.
+
+    Raises:
+        UserError: a prompt fills the context window, or has an id outside of the model's vocabulary.
+    """
     config = unwrap(model).config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     for row, ids in zip(prompt_rows, tokens, strict=True):
@@ -190,7 +192,7 @@ def _check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, .
                 f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
                 f"{context}: shorten the prompt or remove the row"
             )
-        Limits(context, config.vocab_size).check_ids(ids, row.source)
+        check_ids(ids, config.vocab_size, row.source)
 
 
 def context_note(loaded: Loaded, decoding: Sampling | Beams) -> str | None:
@@ -278,8 +280,7 @@ def write(
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f".{output.name}.{_fingerprint(loaded, prompt_rows, decoding, seed, scores)}.partial")
-    done = _whole_lines(aside)
-    parts = [json.loads(line) for line in done]
+    parts = _written(aside)
     start = sum(count for count, _ in parts)
     console = Console(stderr=True)
     with (
@@ -287,12 +288,12 @@ def write(
         aside.open("w", encoding="utf-8") as file,
         Progress(console=console, transient=True) as progress,
     ):
-        file.writelines(done)
+        file.writelines(json.dumps(part, ensure_ascii=False) + "\n" for part in parts)
         task = progress.add_task("prompts", total=len(prompt_rows), completed=start)
         for count, lines in completions(loaded, prompt_rows, decoding, seed, scores, start):
             file.write(json.dumps([count, lines], ensure_ascii=False) + "\n")
             file.flush()
-            parts.append([count, lines])
+            parts.append((count, lines))
             progress.advance(task, count)
     text = [json.dumps(line, ensure_ascii=False) + "\n" for _, lines in parts for line in lines]
     write_text(output, "".join(text))
@@ -322,10 +323,30 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The complete lines of a file. The last line is incomplete if the process was killed while writing."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [line.decode() for line in lines if line.endswith(b"\n")]
+Part = tuple[int, list[dict[str, Any]]]
+"""A line of unfinished output: the number of prompts of a chunk, and its output rows."""
+PART: pydantic.TypeAdapter[Part] = pydantic.TypeAdapter(Part)
+
+
+def _written(path: Path) -> list[Part]:
+    """The parts in a file of unfinished output. The last line may be damaged: the process was killed, or power failed.
+
+    Raises:
+        UserError: if another line is damaged.
+    """
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    while lines and not lines[-1]:
+        lines.pop()
+    parts: list[Part] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            parts.append(PART.validate_python(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise UserError(
+                    f"{path}:{number}: this line of unfinished output is damaged: remove the file to start over"
+                ) from error
+    return parts
 
 
 def _fingerprint(loaded: Loaded, prompt_rows: list[Prompt], decoding: Config, seed: int, scores: bool) -> str:

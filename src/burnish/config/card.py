@@ -1,7 +1,8 @@
-"""The model card of a stage: README.md in its ``model/`` and ``adapter/``, made from the stage's entry in the manifest.
+"""Model cards: README.md in the ``model/`` and ``adapter/`` of a stage, and in the folder of a merged adapter.
 
-A card depends only on the recipe, the rows and the results, so that a resumed run writes the same bytes. Text of users
-is written as code or escaped: it is never markup, and cannot break the YAML.
+The card of a stage is made from the stage's entry in the manifest. It depends only on the recipe, the rows and the
+results, so that a resumed run writes the same bytes. Text of users is written as code or escaped: it is never markup,
+and cannot break the YAML.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from burnish import __version__
+from burnish.config.manifest import MANIFEST, read_manifest
 from burnish.config.schema import PackageModel, Recipe, Stage, StageModel, method_spec
 from burnish.config.sources import references
 from burnish.methods import METHODS
+from burnish.models.bases import recorded as recorded_base
 from burnish.models.heads import VALUE_HEAD
-from burnish.models.loading import is_adapter
-from burnish.report.curves import Estimate
-from burnish.report.metrics import number
+from burnish.models.loading import adapter_config, is_adapter
 from burnish.report.page import METHODS as METHOD_NAMES
-from burnish.report.page import as_yaml, changes
+from burnish.report.page import as_yaml, changes, headline_changes, with_interval
 
 CARD = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -38,8 +39,6 @@ def write_card(folder: Path, recipe: Recipe, stage: Stage, entry: Mapping[str, A
         stage: the stage that trained the model.
         entry: the stage's entry in the manifest, with ``rows``, ``results``, ``data`` and ``inputs``.
     """
-    from jinja2 import Environment, StrictUndefined
-
     assert stage.method is not None
     adapter, scores = is_adapter(folder), method_spec(stage.method.name).task == "SEQ_CLS"
     base = base_id(recipe, stage)
@@ -50,30 +49,73 @@ def write_card(folder: Path, recipe: Recipe, stage: Stage, entry: Mapping[str, A
         "pipeline_tag": "text-classification" if scores else "text-generation",
         "tags": ["burnish", *method, *(["lora"] if stage.adapter else [])],
     }
-    template = (files("burnish.report") / "templates" / "model_card.md.j2").read_text("utf-8")
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters |= {"code": code, "escape": escape, "fence": fence}
-    page = environment.from_string(template).render(
+    step_value = stage.method.name == "step_value"
+    page = _render(
+        "model_card.md.j2",
         front=as_yaml(front),
         name=recipe.name,
         stage=stage.name,
         kind="adapter" if adapter else "model",
         method=METHOD_NAMES.get(stage.method.name, stage.method.name),
         start=_start(stage, base),
-        load=_load_code(folder, stage, adapter, scores),
+        load=_load_code(adapter, scores, stage.trust_remote_code, step_value),
         critic=(folder / "critic").is_dir(),
-        value_head=(folder / VALUE_HEAD).is_file() and stage.method.name != "step_value",
+        value_head=(folder / VALUE_HEAD).is_file() and not step_value,
         scores=scores,
         results=_results(entry),
         step=entry["results"]["after"].get("step") if entry.get("results") else None,
         data=_data(recipe, stage, entry.get("rows") or {}),
         hashes={short(name): digest for kind in ("data", "inputs") for name, digest in entry.get(kind, {}).items()},
         settings=as_yaml(_settings(recipe, stage)),
-        version=__version__,
     )
     (folder / CARD).write_text(page, "utf-8")
+
+
+def merged_card(adapter: Path, *, trust_remote_code: bool = False) -> str:
+    """The card of an adapter that is merged into its base.
+
+    For the adapter of a finished stage, it is the card of the stage's ``model/``, which is the same model. For any
+    other adapter, it names the base and shows how to load the model.
+
+    Raises:
+        UserError: the settings of the adapter, or the manifest of its run, cannot be read.
+    """
+    stage, model = adapter.resolve().parent, adapter.resolve().parent / "model"
+    if (stage.parent / MANIFEST).is_file() and (model / CARD).is_file():
+        entries = read_manifest(stage.parent / MANIFEST)["stages"]
+        if any(entry["name"] == stage.name and entry["state"] == "done" for entry in entries):
+            return (model / CARD).read_text("utf-8")
+    config, recorded = adapter_config(str(adapter)), recorded_base(adapter)
+    base = recorded.name if recorded else str(config.base_model_name_or_path or "unknown")
+    scores = config.task_type == "SEQ_CLS"
+    front: dict[str, Any] = {"base_model": base} if _on_hub(base) else {}
+    front |= {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
+        "tags": ["burnish", "merged"],
+    }
+    return _render(
+        "merged_card.md.j2",
+        front=as_yaml(front),
+        name=adapter.resolve().name,
+        base=short(base),
+        weights=recorded.weights if recorded else None,
+        load=_load_code(adapter=False, scores=scores, trust_remote_code=trust_remote_code, step_value=False),
+        scores=scores,
+        value_head=(adapter / VALUE_HEAD).is_file(),
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    """The text of a card, from a template of the report and its values."""
+    from jinja2 import Environment, StrictUndefined
+
+    source = (files("burnish.report") / "templates" / template).read_text("utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"code": code, "escape": escape, "fence": fence}
+    return environment.from_string(source).render(values, version=__version__)
 
 
 def base_id(recipe: Recipe, stage: Stage) -> str | None:
@@ -84,8 +126,12 @@ def base_id(recipe: Recipe, stage: Stage) -> str | None:
         source = next(earlier for earlier in recipe.stages if earlier.name == name).model
     if isinstance(source, PackageModel):
         return source.hub
-    on_hub = isinstance(source, str) and HUB_ID.fullmatch(source) and not Path(source).exists()
-    return source if on_hub else None
+    return source if isinstance(source, str) and _on_hub(source) else None
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a model is named by its id on the hub, and not by a folder."""
+    return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _start(stage: Stage, base: str | None) -> str:
@@ -95,28 +141,28 @@ def _start(stage: Stage, base: str | None) -> str:
     return code(base or (stage.model.package if isinstance(stage.model, PackageModel) else short(str(stage.model))))
 
 
-def _load_code(folder: Path, stage: Stage, adapter: bool, scores: bool) -> str:
-    """Python code that loads the folder."""
-    remote = ", trust_remote_code=True" if stage.trust_remote_code else ""
+def _load_code(adapter: bool, scores: bool, trust_remote_code: bool, step_value: bool) -> str:
+    """Python code that loads a folder with an adapter or a model."""
+    remote = ", trust_remote_code=True" if trust_remote_code else ""
     kind = "SequenceClassification" if scores else "CausalLM"
     auto = f"AutoPeftModelFor{kind}" if adapter else f"AutoModelFor{kind}"
     labels = ", num_labels=1" if adapter and scores else ""
     lines = [f"from peft import {auto}"] if adapter else []
     lines += [f"from transformers import {'' if adapter else f'{auto}, '}AutoTokenizer", ""]
-    if stage.method is not None and stage.method.name == "step_value":
+    if step_value:
         lines.insert(0, "from burnish.models.loading import load_value_model")
     lines += [
         'folder = "PATH/TO/THIS/FOLDER"',
         f"model = {auto}.from_pretrained(folder{labels}{remote})",
         f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
     ]
-    if stage.method is not None and stage.method.name == "step_value":
+    if step_value:
         lines.append("network = load_value_model(folder)  # the model with its value head, network.critic")
     return "\n".join(lines)
 
 
 def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The headline metrics on held-out rows: ``{"metric": "Accuracy", "before": "43.8 % [39.5 %, 48.2 %]", ...}``."""
+    """The headline metrics on held-out rows, as they are shown: ``{"metric": "Accuracy", "before": "43.8 %", ...}``."""
     evaluations = entry.get("results") or {}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     if before.get("step") == after.get("step"):
@@ -124,19 +170,12 @@ def _results(entry: Mapping[str, Any]) -> list[dict[str, str]]:
     return [
         {
             "metric": change.metric.label,
-            "before": _cell(change.before, change.metric.share),
-            "after": _cell(change.after, change.metric.share),
+            "before": with_interval(change.before, change.metric.share),
+            "after": with_interval(change.after, change.metric.share),
+            "change": change.verdict.lower(),
         }
-        for change in changes(before, after)
-        if change.metric.headline
+        for change in headline_changes(changes(before, after))
     ]
-
-
-def _cell(estimate: Estimate | None, share: bool) -> str:
-    if estimate is None:
-        return ""
-    ends = ", ".join(number(end, share) for end in estimate.interval or ())
-    return number(estimate.value, share) + (f" [{ends}]" if ends else "")
 
 
 def _data(recipe: Recipe, stage: Stage, counts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -43,9 +43,11 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
         _move(manifest, recipe)
         different = next(_differences(manifest["recipe"], resolved, ""), None)
         if different is not None:
+            moved = re.match(r"stages\.\d+\.(data|model|reward)\b", different)
             raise UserError(
                 f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, name another "
                 "folder with out=FOLDER, or restore this setting to resume: only out= may change, if the run was moved"
+                + (", and a file that was moved needs a link at its old path" if moved else "")
             )
         if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
             raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from burnish.models import quantize
 from burnish.report import page as report
 from burnish.report.display import Display
 from burnish.rewards.functions import NamedReward
+from burnish.terminal import visible
 from burnish.user_code import user_code
 
 
@@ -39,7 +42,6 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         torch.set_num_threads(recipe.threads)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    logging.getLogger("burnish").setLevel(logging.ERROR)  # each stage reports truncated and dropped rows once
     _check_all(recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         if fresh or (folder / REMOVING).is_file():
             clear(folder)
         manifest = open_manifest(recipe)
-        with display or Display() as screen:
+        with display or Display() as screen, _warnings_on(screen):
             if other := other_versions(manifest):
                 screen.message(f"this run started with {other}: results may differ in the last digits")
             _run_stages(recipe, manifest, screen)
@@ -57,6 +59,38 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
             write_manifest(folder, manifest)
             report.write(folder)
     return folder
+
+
+REPORTED = ("burnish.render.encode", "burnish.data.streaming")
+"""Loggers of truncated, dropped and skipped rows. They warn in every pass; a stage reports these rows once, in all."""
+
+
+class _Messages(logging.Handler):
+    """Shows what is logged as messages of a run."""
+
+    def __init__(self, screen: Display) -> None:
+        super().__init__(logging.WARNING)
+        self.screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record."""
+        self.screen.message(visible(record.getMessage()))
+
+
+@contextmanager
+def _warnings_on(screen: Display) -> Iterator[None]:
+    """Show the warnings that the package logs as messages of the run, except those that stages report themselves."""
+    handler, package = _Messages(screen), logging.getLogger("burnish")
+    reported = {logger: logger.level for logger in map(logging.getLogger, REPORTED)}
+    package.addHandler(handler)
+    for logger in reported:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        for logger, level in reported.items():
+            logger.setLevel(level)
 
 
 def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> None:
@@ -81,7 +115,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
         write_manifest(folder, manifest)
         with progress.shown_by(screen.progress):
-            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage)
+            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage, screen)
         for name, checksum in outcome["files"].items():
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
@@ -111,9 +145,10 @@ def _check_all(recipe: Recipe) -> None:
 # --- a stage that runs a function ----------------------------------------------------------------------------------
 
 
-def _run_function(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+def _run_function(recipe: Recipe, stage: Stage, screen: Display) -> dict[str, Any]:
     """Run a stage's function. Its folder appears only once it is complete."""
     assert stage.run is not None
+    screen.message(f"running {stage.run}")
     function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
     with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):

@@ -34,7 +34,7 @@ from burnish.models.adapters import add_adapter
 from burnish.render.encode import account
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.display import Display, RunCallback
-from burnish.report.metrics import Recorder, read_metrics
+from burnish.report.metrics import Recorder, number, read_metrics
 from burnish.rewards.functions import NamedReward
 from burnish.training import checkpoint
 from burnish.training.trainer import Trainer
@@ -83,10 +83,7 @@ class TrainingStage:
         set_seed(self.recipe.seed)
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
-        screen.message(
-            f"{self.source}: {summary['class']}, {summary['parameters']:,} parameters, {summary['trainable']:,} "
-            f"trained ({summary['trainable share']:.1%}), {summary['dtype']}, pad/eos/bos {summary['pad/eos/bos']}"
-        )
+        screen.message(_model_line(self.source, summary))
         splits = {split: self.rows(split) for split in self.splits}
         self._check_data(entry, checksums)
         check_rewards(self.stage, splits)
@@ -120,8 +117,8 @@ class TrainingStage:
             for s, read in splits.items()
             if isinstance(read, rows.Rows)
         }
-        lines = (f"{split}: {_summary(counts[split]) if split in counts else 'read as a stream'}" for split in splits)
-        screen.message(", ".join(lines))
+        for split in splits:
+            screen.message(f"{split}: {_summary(counts[split]) if split in counts else 'read as a stream'}")
         if start is None and "eval" in splits:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(start) if start else None)
@@ -285,6 +282,17 @@ class TrainingStage:
             write_card(staging, self.recipe, self.stage, entry)
 
 
+def _model_line(source: str, summary: Mapping[str, Any]) -> str:
+    """One line that sums up a model: ``sft/model: LlamaForCausalLM, 181,568 parameters, all trained, ...``."""
+    total, trained = summary["parameters"], summary["trainable"]
+    share = "all" if trained == total else f"{trained:,} ({number(trained / total, share=True)})"
+    pad, eos, bos = ("none" if token is None else token for token in summary["pad/eos/bos"])
+    return (
+        f"{source}: {summary['class']}, {total:,} parameters, {share} trained, {summary['dtype']}, "
+        f"ids of pad {pad}, eos {eos}, bos {bos}"
+    )
+
+
 def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
     """The number of rows that a split uses, and which rows were skipped, dropped, shortened or mixed.
 
@@ -301,7 +309,10 @@ def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
 
 def _summary(count: Mapping[str, Any]) -> str:
     """One line that sums up the rows: ``512 rows (3 skipped: chat.jsonl:7: unknown role ...)``."""
-    notes = [f"{m['drawn']:,} of the {m['rows']:,} of {m['source']}" for m in count.get("mixed", ())]
+    notes = [
+        f"{m['drawn']:,} from {m['source']}" + (f", which has {m['rows']:,}" if m["drawn"] != m["rows"] else "")
+        for m in count.get("mixed", ())
+    ]
     for kind in ("skipped", "dropped", "shortened"):
         if named := count[kind]:
             many = count.get(f"{kind} in all", len(named))

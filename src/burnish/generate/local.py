@@ -17,7 +17,7 @@ from burnish.generate.protocol import Completion, Handle, PlanQueue, Request
 from burnish.generate.session import DecodingSession
 from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import SharedCritic, StepValueHead, load_weights
-from burnish.models.limits import Limits
+from burnish.models.limits import check_ids
 
 
 class LocalGenerator:
@@ -158,4 +158,4 @@ def check_requests(requests: SequenceOf[Request], model: Any, tokenizer: Any, cr
                 f"request {index}: a prompt of {len(request.tokens)} tokens leaves no room in the model's context "
                 f"window of {context}: shorten the prompt"
             )
-        Limits(context, vocabulary).check_ids(request.tokens, f"request {index}")
+        check_ids(request.tokens, vocabulary, f"request {index}")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
 
 from burnish import kernels
@@ -95,7 +94,7 @@ class DecodingSession:
     def _prepare_state(self) -> None:
         """Create tables of the settings that differ between requests, and the state of all slots."""
         samplings = [request.sampling for request in self.requests]
-        longest = max(self._room(request) for request in self.requests)
+        self.longest = max(self._room(request) for request in self.requests)
         self.transforms = _distinct(_transform(request) for request in self.requests)
         self.stop_sets = _distinct(request.stop_ids for request in self.requests)
         self.values = any(request.return_values for request in self.requests)
@@ -112,6 +111,7 @@ class DecodingSession:
             return torch.zeros(self.slots, *shape, dtype=dtype, device=self.device)
 
         exact = torch.promote_types(self.dtype, torch.float32)
+        width = self._width()
         self.state = {
             "request": column(),
             "position": column(),  # position of the next input, which is the number of tokens in the cache
@@ -123,13 +123,30 @@ class DecodingSession:
             "stop_set": column(),
             "ended": column(),
             "return_values": column(dtype=torch.bool),
-            # One more entry than there can be tokens, because the value after the last token is computed too.
-            "uniforms": column(longest + 1, dtype=torch.float64),
-            "tokens": column(longest + 1),
-            "logprobs": column(longest + 1, dtype=exact),
-            "values": column(longest + 1 if self.values else 0, dtype=exact),
+            "uniforms": column(width, dtype=torch.float64),
+            "tokens": column(width),
+            "logprobs": column(width, dtype=exact),
+            "values": column(width if self.values else 0, dtype=exact),
         }
         self.limits = [0] * len(self.requests)
+
+    def _width(self) -> int:
+        """The number of sampled tokens that the state has room for: as many as the cache, so that both grow together.
+
+        There is one more entry than there can be tokens, because the value after the last token is computed too.
+        """
+        return min(self.longest, self.cache.cursor.capacity) + 1
+
+    def _grow_state(self) -> None:
+        """Make room in the state for the tokens that the cache has room for."""
+        width = self._width()
+        more = width - self.state["tokens"].shape[1]
+        if more <= 0:
+            return
+        for name in ("uniforms", "tokens", "logprobs", *(["values"] if self.values else [])):
+            self.state[name] = torch.nn.functional.pad(self.state[name], (0, more))
+        for row, index in enumerate(self.state["request"][: self.live].tolist()):
+            self.state["uniforms"][row] = _draws(self.requests[index], width)[1].to(self.device)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Append a token to every row. Returns finished completions, with the indices of their requests."""
@@ -190,7 +207,8 @@ class DecodingSession:
         """Start requests in the next slots, whose cache holds their prompts without the last token."""
         here = slice(self.live, self.live + len(members))
         requests = [self.requests[index] for index in members]
-        draws = [_draws(request, self._room(request)) for request in requests]
+        width = self.state["uniforms"].shape[1]
+        draws = [_draws(request, width) for request in requests]
         for index, (limit, _) in zip(members, draws, strict=True):
             self.limits[index] = limit
         lengths = torch.tensor([len(request.tokens) for request in requests])
@@ -211,8 +229,7 @@ class DecodingSession:
         }
         for name, column in columns.items():
             self.state[name][here] = torch.as_tensor(column, device=self.device)
-        uniforms = pad_sequence([uniforms for _, uniforms in draws], batch_first=True)
-        self.state["uniforms"][here, : uniforms.shape[1]] = uniforms.to(self.device)
+        self.state["uniforms"][here] = torch.stack([uniforms for _, uniforms in draws]).to(self.device)
         self.held[here] = [NOTHING] * len(members)
         self.live += len(members)
         self.length = max(self.length, int(lengths.max()) - 1)
@@ -306,6 +323,7 @@ class DecodingSession:
         self.length += 1
         positions = self.state["position"][: self.live, None]
         self.cache.at(positions, self.length)
+        self._grow_state()
         with kernels.decoding_attention(self.config, self.by_rows):
             return self.body(
                 input_ids=self.state["input"][: self.live, None],
@@ -417,7 +435,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _draws(request: Request, count: int) -> tuple[int, Tensor]:
-    """The maximum number of tokens of a request, and ``count`` uniform numbers. They depend only on its seed."""
+    """The maximum number of tokens of a request, and the first ``count`` of its uniform numbers, all by its seed."""
     generator = torch.Generator().manual_seed(request.seed)
     limit = request.sampling.max_new_tokens
     if request.sampling.length_range is not None:

@@ -86,4 +86,4 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor, weights: Tensor | None = Non
 def _over_pairs(losses: Tensor, weights: Tensor | None) -> Metric:
     weights = torch.ones_like(losses) if weights is None else upcast(weights)
     same_shape(pairs=losses, weights=weights)
-    return Metric((weights * losses).sum(), weights.sum())
+    return Metric.of(losses, weights)

@@ -100,7 +100,7 @@ def preference(
         if kind == "robust":  # labels are right with probability 1 - e; these weights make the expected loss L(h)
             share = share / (1 - 2 * label_smoothing)
         losses = _of_difference(kind, better - worse, beta, gamma + margin, share)
-    return Metric((weights * losses).sum(), weights.sum())
+    return Metric.of(losses, weights)
 
 
 def kto(
@@ -137,7 +137,7 @@ def kto(
     same_shape(logratios=x, desirable=desirable, weights=weights)
     x = beta * (x - _limited(baseline.detach()))
     losses = torch.where(desirable, desirable_weight * torch.sigmoid(-x), undesirable_weight * torch.sigmoid(x))
-    return Metric((weights * losses).sum(), weights.sum())
+    return Metric.of(losses, weights)
 
 
 def kto_baseline(logratios: Tensor) -> Tensor:

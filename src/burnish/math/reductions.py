@@ -34,7 +34,7 @@ def reduce(values: Tensor, mask: Tensor) -> Metric:
         ValueError: if the shapes differ.
     """
     (values,) = learned(mask, values=values)
-    return Metric(values.sum(), mask.sum().to(values.dtype))
+    return Metric(values.sum(), mask.sum().to(values.dtype), (values, mask))
 
 
 def token_mean(losses: Tensor, mask: Tensor, segments: Tensor) -> Term:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+FEWEST_ROWS = 8
+"""For a paired interval. That so many rows all change in one direction by chance has a probability below 1 %."""
 
 
 def perplexity(nll: float) -> float:
@@ -75,15 +79,88 @@ def bootstrap(
     n = len(columns)
     if n == 0:
         return math.nan, math.nan
-    generator = torch.Generator().manual_seed(seed)
-    means = torch.stack(
+    low, high = statistic(_resampled_means(columns, resamples, seed)).quantile(_BOUNDS).tolist()
+    return low, high
+
+
+_BOUNDS = torch.tensor([0.025, 0.975], dtype=torch.float64)
+
+
+def _resampled_means(columns: Tensor, resamples: int, seed: int) -> Tensor:
+    """The means (R, C) of R bootstrap samples of the rows of (N, C)."""
+    n, generator = len(columns), torch.Generator().manual_seed(seed)
+    return torch.stack(
         [
             torch.bincount(torch.randint(n, (n,), generator=generator), minlength=n).double() @ columns / n
             for _ in range(resamples)
         ]
     )
-    low, high = statistic(means).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """A metric of an evaluation as sums over each row: sum_k w_k * (sum x_k / sum n_k), or its exponential.
+
+    ``RowSums({"chat.jsonl:7": (6.2, 4.0), "chat.jsonl:9": (1.1, 2.0)})`` is (6.2 + 1.1) / (4 + 2).
+    """
+
+    rows: Mapping[str, tuple[float, ...]]
+    """x_1, n_1, x_2, n_2, ... of each row, by its source."""
+    weights: tuple[float, ...] = (1.0,)
+    """w_k."""
+    exp: bool = False
+
+    def __add__(self, other: RowSums) -> RowSums:
+        """The sum of two metrics of the same rows."""
+        rows = {source: (*sums, *other.rows[source]) for source, sums in self.rows.items()}
+        return replace(self, rows=rows, weights=(*self.weights, *other.weights))
+
+    def __mul__(self, factor: float) -> RowSums:
+        """The metric times a factor."""
+        return replace(self, weights=tuple(weight * factor for weight in self.weights))
+
+    def of(self, means: Tensor) -> Tensor:
+        """The metric (R,), from means (R, 2 K) over rows of x_1, n_1, x_2, n_2, ..."""
+        ratios = means[:, 0::2] / means[:, 1::2]
+        value = ratios @ torch.tensor(self.weights, dtype=torch.float64)
+        return value.exp() if self.exp else value
+
+
+def paired_changes(
+    before: Mapping[str, RowSums], after: Mapping[str, RowSums], resamples: int = 2000, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """95 % bootstrap intervals of after - before for each metric of two evaluations of the same rows.
+
+    A bootstrap sample has the same rows on both sides and for all metrics, so that the difference is paired.
+
+    Args:
+        before: metrics of the first evaluation, by name.
+        after: those of the second one.
+        resamples: the number of bootstrap samples.
+        seed: the random seed.
+
+    Returns:
+        The lower and upper bound of each metric that both have. A metric is left out if the evaluations measured it on
+        other rows, or if an interval has no bound, because a bootstrap sample may lack what it counts. For fewer than
+        ``FEWEST_ROWS`` rows, of which bootstrap intervals are too narrow, all are.
+    """
+    names = [name for name in after if name in before and before[name].rows.keys() == after[name].rows.keys()]
+    sources = sorted({source for name in names for source in after[name].rows})
+    if len(sources) < FEWEST_ROWS:
+        return {}
+    sides = [one for name in names for one in (before[name], after[name])]
+    columns = [
+        torch.tensor([one.rows.get(s, (0.0,) * 2 * len(one.weights)) for s in sources], dtype=torch.float64)
+        for one in sides
+    ]
+    means = _resampled_means(torch.cat(columns, dim=1), resamples, seed).split([c.shape[1] for c in columns], dim=1)
+    found = {}
+    for i, name in enumerate(names):
+        first, last = (sides[j].of(means[j]) for j in (2 * i, 2 * i + 1))
+        low, high = (last - first).quantile(_BOUNDS).tolist()
+        if math.isfinite(low) and math.isfinite(high):
+            found[name] = (low, high)
+    return found
 
 
 def wilson(share: float, n: float, z: float = 1.959964) -> tuple[float, float]:

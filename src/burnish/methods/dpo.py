@@ -164,6 +164,7 @@ class DPO(Method):
             p_chosen=batch.p_better.to(ratios.dtype) if s.loss in WITH_SOFT_LABELS else None,
             weights=weights,
         )
+        nll, tokens = weights * totals[better], weights * lengths[better]
         rewards = self._rewards(ratios, lengths)
         measured = {
             "margin": rewards[better] - rewards[worse],
@@ -174,9 +175,9 @@ class DPO(Method):
         }
         return {
             "preference": preference.over("pairs"),
-            "nll": Metric(-(weights * totals[better]).sum(), (weights * lengths[better]).sum()).over("chosen_tokens"),
+            "nll": Metric(-nll.sum(), tokens.sum(), (-nll, tokens)).over("chosen_tokens"),
             "accuracy": losses.pair_accuracy(rewards[better], rewards[worse], weights),
-        } | {name: Metric((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
+        } | {name: Metric.of(value.detach(), weights) for name, value in measured.items()}
 
     def _rewards(self, ratios: Tensor, lengths: Tensor) -> Tensor:
         s = self.settings
@@ -197,18 +198,17 @@ class DPO(Method):
             "kto": losses.kto(x, good, baseline, s.beta, s.desirable_weight, s.undesirable_weight, weights).over(
                 "sequences"
             ),
-            "accuracy": Metric((weights * (1 + right) / 2).sum(), weights.sum()),
-            "baseline": Metric((weights * baseline).sum(), weights.sum()),
+            "accuracy": Metric.of((1 + right) / 2, weights),
+            "baseline": Metric.of(baseline, weights),
         } | {
-            name + side: Metric((weight * value).sum(), weight.sum())
-            for name, value in measured.items()
-            for side, weight in sides.items()
+            name + side: Metric.of(value, weight) for name, value in measured.items() for side, weight in sides.items()
         }
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss, rewards, and the accuracy of the rewards with its 95 % interval (Wilson)."""
         examples = self.ready(self.referenced(examples, engine), engine)
-        metrics = engine.evaluate(self, examples)
+        metrics, rows = engine.evaluate(self, examples)
+        run.measured(rows | {"margin": rows["chosen"] + rows["rejected"] * -1.0})
         counts = total_counts(examples)
         low, high = wilson(metrics["accuracy"], counts["sequences" if self.settings.loss == "kto" else "pairs"])
         margin = metrics["chosen"] - metrics["rejected"]

@@ -390,7 +390,9 @@ class Reinforce(PolicyGradient):
         """
         if _encoded_prompts(examples):
             return super().evaluate(examples, engine, run)
-        return engine.evaluate(self, self.scored.with_reference(examples, engine))
+        metrics, rows = engine.evaluate(self, self.scored.with_reference(examples, engine))
+        run.measured(rows)
+        return metrics
 
 
 def _encoded_prompts(examples: list[Example]) -> bool:

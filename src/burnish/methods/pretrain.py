@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,8 @@ class Pretrain(Method):
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss and perplexity, exp(nll)."""
-        metrics = engine.evaluate(self, examples)
+        metrics, rows = engine.evaluate(self, examples)
+        run.measured(rows | {"perplexity": replace(rows["nll"], exp=True)})
         return metrics | {"perplexity": perplexity(metrics["nll"])}
 
 

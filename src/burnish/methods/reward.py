@@ -64,11 +64,12 @@ class RewardModel(Method):
             "preference": losses.bradley_terry(better, worse, margins, p_better, weights).over("pairs"),
             "centering": losses.centering(better, worse, weights).over("pairs"),
             "accuracy": losses.pair_accuracy(better, worse, weights),
-        } | {name: Metric((weights * value).detach().sum(), weights.sum()) for name, value in measured.items()}
+        } | {name: Metric.of(value.detach(), weights) for name, value in measured.items()}
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss, accuracy with its 95 % interval (Wilson), and the mean and spread of the scores."""
-        metrics = engine.evaluate(self, examples)
+        metrics, rows = engine.evaluate(self, examples)
+        run.measured(rows)
         low, high = wilson(metrics["accuracy"], total_counts(examples)["pairs"])
         mean = (metrics["chosen"] + metrics["rejected"]) / 2
         std = math.sqrt(max(0.0, metrics.pop("squares") - mean**2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -58,5 +59,6 @@ class SFT(Method):
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Loss and perplexity."""
-        metrics = engine.evaluate(self, examples)
+        metrics, rows = engine.evaluate(self, examples)
+        run.measured(rows | {"perplexity": replace(rows["nll"], exp=True)})
         return metrics | {"perplexity": perplexity(metrics["nll"])}

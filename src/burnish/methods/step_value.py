@@ -89,11 +89,13 @@ class StepValue(Method):
 
         ``explained_variance`` is 1 - mean (V - Q)^2 / variance of Q: 0 is no better than the best constant.
         """
-        metrics = engine.evaluate(self, examples)
+        metrics, rows = engine.evaluate(self, examples)
         arrays = [example.sequences[0].arrays for example in examples]
         targets = np.concatenate([a["targets"][a["outcomes"] != 0] for a in arrays])
         if variance := float(targets.var()):
             metrics["explained_variance"] = 1 - metrics["value"] / variance
+            rows["explained_variance"] = rows["value"] * (-1 / variance)  # the 1 cancels in differences
+        run.measured(rows)
         whole = sum(bool((e.sequences[0].arrays["depths"] == 1).any()) for e in examples)
         if whole:
             low, high = wilson(metrics["sign_accuracy"], whole)

@@ -15,6 +15,7 @@ from torch import nn
 from burnish.errors import UserError, is_out_of_memory, out_of_memory
 from burnish.models.batching import collate, micro_batches, prompt_groups, prompt_key
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
+from burnish.models.limits import check_ids
 from burnish.types import Example, MicroBatch, Sequence, total_counts
 
 BUDGET_ON_CPU = 512
@@ -52,7 +53,7 @@ class Layout:
     device: torch.device | None = None
     """The device of the micro-batches; None is that of the first model."""
     pad_id: int = 0
-    """The token id of padding."""
+    """The token id of padding. It is 0 instead if the models have no embedding for it: padding is never read."""
     side: str = "right"
     """Where padding goes: right or left."""
     pad_to: int = 0
@@ -63,6 +64,10 @@ class Layout:
     """Compute a prompt once for all its answers, if the models support it."""
 
     def __post_init__(self) -> None:
+        configs = [unwrap(model).config.get_text_config(decoder=True) for model in self.models]
+        self.vocabulary: int = min(config.vocab_size for config in configs)
+        if self.pad_id >= self.vocabulary:
+            self.pad_id = 0
         if self.packed is None:
             self.packed = all(prefers_packed(model) for model in self.models)
         elif self.packed and (unfit := [model for model in self.models if not can_pack(model)]):
@@ -99,8 +104,10 @@ class Layout:
             The indices of the examples, the micro-batch and the function's result, for each micro-batch.
 
         Raises:
-            UserError: out of memory with a single example, or ``halve`` is False.
+            UserError: a token id has no embedding; or out of memory with a single example, or ``halve`` is False.
         """
+        for sequence in (s for example in examples for s in example.sequences):
+            check_ids(sequence.tokens, self.vocabulary, sequence.source)
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
         waiting = groups[rank::world_size]

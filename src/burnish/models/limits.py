@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from burnish.errors import UserError
-from burnish.render.truncate import Truncation
+from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.types import Example, Prompt
 
 
@@ -20,17 +21,16 @@ class Limits(NamedTuple):
     vocabulary: int
     """Number of embeddings: every token id is smaller."""
 
-    def default(self, truncation: Truncation, rows: Sequence[Any], too_long: str | None) -> Truncation:
-        """Set ``max_length`` to the longest sequence if it is not set.
+    def default(self, truncation: Truncation, rows: Sequence[Any], too_long: str | None) -> ModelTruncation:
+        """Add the limit of the model, and set ``max_length`` to it if that is not set.
 
         It stays as it is for prompts, whose completions end where the context window does, and for methods that split
         texts, whose pieces have a length of their own.
         """
-        if truncation.max_length is not None or self.longest is None or too_long == "split":
-            return truncation
-        if rows and isinstance(rows[0], Prompt):
-            return truncation
-        return truncation.model_copy(update={"max_length": self.longest})
+        settings = {name: getattr(truncation, name) for name in Truncation.model_fields}
+        if truncation.max_length is None and too_long != "split" and not (rows and isinstance(rows[0], Prompt)):
+            settings["max_length"] = self.longest
+        return ModelTruncation(**settings, model_limit=self.longest)
 
     def check(self, examples: Iterable[Example]) -> None:
         """Check that the model can read examples.
@@ -44,20 +44,21 @@ class Limits(NamedTuple):
                     f"{sequence.source}: {len(sequence):,} tokens, but the model reads at most {self.longest:,}: set "
                     f"data.max_length: {self.longest} and data.too_long"
                 )
-            self.check_ids(sequence.tokens.tolist(), sequence.source)
+            check_ids(sequence.tokens, self.vocabulary, sequence.source)
 
-    def check_ids(self, tokens: Iterable[int], source: str) -> None:
-        """Check that the model has an embedding for each token id.
 
-        Raises:
-            UserError: the vocabulary of the model is smaller than that of its tokenizer.
-        """
-        if (largest := max(tokens, default=0)) >= self.vocabulary:
-            raise UserError(
-                f"{source}: the token id {largest:,}, but the model has embeddings only for the {self.vocabulary:,} "
-                "ids below: its tokenizer belongs to another model, or tokens were added to it without resizing the "
-                "embeddings"
-            )
+def check_ids(tokens: Sequence[int] | np.ndarray, vocabulary: int, source: str) -> None:
+    """Check that a model with ``vocabulary`` embeddings has one for each token id.
+
+    Raises:
+        UserError: it has not. The message names the source of the tokens.
+    """
+    largest = int(np.max(tokens, initial=0))
+    if largest >= vocabulary:
+        raise UserError(
+            f"{source}: the token id {largest:,}, but the model has embeddings only for the {vocabulary:,} ids below: "
+            "its tokenizer belongs to another model, or tokens were added to it without resizing the embeddings"
+        )
 
 
 OFFSET = 8

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
-import json
 import pickle
 import shutil
 import uuid
@@ -24,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -38,9 +38,11 @@ from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
 from burnish.models.settings import Quantization
+from burnish.models.stored import json_object
 from burnish.render.encode import cache_folder
 
 ADAPTER = "adapter_model.safetensors"
+LONGEST_REASON = 500  # characters of an error message of transformers
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -167,7 +169,13 @@ def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTra
 
 def stored_tokenizer(folder: str, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or of a hub id, as it is stored: it may have no pad token."""
-    return _pretrained(AutoTokenizer, folder, **options)
+    tokenizer = _pretrained(AutoTokenizer, folder, **options)
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float) or not longest >= 1:
+        raise UserError(
+            f"{folder}/tokenizer_config.json: model_max_length: expected a number of tokens, got {longest!r}"
+        )
+    return tokenizer
 
 
 def choose_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -271,6 +279,8 @@ def adapter_config(folder: str) -> Any:
     """
     from peft import PeftConfig
 
+    if (path := Path(folder) / "adapter_config.json").is_file():
+        json_object(path)
     try:
         return PeftConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -376,8 +386,16 @@ def _check_finite(model: nn.Module, reference: str) -> None:
 def _check_head(model: nn.Module, reference: str) -> None:
     """Check that training, which applies the head itself, computes the logits of the model."""
     tokens = torch.tensor([[0, 1]], device=unwrap(model).device)
-    expected = upcast(unwrap(model)(input_ids=tokens, use_cache=False).logits)
-    logits = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
+    try:
+        expected = upcast(unwrap(model)(input_ids=tokens, use_cache=False).logits)
+        logits = head(model)(backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state)
+    except Exception as error:  # the config of a model is foreign: its code may raise anything
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{reference}: {type(unwrap(model)).__name__} cannot run with the settings of its config.json: "
+            f"{_first_line(error)}"
+        ) from error
     if (logits - expected).abs().max() > 0.02 * expected.abs().max():
         raise UserError(
             f"{reference}: {type(unwrap(model)).__name__} changes its logits after the head in a way that Burnish does "
@@ -389,7 +407,9 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     """``cls.from_pretrained``; what goes wrong because of the user's input is a UserError."""
     kernels.prepare_process()
     folder = reference if "gguf_file" in options else resolve(reference)
-    _check_objects(Path(folder))
+    for path in (Path(folder) / name for name in OBJECTS):
+        if path.is_file():
+            _check_counts(path, json_object(path))
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -402,8 +422,7 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
     except Exception as error:  # the files of a model are foreign: transformers may raise anything
         if is_out_of_memory(error):
             raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        reason = _first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "its weights are a pickle that is damaged or holds more than tensors, which could run any code"
         elif not isinstance(error, OSError | ValueError | RuntimeError | SafetensorError):
@@ -419,6 +438,13 @@ def _pretrained(cls: Any, reference: str, **options: Any) -> Any:
             hf_logging.enable_progress_bar()
 
 
+def _first_line(error: Exception) -> str:
+    """What is wrong: the first line of a message, or two where the first one only announces the second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
+
+
 def load_config(reference: str, *, trust_remote_code: bool = False) -> Any:
     """The config of a model; of an adapter, that of its base."""
     folder = resolve(reference)
@@ -428,6 +454,7 @@ def load_config(reference: str, *, trust_remote_code: bool = False) -> Any:
 
 
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files that must hold a JSON object, if a model has them. Transformers raises anything if they do not."""
 SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -438,22 +465,20 @@ SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
+COUNTS = ("num_hidden_layers", "num_labels")
+"""Keys for which transformers makes lists of this length while it reads a config."""
+LARGEST_COUNT = 10**6
 WEIGHTS = ("*.safetensors", "*.bin")
 SMALLEST = 1 / 16
 """Bytes of a parameter: even half a bit is less than any quantization needs."""
 
 
-def _check_objects(folder: Path) -> None:
-    """Raise a UserError if a file that must hold a JSON object holds another value."""
-    for path in (folder / name for name in OBJECTS):
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_text("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{path}: expected a JSON object, got {json.dumps(value)[:60]}")
+def _check_counts(path: Path, value: dict[str, Any]) -> None:
+    """Raise a UserError if a config would be expanded to lists that fill the memory."""
+    for block in (value, *(inner for inner in value.values() if isinstance(inner, dict))):  # such as text_config
+        for name in COUNTS:
+            if isinstance(count := block.get(name), int) and count > LARGEST_COUNT:
+                raise UserError(f"{path}: {name}: expected at most {LARGEST_COUNT:,}, got {count:,}")
 
 
 def _check_sizes(folder: Path, config: Any) -> None:
@@ -462,6 +487,8 @@ def _check_sizes(folder: Path, config: Any) -> None:
     Such a model would be built, and its missing weights drawn at random, before the mistake is found.
     """
     text = config.get_text_config(decoder=True)
+    if not isinstance(text, PretrainedConfig):
+        raise UserError(f"{folder / 'config.json'}: its settings of a language model are a {type(text).__name__}")
     sizes = {name: getattr(text, name, None) for name in SIZES}
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:

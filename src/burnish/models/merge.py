@@ -27,6 +27,7 @@ def merge(
     base: str | None = None,
     output: str | Path | None = None,
     *,
+    card: Callable[[Path], str] | None = None,
     say: Callable[[str], None] = print,
     trust_remote_code: bool = False,
 ) -> Path:
@@ -39,6 +40,7 @@ def merge(
         adapter: a folder with adapter_config.json, or a stage's folder that has ``adapter/``.
         base: where the base is now; by default, where the adapter says.
         output: a new folder; by default, the adapter's folder with ``-merged`` appended.
+        card: makes the model card, the text of README.md, of the adapter's folder; None writes no card.
         say: called with each line about the result.
         trust_remote_code: run the code that comes with the base.
 
@@ -53,6 +55,7 @@ def merge(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} exists already: name a new folder with --output")
     reference = _base(folder, base)
+    readme = card(folder) if card is not None else None
     with torch.random.fork_rng():
         model: Any = _load(folder, reference, trust_remote_code)
         if is_quantized(loading.unwrap(model)):
@@ -70,6 +73,8 @@ def merge(
             tokenizer.save_pretrained(staging)
             if (folder / VALUE_HEAD).is_file():
                 shutil.copy2(folder / VALUE_HEAD, staging / VALUE_HEAD)
+            if readme is not None:
+                (staging / "README.md").write_text(readme, "utf-8")
             dtype = merged.dtype
             del model, merged
             stored_model = _loader(folder)(str(staging), trust_remote_code=trust_remote_code).eval()

@@ -1,4 +1,4 @@
-"""What the weight files of a model hold, read from their headers without loading any weight."""
+"""What the files of a model hold: settings in JSON, and the headers of weight files, without loading any weight."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
+
+from burnish.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,15 +66,33 @@ class Stored(NamedTuple):
 
 def local_file(reference: str, name: str) -> Path | None:
     """A file of a model folder, or of a model in the hub's cache. None if it is not on this machine."""
-    found = cached_file(
-        reference,
-        name,
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
+    try:
+        found = cached_file(
+            reference,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+    except (OSError, ValueError):  # it is not a possible id
+        return None
     return Path(found) if found else None
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model, such as config.json.
+
+    Raises:
+        UserError: the file is not valid JSON, or holds another value.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {json.dumps(value)[:60]}")
+    return value
 
 
 def stored(reference: str) -> Stored:

@@ -157,7 +157,7 @@ def _logged(encoded: Encoded) -> Encoded:
     if encoded.changed:
         first = encoded.changed[0]
         logger.warning(
-            "%d rows were truncated or dropped, the first: %s: %s", len(encoded.changed), first.source, first.reason
+            "rows truncated or dropped: %d, the first: %s: %s", len(encoded.changed), first.source, first.reason
         )
     return encoded
 

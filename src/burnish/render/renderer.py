@@ -234,8 +234,13 @@ class Renderer:
 
         examples, _ = fit(Prompt(prompt, {}, row.source), Example((sequence,)), with_prompts, truncation)
         if not examples:
-            longest = truncation.max_length
-            raise UserError(f"{row.source}: longer than max_length {longest}: set too_long: truncate_left")
+            what = f"{row.source}: {len(sequence)} tokens, max_length {truncation.max_length}"
+            if truncation.too_long == "drop":
+                raise UserError(f"{what}: an answer that is scored cannot be dropped: set too_long: truncate_left")
+            raise UserError(
+                f"{what}: it does not fit even without its prompt: generate shorter answers, or use a reward model "
+                "that reads more tokens"
+            )
         return examples[0].sequences[0]
 
     def comparison(

@@ -54,6 +54,14 @@ class Truncation(Config):
         return ways
 
 
+class ModelTruncation(Truncation):
+    """Truncation settings with the limit of the model: ``ModelTruncation(max_length=512, model_limit=512)``."""
+
+    model_limit: int | None = Field(
+        default=None, repr=False, description="tokens of the longest sequence that the model reads; none: any length"
+    )
+
+
 class _DoesNotFitError(UserError):
     """A row cannot be shortened enough in this way."""
 
@@ -80,37 +88,43 @@ def fit(
         return [example], ""
     reserved = f" and {completion} for the completion" if completion else ""
     what = f"{longest} tokens{reserved}, max_length {truncation.max_length}"
+    model_limit = truncation.model_limit if isinstance(truncation, ModelTruncation) else None
+    beyond_model = model_limit is not None and longest + completion > model_limit
+    otherwise = f"use a model that reads more than {model_limit} tokens" if beyond_model else "raise max_length"
     in_order: list[TooLong] = ways if isinstance(ways, list) else [ways]
     *first, last = in_order
     for way in first:
         with suppress(_DoesNotFitError):
-            return _shortened(row, example, function, way, limit, what)
-    return _shortened(row, example, function, last, limit, what)
+            return _shortened(row, example, function, way, limit, what, otherwise)
+    return _shortened(row, example, function, last, limit, what, otherwise)
 
 
 def _shortened(
-    row: Row, example: Example, function: ToExamples, too_long: TooLong, limit: int, what: str
+    row: Row, example: Example, function: ToExamples, too_long: TooLong, limit: int, what: str, otherwise: str
 ) -> tuple[list[Example], str]:
-    """The examples of a row with more than ``limit`` tokens, shortened in one way, and a description."""
+    """The examples of a row with more than ``limit`` tokens, shortened in one way, and a description.
+
+    ``what`` and ``otherwise`` are parts of messages: how long the row is, and what would make room for all of it.
+    """
     has_prompt = isinstance(row, Preference | Ranking | Labelled | Prompt)
     if too_long == "error":
         ways = "drop or truncate_left" if has_prompt else "drop, truncate_left, truncate_right or split"
         ways = "drop or truncate_right" if isinstance(row, Steps) else ways
-        raise UserError(f"{row.source}: {what}: raise it, or set too_long: {ways}")
+        raise UserError(f"{row.source}: {what}: set too_long: {ways}, or {otherwise}")
     if too_long == "drop":
         return [], f"drop: {what}"
     if has_prompt:
         if too_long != "truncate_left":
             detail = "would truncate the answer; only the prompt may be truncated"
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_left or drop")
-        shorter, left_out = _truncate_prompt(row, function, limit, what)
+        shorter, left_out = _truncate_prompt(row, function, limit, what, otherwise)
         return [shorter], f"truncate_left: {what}: {left_out}"
     if isinstance(row, Steps):
         (sequence,) = example.sequences
         if too_long != "truncate_right":
             detail = "would separate steps from their question; only the last steps may be left out"
             raise UserError(f"{row.source}: {what}: too_long: {too_long} {detail}: set truncate_right or drop")
-        shorter, left_out = _whole_steps(sequence, limit, what)
+        shorter, left_out = _whole_steps(sequence, limit, what, otherwise)
         return [Example((shorter,))], f"truncate_right: {what}: {left_out}"
     pieces = [
         _part(sequence, start, end)
@@ -119,14 +133,15 @@ def _shortened(
     ]
     learned = [piece for piece in pieces if piece.loss_mask.any()]
     if not learned:
-        raise _DoesNotFitError(f"{row.source}: {what}: {too_long} leaves nothing to learn: {_or_drop(too_long)}")
+        detail = f"{too_long} leaves nothing to learn: {_or_drop(too_long, otherwise)}"
+        raise _DoesNotFitError(f"{row.source}: {what}: {detail}")
     without = len(pieces) - len(learned)
-    note = f" into {len(pieces)}" + (f", {without} of them with nothing to learn" if without else "")
+    note = f", now {len(pieces)} sequences" + (f", {without} of them with nothing to learn" if without else "")
     return [Example((piece,)) for piece in learned], f"{too_long}: {what}" + (note if len(pieces) > 1 else "")
 
 
-def _or_drop(too_long: TooLong) -> str:
-    return f"raise max_length, or drop such rows with too_long: [{too_long}, drop]"
+def _or_drop(too_long: TooLong, otherwise: str) -> str:
+    return f"drop such rows with too_long: [{too_long}, drop], or {otherwise}"
 
 
 def _longest(example: Example) -> int:
@@ -151,19 +166,20 @@ def _part(sequence: Sequence, start: int, end: int) -> Sequence:
     )
 
 
-def _whole_steps(sequence: Sequence, limit: int, what: str) -> tuple[Sequence, str]:
+def _whole_steps(sequence: Sequence, limit: int, what: str, otherwise: str) -> tuple[Sequence, str]:
     """The sequence up to the end of its last whole step, and how many steps were left out."""
     ends = np.flatnonzero(sequence.arrays["outcomes"]).tolist()
     kept = [t for t in ends if t < limit]
     if not kept:
-        raise _DoesNotFitError(f"{sequence.source}: {what}: not one step fits: {_or_drop('truncate_right')}")
+        detail = f"not one step fits: {_or_drop('truncate_right', otherwise)}"
+        raise _DoesNotFitError(f"{sequence.source}: {what}: {detail}")
     lost = len(ends) - len(kept)
     left_out = f"{lost} of {len(ends)} steps left out" if lost else "the end token left out"
     return _part(sequence, 0, kept[-1] + 1), left_out
 
 
 def _truncate_prompt(
-    row: Preference | Ranking | Labelled | Prompt, function: ToExamples, limit: int, what: str
+    row: Preference | Ranking | Labelled | Prompt, function: ToExamples, limit: int, what: str, otherwise: str
 ) -> tuple[Example, str]:
     """The example of the row with as much of its prompt as fits, and what was left out."""
 
@@ -182,7 +198,7 @@ def _truncate_prompt(
             return fitting, f"{start} of {len(turns)} turns of the prompt left out"
     start = starts[-1] if starts else 0
     if not turns or turns[start]["role"] == "assistant":
-        detail = f"there is no turn of the prompt to cut: {_or_drop('truncate_left')}"
+        detail = f"there is no turn of the prompt to cut: {_or_drop('truncate_left', otherwise)}"
         raise _DoesNotFitError(f"{row.source}: {what}: {detail}")
     whole = turns[start]["content"]
 
@@ -192,7 +208,7 @@ def _truncate_prompt(
     low, high = 0, len(whole) - 1  # at least one character is kept
     fitting = without(high)
     if fitting is None:
-        detail = f"it does not fit even without its prompt: {_or_drop('truncate_left')}"
+        detail = f"it does not fit even without its prompt: {_or_drop('truncate_left', otherwise)}"
         raise _DoesNotFitError(f"{row.source}: {what}: {detail}")
     while low < high:
         middle = (low + high) // 2

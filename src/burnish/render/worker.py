@@ -42,7 +42,7 @@ EXCESSES = 10  # rows in a row, after which a template is not run again
 
 
 class Limits(NamedTuple):
-    """What the child may use: ``Limits(seconds=5.0, memory=10**9, characters=10**7)``.
+    """What the child may use: ``Limits(seconds=5.0, memory=10**9, characters=10**6)``.
 
     Attributes:
         seconds: CPU time for one row. Wall-clock time would also depend on what else the machine does.
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
     seconds: float = 5.0
     memory: int = 10**9
-    characters: int = 10**7
+    characters: int = 10**6
 
 
 LIMITS = Limits()

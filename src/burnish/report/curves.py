@@ -33,12 +33,12 @@ def estimates(values: Mapping[str, Any]) -> dict[str, Estimate]:
     """The metrics of one line or evaluation, without ``eval_``, times, step and epoch, each with its interval.
 
     ``{"step": 8, "eval_score": 1.4, "eval_score_low": 1.3, "eval_score_high": 1.5}`` gives
-    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An infinite interval is left out.
+    ``{"score": Estimate(1.4, (1.3, 1.5))}``. An infinite interval is left out, and so is the interval of a change.
     """
     plain = {key.removeprefix("eval_"): float(value) for key, value in values.items() if _is_number(value)}
     result = {}
     for key, value in plain.items():
-        base = re.sub("_(low|high)$", "", key)
+        base = re.sub("(_change)?_(low|high)$", "", key)
         if key in ("step", "epoch") or is_timing(key) or (base != key and base in plain):
             continue
         low, high = plain.get(f"{key}_low", math.inf), plain.get(f"{key}_high", math.inf)
@@ -85,11 +85,14 @@ def panels(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
             if not math.isfinite(estimate.value):
                 not_finite[describe(name).label].append(line["step"])
             elif is_eval:
+                if (start := describe(name).start) is not None and not evals[name] and line["step"]:
+                    evals[name].append((0, Estimate(start)))
                 evals[name].append((line["step"], estimate))
             else:
                 train[name].append((line["step"], estimate.value))
     names = sorted({**train, **evals}, key=order)
-    first = [name for name in headline(dict.fromkeys(names)) if name != "learning_rate"]
+    last = {name: train[name][-1][1] if train[name] else evals[name][-1][1].value for name in names}
+    first = [name for name in headline(last) if name != "learning_rate"]
     drawn = {name: _panel(stage, name, train[name], evals[name]) for name in names}
     return {
         "curves": [drawn[name] for name in first],
@@ -102,19 +105,21 @@ def panels(stage: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
 def _panel(stage: str, name: str, train: Points, evals: list[tuple[int, Estimate]]) -> dict[str, Any]:
     from markupsafe import Markup
 
-    ends = [number(y) for y in [y for _, y in train] or [e.value for _, e in evals]]
-    svg = _draw(f"{stage}/{name}", binned(train)[0], evals)
+    share = describe(name).share
+    ends = [number(y, share) for y in [y for _, y in train] or [e.value for _, e in evals]]
+    svg = _draw(f"{stage}/{name}", binned(train)[0], evals, share)
     return {"metric": describe(name), "summary": f"from {ends[0]} to {ends[-1]}", "svg": Markup(svg)}
 
 
-def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]]) -> str:
+def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]], share: bool) -> str:
     """One metric over optimizer steps, in training and in evaluations, as an SVG element in the page's colors.
 
-    ``salt`` keeps the ids of the element different from those of other figures on the page.
+    ``salt`` keeps the ids of the element different from those of other figures on the page. A ``share`` is shown as a
+    percentage.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",
@@ -143,6 +148,8 @@ def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]]) -> str:
         axes.set_axisbelow(True)
         axes.tick_params(length=0, colors=TEXT, labelcolor=TEXT)
         axes.yaxis.set_major_locator(MaxNLocator(4))
+        if share:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.get_offset_text().set_color(TEXT)
         axes.margins(x=0.03, y=0.08)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
-from burnish.report.metrics import Recorder, describe, duration, headline, is_timing, number
+from burnish.report.metrics import Recorder, counted, describe, duration, headline, is_timing, number
 
 SHOWN_SAMPLES = 4
 HISTORY = 32
@@ -43,7 +44,6 @@ class StageView(Progress):
         self.first: Mapping[str, tuple[float, ...]] = {}
         self.history: Mapping[str, tuple[float, ...]] = {}
         self.pace: tuple[tuple[float, float], ...] = ()
-        self.evaluation: tuple[int, Mapping[str, float]] | None = None
         self.samples: tuple[Mapping[str, Any], ...] = ()
         self.title = title
         self.first_step = 0
@@ -108,11 +108,11 @@ class StageView(Progress):
         With several steps per iteration, it counts iterations: ``iteration 10/78, step 40/312 (13%), ...``.
         """
         step, last_step, each = int(self.task.completed), int(self.task.total or 0), self.steps_per_iteration
-        if self.passing and not last_step:
-            return self.passing
-        parts = [f"step {step:,}/{last_step:,} ({step / last_step:.0%})" if last_step else f"step {step:,}"]
+        if not last_step:
+            return self.passing or "starting"
+        parts = [f"step {step:,}/{last_step:,} ({step / last_step:.0%})"]
         if each > 1:
-            parts.insert(0, f"iteration {-(-step // each):,}" + (f"/{-(-last_step // each):,}" if last_step else ""))
+            parts.insert(0, f"iteration {-(-step // each):,}/{-(-last_step // each):,}")
         left, speed = self.seconds_left(), self.tokens_per_second()
         if left is not None and step < last_step:
             parts.append(f"{duration(left)} left")
@@ -137,26 +137,28 @@ class StageView(Progress):
             first, last = fmean(self.first[key][: window[key]]), fmean(self.history[key][-window[key] :])
             share = describe(key).share
             changes.append(f"{_name(key)} {number(first, share)} -> {number(last, share)}")
-        if keys and max(window.values()) > 1:
-            changes[-1] += f" (means of {max(window.values())} logged steps)"
-        line = f"{self.title} {done:,} {'step' if done == 1 else 'steps'} in {duration(self.task.elapsed or 0.0)}"
+        if keys and (most := max(window.values())) > 1:
+            up_to = "up to " if min(window.values()) < most else ""  # not every step has every metric
+            changes[-1] += f" (means of {up_to}{most} logged steps)"
+        size = counted(done, "step")
+        if (each := self.steps_per_iteration) > 1:
+            size = f"{counted(-(-done // each), 'iteration')} ({size})"
+        line = f"{self.title} {size} in {duration(self.task.elapsed or 0.0)}"
         return f"{line}: {', '.join(changes)}" if changes else line
 
     def sample_line(self, row: Mapping[str, Any]) -> str:
-        """One plain line for a sample: ``[3/3 ppo] step 40 | score 1.250 | prompt | completion``."""
+        """One plain line for a sample: ``[3/3 ppo] step 40, held out | score 1.250 | prompt | completion``."""
         score = f"score {number(float(row['score']))}" if row.get("score") is not None else "no score"
         prompt = visible(row.get("prompt", ""), 60, keep="end")
         step = row.get("step", int(self.task.completed))
-        return f"{self.title} step {step} | {score} | {prompt} | {visible(row['completion'], 120)}"
+        held_out = ", held out" if row.get("kind") == "eval" else ""
+        return f"{self.title} step {step}{held_out} | {score} | {prompt} | {visible(row['completion'], 120)}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The progress bar, headline metrics, the last evaluation and the last samples."""
+        """The progress bar, headline metrics and the last samples."""
         yield self.make_tasks_table(self.tasks)
         if self.values:
             yield self._metrics_table()
-        if self.evaluation:
-            step, values = self.evaluation
-            yield Text(f"  evaluation at step {step:,}: {numbers(values)}", style="cyan")
         if self.samples:
             yield _samples_table(self.samples)
 
@@ -193,23 +195,36 @@ def visible(text: str, limit: int, *, keep: str = "start") -> str:
     return "..." + shown[len(shown) - limit + 3 :] if keep == "end" else shown[: limit - 3] + "..."
 
 
+def broken(text: str, width: int) -> str:
+    """A line broken between words, where a terminal would break within them. Words that are too long stay whole.
+
+    A percent sign stays with its number.
+    """
+    text = text.replace(" %", "\xa0%")  # textwrap does not break at this space
+    lines = textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0%", " %")
+
+
 def numbers(values: Mapping[str, float]) -> str:
     """Headline metrics in one line: ``loss 2.314, perplexity 10.12 [9.870, 10.38]``."""
     parts = []
     for key in headline(values):
         share = describe(key).share
         low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-        interval = "" if low is None or high is None else f" [{number(low, share)}, {number(high, share)}]"
+        if low is None or high is None or low == high:  # without an interval, or known by definition
+            interval = ""
+        else:
+            interval = f" [{number(low, share)}, {number(high, share)}]"
         parts.append(f"{_name(key)} {number(values[key], share)}{interval}")
     return ", ".join(parts)
 
 
 def _name(key: str) -> str:
-    return key.removeprefix("eval_").replace("_", " ")
+    return describe(key).short or key.removeprefix("eval_").replace("_", " ")
 
 
 def _samples_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    title = f"samples at step {rows[0].get('step', 0)}"
+    title = f"{'held-out samples' if rows[0].get('kind') == 'eval' else 'samples'} at step {rows[0].get('step', 0)}"
     table = Table(title=title, title_justify="left", title_style="dim", box=SIMPLE_HEAD, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("completion", ratio=3)
@@ -259,8 +274,10 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.view.stop()
+        if self._is_live and kind is KeyboardInterrupt and self.view.task.total:
+            self._print(self.view.progress_line())  # the live view, which showed it, is gone
 
     def stage(self, name: str, part: int = 1, parts: int = 1) -> None:
         """Start to show stage ``name``, which is number ``part`` of ``parts``."""
@@ -284,7 +301,6 @@ class Display:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show metrics of a step, or of an evaluation if their names begin with ``eval_``."""
         if any(key.startswith("eval_") for key in values):
-            self.view.evaluation = (step, dict(values))
             self._print(f"{self.view.title} step {step:,} evaluation: {numbers(values)}", style="cyan")
             return
         self.view.at(step)
@@ -334,6 +350,8 @@ class Display:
 
     def _print(self, text: str, style: str = "") -> None:
         text = text.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
+        if self._is_live:
+            text = broken(text, self.console.width)
         self.console.print(Text(text, style=style if self._is_live else ""), soft_wrap=True)
 
 

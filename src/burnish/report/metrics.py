@@ -140,7 +140,7 @@ class Metric(NamedTuple):
 
     ``better`` is the direction of improvement, None if there is none; a ``share`` is shown as a percentage;
     ``headline`` metrics are shown in the terminal and first in the report; ``start`` is the value before training, if
-    it is known by definition.
+    it is known by definition; ``short`` is the name in a line of text, if that is not the key.
     """
 
     label: str
@@ -149,6 +149,7 @@ class Metric(NamedTuple):
     share: bool = False
     headline: bool = False
     start: float | None = None
+    short: str = ""
 
 
 # In the order in which they are shown.
@@ -174,11 +175,15 @@ METRICS: dict[str, Metric] = {
     "preference": Metric("Preference loss", "-log sigmoid(margin) per pair", "lower"),
     "margin": Metric("Margin", "score of the preferred answer minus that of the other", "higher", headline=True),
     "kl": Metric("KL to the reference model", "nats per completion; how far the policy has moved", headline=True),
-    "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score", headline=True),
+    "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score"),
     "rlhf_reward": Metric("Score minus KL penalty", "score - coefficient * KL: what PPO maximizes", "higher"),
     "entropy": Metric("Entropy", "nats per token; near 0 the policy repeats itself", headline=True),
     "value": Metric(
-        "Value loss", "squared error of the critic, or of the values of reasoning steps", "lower", headline=True
+        "Value loss",
+        "squared error of the critic, or of the values of reasoning steps",
+        "lower",
+        headline=True,
+        short="value loss",
     ),
     "value_correct": Metric("Value error, correct", "squared, over the reasoning steps of correct solutions", "lower"),
     "value_incorrect": Metric(
@@ -268,12 +273,16 @@ def order(key: str) -> int:
     return known.index(key) if key in METRICS else len(known)
 
 
-def headline(values: Mapping[str, Any]) -> list[str]:
-    """The keys of headline metrics, in order: score, kl, ... if completions are scored, else loss, accuracy, ..."""
-    rollouts = "score" in {key.removeprefix("eval_") for key in values}
-    hidden = {"loss", "learning_rate"} if rollouts else set()
+def headline(values: Mapping[str, float]) -> list[str]:
+    """The keys of headline metrics, in order: score, kl, ... if completions are scored, else loss, accuracy, ...
+
+    A reward that equals the score is left out: it is the only one.
+    """
     names = {key: key.removeprefix("eval_") for key in values}
-    ends = {f"{key}_{end}" for key in values for end in ("low", "high")}
+    score = next((values[key] for key, name in names.items() if name == "score"), None)
+    hidden = set() if score is None else {"loss", "learning_rate"}
+    hidden |= {name for key, name in names.items() if name.startswith("reward_") and values[key] == score}
+    ends = {f"{key}_{end}" for key in values for end in ("low", "high", "change_low", "change_high")}
     return sorted(
         (key for key, name in names.items() if describe(key).headline and name not in hidden and key not in ends),
         key=order,
@@ -293,6 +302,11 @@ def number(value: float, share: bool = False, digits: int = 4) -> str:
         return f"{value:.1e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(size))) if size >= 1 else digits
     return f"{value:,.{decimals}f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: ``1 step``, ``2,000 steps``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def duration(seconds: float) -> str:

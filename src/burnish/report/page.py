@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,7 @@ from burnish.report.curves import Estimate, estimates, panels
 from burnish.report.metrics import (
     SAMPLES_FILE,
     Metric,
+    counted,
     describe,
     duration,
     headline,
@@ -77,11 +78,15 @@ def write(run_folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric before and after a stage; either may be missing."""
+    """A metric before and after a stage; either may be missing.
+
+    ``paired`` is the 95 % interval of after - before, computed row by row. It is None if the metric has no rows.
+    """
 
     key: str
     before: Estimate | None
     after: Estimate | None
+    paired: tuple[float, float] | None = None
 
     @property
     def metric(self) -> Metric:
@@ -89,10 +94,12 @@ class Change:
         return describe(self.key)
 
     @property
-    def overlap(self) -> bool | None:
-        """Whether the two intervals overlap; None if either is missing."""
+    def clear(self) -> bool | None:
+        """Whether the paired interval excludes 0, or else whether the intervals do not overlap; None without them."""
+        if self.paired is not None:
+            return not self.paired[0] <= 0 <= self.paired[1]
         first, last = self.before and self.before.interval, self.after and self.after.interval
-        return first[0] <= last[1] and last[0] <= first[1] if first and last else None
+        return first[0] > last[1] or last[0] > first[1] if first and last else None
 
     @property
     def direction(self) -> str:
@@ -109,30 +116,37 @@ class Change:
 
     @property
     def tone(self) -> str:
-        """``better`` or ``worse`` if the intervals do not overlap or were not measured, else empty."""
-        return self.direction if self.direction in ("better", "worse") and not self.overlap else ""
+        """``better`` or ``worse`` if the change is clear or has no interval, else empty."""
+        return self.direction if self.direction in ("better", "worse") and self.clear is not False else ""
 
     @property
     def difference(self) -> str:
         """The change with its sign: ``+0.4200``, ``+12.0 points`` for a share."""
         if not self.direction or self.before is None or self.after is None:
             return ""
-        difference = self.after.value - self.before.value
+        return self._signed(self.after.value - self.before.value) + (" points" if self.metric.share else "")
+
+    @property
+    def difference_interval(self) -> str:
+        """The paired interval in words: ``−1.2 to +4.1``."""
+        return " to ".join("0" if end == 0 else self._signed(end) for end in self.paired or ())
+
+    def _signed(self, difference: float) -> str:
         if self.metric.share:
-            return f"{difference * 100:+.1f} points".replace("-", "\N{MINUS SIGN}")
+            return f"{difference * 100:+.1f}".replace("-", "\N{MINUS SIGN}")
         sign = "+" if difference > 0 else "\N{MINUS SIGN}" if difference < 0 else "\N{PLUS-MINUS SIGN}"
         return sign + number(abs(difference))
 
     @property
     def verdict(self) -> str:
-        """The comparison in words. A change is clear if the two intervals do not overlap."""
+        """The comparison in words."""
         if not self.direction:
             return ""
         if self.direction == "same":
             return "Unchanged"
-        if self.overlap is None:
+        if self.clear is None:
             return self.direction.capitalize()
-        return "No clear change" if self.overlap else f"Clearly {self.direction}"
+        return f"Clearly {self.direction}" if self.clear else "No clear change"
 
     @property
     def whiskers(self) -> list[dict[str, Any]]:
@@ -150,33 +164,65 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every metric of two evaluations, in reading order. The interval of X is read from X_low and X_high."""
+    """Every metric of two evaluations, in reading order.
+
+    The interval of X is read from X_low and X_high, and that of its change from X_change_low and X_change_high.
+    """
     first, last = estimates(before), estimates(after)
     for key in last:
         start = describe(key).start
         if start is not None and key not in first:
             first[key] = Estimate(start, (start, start))
-    return [Change(key, first.get(key), last.get(key)) for key in sorted({**first, **last}, key=order)]
+    keys = sorted({**first, **last}, key=order)
+    return [Change(key, first.get(key), last.get(key), _paired(key, after)) for key in keys]
+
+
+def _paired(key: str, after: Mapping[str, Any]) -> tuple[float, float] | None:
+    for name in (key, f"eval_{key}"):
+        if f"{name}_change_low" in after:
+            return float(after[f"{name}_change_low"]), float(after[f"{name}_change_high"])
+    return None
+
+
+def headline_changes(compared: list[Change]) -> list[Change]:
+    """Those of headline metrics."""
+    sides = {change.key: change.after or change.before for change in compared}
+    keys = headline({key: side.value for key, side in sides.items() if side is not None})
+    return [change for change in compared if change.key in keys]
 
 
 def results(manifest: Mapping[str, Any]) -> Table:
     """Each stage's metrics on held-out rows before and after training, as a table for the terminal."""
-    table = Table("stage", "held out", "before", "after", "", box=SIMPLE_HEAD, title="Results", title_justify="left")
+    rows = [("stage", "held out", "before", "after", "")]
     for entry in manifest["stages"]:
         evaluations = entry.get("results") or {}
         shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
-        for i, change in enumerate(change for change in shown if change.metric.headline):
-            cells = [_with_interval(side, change.metric.share) for side in (change.before, change.after)]
-            verdict = change.verdict.lower()
-            table.add_row(entry["name"] if i == 0 else "", Text(change.metric.label), *cells, verdict)
+        for i, change in enumerate(headline_changes(shown)):
+            before, after = (with_interval(side, change.metric.share) for side in (change.before, change.after))
+            name = entry["name"] if i == 0 else ""
+            rows.append((name, change.metric.label, before, after, change.verdict.lower()))
+    return table_of(rows, box=SIMPLE_HEAD, title="Results", title_justify="left")
+
+
+def table_of(rows: Sequence[Sequence[str]], **settings: Any) -> Table:
+    """A table with the first row as its head. In a narrow terminal, cells are broken between words, but no word is cut.
+
+    ``settings`` are those of rich's Table.
+    """
+    table = Table(**settings)
+    for column in zip(*rows, strict=True):
+        table.add_column(Text(column[0]), min_width=max(len(word) for cell in column for word in [*cell.split(), ""]))
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
     return table
 
 
-def _with_interval(estimate: Estimate | None, share: bool) -> str:
+def with_interval(estimate: Estimate | None, share: bool) -> str:
+    """``43.8 % [39.5 %, 48.2 %]``. A value that is known by definition has no interval."""
     if estimate is None:
         return ""
-    ends = [number(end, share) for end in estimate.interval or ()]
-    return number(estimate.value, share) + (f" [{', '.join(ends)}]" if ends else "")
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    return number(estimate.value, share) + (f" [{number(low, share)}, {number(high, share)}]" if low != high else "")
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -259,7 +305,9 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         "name": manifest.get("name", folder.name),
         "state": manifest.get("state", "unknown"),
         "time": duration(seconds) if seconds else "",
-        "machine": " · ".join(value if isinstance(value, str) else f"{value} {key}" for key, value in machine.items()),
+        "machine": " · ".join(
+            value if isinstance(value, str) else counted(value, key.removesuffix("s")) for key, value in machine.items()
+        ),
         "stages": stages,
         "recipe": as_yaml(manifest.get("recipe")),
         "versions": manifest.get("versions", {}),
@@ -282,7 +330,7 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     before = results.get("before") or (evaluations[0] if evaluations else {})
     after = results.get("after") or (evaluations[-1] if evaluations else {})
     compared = changes({} if before.get("step", -1) == after.get("step", -2) else before, after)
-    matter = headline({change.key: None for change in compared}) or [change.key for change in compared]
+    matter = headline_changes(compared) or compared
     samples, steps = before_and_after(read_lines(folder / SAMPLES_FILE))
     method = entry.get("method") or ""
     return {
@@ -290,8 +338,8 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
         "state": entry.get("state", "unknown"),
         "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training),
         "so_far": not results and bool(evaluations),
-        "changes": [change for change in compared if change.key in matter],
-        "other_changes": [change for change in compared if change.key not in matter],
+        "changes": matter,
+        "other_changes": [change for change in compared if change not in matter],
         "card": next((change for change in compared if change.direction), compared[0] if compared else None),
         **panels(entry["name"], lines),
         "samples": samples[:MOST_SAMPLES],
@@ -307,7 +355,7 @@ def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
     paced = [line for line in training if "tokens" in line and line.get("seconds")]
     spent = sum(line["seconds"] for line in paced)
     tokens = sum(line["tokens"] for line in paced)
-    facts = [f"{training[-1]['step']:,} optimizer steps"] if training else []
+    facts = [counted(training[-1]["step"], "optimizer step")] if training else []
     facts += [duration(entry.get("seconds") or spent)] if entry.get("seconds") or spent else []
     return facts + ([f"{number(round(tokens))} tokens", f"{number(round(tokens / spent))} tokens/s"] if tokens else [])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,12 +32,7 @@ def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) 
         UserError: if the number of scores does not match the trajectories or tokens, or a score is not a finite number.
             The message names the reward and the row.
     """
-    values = _listed(returned, reward, len(trajectories))
-    if len(values) != len(trajectories):
-        raise UserError(
-            f"reward {reward.name} returned {len(values)} scores for {len(trajectories)} trajectories, starting with "
-            f"{trajectories[0].source}: expected one per trajectory"
-        )
+    values = _listed(returned, reward, trajectories)
     of_tokens = [_has_tokens(value) for value in values]
     if any(of_tokens) and not all(of_tokens):
         raise UserError(
@@ -47,8 +44,9 @@ def checked(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) 
     return [_finite(value, reward, trajectory) for value, trajectory in pairs]
 
 
-def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
-    """The returned values for n trajectories as a sequence, not checked yet."""
+def _listed(returned: Any, reward: NamedReward, trajectories: list[Trajectory]) -> list[Any]:
+    """The returned values as a list with one entry per trajectory, not checked yet."""
+    n = len(trajectories)
     if isinstance(returned, torch.Tensor | np.ndarray):
         _check_readable(returned, reward)
         if returned.ndim != 1:
@@ -56,13 +54,36 @@ def _listed(returned: Any, reward: NamedReward, n: int) -> Sequence[Any]:
                 f"reward {reward.name} returned {type(returned).__name__} of shape {tuple(returned.shape)}: expected "
                 f"shape ({n},), one number for each trajectory"
             )
-        return returned.tolist()
+        _check_length(len(returned), reward, trajectories)
+        return _plain(returned, reward)
     if not hasattr(returned, "__len__") or isinstance(returned, str | bytes | bytearray | Mapping | Set):
         raise UserError(
             f"reward {reward.name} returned {type(returned).__name__}: expected a list of {n} numbers, one for each "
             "trajectory"
         )
-    return returned
+    with _readable(returned, reward):
+        length, values = len(returned), list(islice(returned, n))  # a longer one may have no end
+    _check_length(len(values) if length == n else length, reward, trajectories)
+    return values
+
+
+def _check_length(length: int, reward: NamedReward, trajectories: list[Trajectory]) -> None:
+    if length != len(trajectories):
+        raise UserError(
+            f"reward {reward.name} returned {length} scores for {len(trajectories)} trajectories, starting with "
+            f"{trajectories[0].source}: expected one per trajectory"
+        )
+
+
+@contextmanager
+def _readable(value: object, reward: NamedReward) -> Iterator[None]:
+    """Explain an error of reading a value. The methods of an object may be the user's own, and raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"reward {reward.name} returned {type(value).__name__} that cannot be read as numbers: {_shown(error)}"
+        ) from error
 
 
 def _check_readable(values: torch.Tensor | np.ndarray, reward: NamedReward) -> None:
@@ -82,31 +103,42 @@ def _of_tokens(value: Any, reward: NamedReward, trajectory: Trajectory) -> OfTok
             f"reward {reward.name} returned {len(value)} numbers for the {expected} tokens of {trajectory.source}: "
             "expected one per token"
         )
-    if isinstance(value, torch.Tensor):
+    return np.array([_finite(number, reward, trajectory) for number in _plain(value, reward)])
+
+
+def _plain(value: Any, reward: NamedReward) -> Any:
+    """The Python numbers of an array or a tensor; other values stay as they are."""
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value
+    if not isinstance(value, np.generic):
         _check_readable(value, reward)
-        value = value.detach().cpu()
-    return np.array([_finite(number, reward, trajectory) for number in value])
+    with _readable(value, reward):
+        return value.tolist()
 
 
 def _finite(value: Any, reward: NamedReward, trajectory: Trajectory) -> float:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        _check_readable(value, reward)
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.tolist()
+    value = _plain(value, reward)
     try:
         # float("1.5") would accept text
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except OverflowError:
         number = math.inf
-    except (TypeError, ValueError):
+    except Exception:  # of the object's own __float__
         number = math.nan
     if not abs(number) <= LARGEST:
         limit = f" of at most {LARGEST:.2g}, the limit of float32" if math.isfinite(number) else ""
         raise UserError(
-            f"reward {reward.name} returned {value!r} for {trajectory.source}, completion {_short(trajectory.text)!r}: "
-            f"expected a finite number{limit}"
+            f"reward {reward.name} returned {_shown(value)} for {trajectory.source}, completion "
+            f"{_short(trajectory.text)!r}: expected a finite number{limit}"
         )
     return number
+
+
+def _shown(value: object) -> str:
+    try:
+        return _short(repr(value))
+    except Exception:  # of the object's own __repr__, or an integer with too many digits to be written
+        return f"an object of the class {type(value).__name__}"
 
 
 def _short(text: str) -> str:

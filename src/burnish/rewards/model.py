@@ -57,7 +57,7 @@ class ModelReward:
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Truncation(
-            max_length=longest(unwrap(model).config, tokenizer), too_long="truncate_left"
+            max_length=longest(unwrap(model).config, tokenizer), too_long=["truncate_left", "drop"]
         )
         self.token_budget = token_budget
         self.mean, self.std = stored_scale(unwrap(model).config) if normalize else (0.0, 1.0)

@@ -33,7 +33,7 @@ from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import collect
-from burnish.rl.metrics import evaluation, sample_rows, summary, value_metrics
+from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary, value_metrics
 from burnish.rl.mismatch import mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
@@ -171,6 +171,7 @@ class Sampler:
             measure = self.logprobs_of(engine.network.policy, reference, use_sampler_logprobs=decoding == "sampled")
             rollouts = engine.run(measure, rollouts)
         metrics = evaluation(trajectories, rollouts, self.start_scores)
+        run.measured(row_sums(trajectories, rollouts))
         for t in trajectories:
             self.start_scores.setdefault(t.source, t.score)
         run.samples(sample_rows(trajectories, "eval"))

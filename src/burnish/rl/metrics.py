@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.math.statistics import RowSums
 from burnish.types import Example, Trajectory
 
 
@@ -61,13 +62,31 @@ def evaluation(trajectories: list[Trajectory], examples: list[Example], start: M
     metrics = summary(trajectories) | interval("score", [t.score for t in trajectories])
     for name in trajectories[0].rewards:
         metrics |= interval(f"reward_{name}", [t.rewards[name] for t in trajectories])
-    if all("ref_logprobs" in s.arrays for example in examples for s in example.sequences):
+    if _has_reference(examples):
         metrics |= interval("kl", [_log_ratio(example) for example in examples])
     pairs = [(t.score, start[t.source]) for t in trajectories if t.source in start]
     if pairs:
         won = interval("win_rate", [(after > before) + 0.5 * (after == before) for after, before in pairs])
         metrics |= {name: min(max(share, 0.0), 1.0) for name, share in won.items()}
     return metrics
+
+
+def row_sums(trajectories: list[Trajectory], examples: list[Example]) -> dict[str, RowSums]:
+    """Score, each reward, length and KL (k1) of each row, with arguments as in ``evaluation``."""
+    values: dict[str, list[float]] = {
+        "score": [t.score for t in trajectories],
+        "length": [float(len(t.tokens)) for t in trajectories],
+        "stopped": [float(t.stopped) for t in trajectories],
+    }
+    values |= {f"reward_{name}": [t.rewards[name] for t in trajectories] for name in trajectories[0].rewards}
+    if _has_reference(examples):
+        values["kl"] = [_log_ratio(example) for example in examples]
+    sources = [t.source for t in trajectories]
+    return {name: RowSums({s: (x, 1.0) for s, x in zip(sources, of, strict=True)}) for name, of in values.items()}
+
+
+def _has_reference(examples: list[Example]) -> bool:
+    return all("ref_logprobs" in s.arrays for example in examples for s in example.sequences)
 
 
 def _log_ratio(example: Example) -> float:

@@ -25,7 +25,7 @@ class ResumeState:
     """What a checkpoint stores in ``burnish.pt``, in addition to the files of transformers.
 
     ``ResumeState(loader={"epoch": 0, "step": 3, ...}, rows_per_step=32, token_budget=512, last={"nll": (81.5, 64.0)},
-    non_finite=(0, 0), logs={"metrics.jsonl": 1042})``
+    non_finite=(0, 0), logs={"metrics.jsonl": 1042}, start={})``
     """
 
     loader: dict[str, Any]
@@ -40,6 +40,8 @@ class ResumeState:
     """Steps skipped because of NaN or infinity: in total, and in a row up to this step."""
     logs: dict[str, int]
     """The size in bytes of each log file."""
+    start: dict[str, dict[str, Any]]
+    """The headline metrics of the first evaluation, each with the fields of its ``RowSums``."""
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from burnish import progress
 from burnish.errors import UserError
+from burnish.math.statistics import RowSums
 from burnish.models import sharding
 from burnish.models.forward import evaluating
 from burnish.models.heads import Network
 from burnish.models.layout import Layout
 from burnish.protocols import Method
-from burnish.training.terms import Metrics, add
+from burnish.training.terms import Metrics, Rows, add, add_rows, merged_rows
 from burnish.types import Example, MicroBatch
 
 T = TypeVar("T")
@@ -140,16 +141,25 @@ class Engine:
             for i, example in enumerate(examples)
         ]
 
-    def evaluate(self, method: Method, examples: list[Example]) -> dict[str, float]:
-        """The means of a method's terms over examples, and the loss as their weighted sum."""
+    def evaluate(self, method: Method, examples: list[Example]) -> tuple[dict[str, float], dict[str, RowSums]]:
+        """The means of a method's terms over examples, and the loss as their weighted sum; both also for each row.
+
+        A term whose loss function does not give its parts has no sums over rows.
+        """
         if not examples:
             raise UserError("there is nothing to evaluate on: no row of the evaluation data is short enough")
         sums: Metrics = {}
+        mine: Rows = {}
         with evaluating(self.network):
             for _, batch, terms in self._passes("evaluating", lambda batch: method.loss(self.network, batch), examples):
                 add(sums, terms, batch)
+                add_rows(mine, terms, batch)
         means = self.means(sums)
-        return {"loss": sum(weight * means[name] for name, weight in method.weights.items())} | means
+        measured = {name: RowSums(of_rows) for name, of_rows in merged_rows(self.gather(mine)).items()}
+        parts = [measured[name] * weight for name, weight in method.weights.items() if name in measured]
+        if len(parts) == len(method.weights):
+            measured["loss"] = sum(parts[1:], parts[0])
+        return {"loss": sum(weight * means[name] for name, weight in method.weights.items())} | means, measured
 
     def _passes(
         self, what: str, function: Callable[[MicroBatch], T], examples: list[Example]

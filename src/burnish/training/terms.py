@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
+
 from burnish.errors import UserError
 from burnish.types import Metric, MicroBatch, Term, Terms, Unit
 
 Metrics = dict[str, Metric]
+Rows = dict[str, dict[str, tuple[float, float]]]
+"""Total and count of each row: by term, then by the row's source."""
 
 
 def detach_unused(terms: Terms, weights: Mapping[str, float], counts: Mapping[Unit, float]) -> Terms:
@@ -30,7 +34,7 @@ def detach_unused(terms: Terms, weights: Mapping[str, float], counts: Mapping[Un
                     f"the term {name!r} of the loss has no gradient, so nothing would be learned from it: do not "
                     "detach the log-probabilities or the losses, and check that the model has trainable parameters"
                 )
-            result[name] = part._replace(count=None if part.count is None else part.count.detach())
+            result[name] = part._replace(count=None if part.count is None else part.count.detach(), parts=None)
         elif isinstance(part, Term):
             result[name] = Term(part.total.detach(), part.unit, None if part.count is None else part.count.detach())
         else:
@@ -50,12 +54,46 @@ def add(sums: Metrics, terms: Terms, batch: MicroBatch) -> None:
     merge(sums, parts)
 
 
+def add_rows(rows: Rows, terms: Terms, batch: MicroBatch) -> None:
+    """Add the total and the count of each row of a micro-batch to ``rows``."""
+    for name, part in terms.items():
+        if part.parts is None:
+            continue
+        summands = torch.stack([x.detach().flatten().cpu().double() for x in part.parts], dim=1)
+        if part.parts[0].dim() == 2:  # of tokens
+            until = torch.cat([summands.new_zeros(1, 2), summands.cumsum(0)])
+            summands, sources = until[batch.ends.cpu() + 1] - until[batch.starts.cpu()], batch.sources
+        elif len(batch.pairs):
+            sources = tuple(batch.sources[better] for better in batch.pairs[:, 0].tolist())
+        else:
+            sources = batch.sources
+        of_rows = rows.setdefault(name, {})
+        for source, (total, count) in zip(sources, summands.tolist(), strict=True):
+            _add_to(of_rows, source, total, count)
+
+
+def merged_rows(parts: list[Rows]) -> Rows:
+    """The sums of several processes. The examples of a row may be in several of them."""
+    rows: Rows = {}
+    for part in parts:
+        for name, of_rows in part.items():
+            for source, (total, count) in of_rows.items():
+                _add_to(rows.setdefault(name, {}), source, total, count)
+    return rows
+
+
+def _add_to(of_rows: dict[str, tuple[float, float]], source: str, total: float, count: float) -> None:
+    before = of_rows.get(source, (0.0, 0.0))
+    of_rows[source] = (before[0] + total, before[1] + count)
+
+
 def merge(sums: Metrics, more: Metrics) -> None:
     """Add metrics to ``sums``."""
-    for name, (total, count) in more.items():
-        sums[name] = (
-            Metric(sums[name].total + total, sums[name].count + count) if name in sums else Metric(total, count)
-        )
+    for name, part in more.items():
+        if name in sums:
+            sums[name] = Metric(sums[name].total + part.total, sums[name].count + part.count)
+        else:
+            sums[name] = Metric(part.total, part.count)
 
 
 def _check_count(name: str, term: Term, batch: MicroBatch) -> None:

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from burnish.data import streaming
 from burnish.data.readers import Rows, load
 from burnish.errors import UserError, did_you_mean, is_out_of_memory
+from burnish.math.statistics import RowSums, paired_changes
 from burnish.models.dropout import key_dropout
 from burnish.models.forward import unwrap
 from burnish.models.heads import Network
@@ -35,7 +36,7 @@ from burnish.models.limits import limits_of
 from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Method, StepLoader
 from burnish.render.truncate import Truncation
-from burnish.report.metrics import Recorder
+from burnish.report.metrics import Recorder, describe
 from burnish.training import checkpoint
 from burnish.training.arguments import check_arguments, check_generation_config, check_sharded, warn_ignored
 from burnish.training.engine import Engine
@@ -137,7 +138,7 @@ class Trainer(transformers.Trainer):
             self.accelerator,
             token_budget or default_budget(args.device),
             sharded,
-            pad_id=pad_id if (pad_id := self.tokenizer.pad_token_id or 0) < self.limits.vocabulary else 0,
+            pad_id=self.tokenizer.pad_token_id or 0,
             side=padding_side,
             pad_to=pad_to,
             packed=packed,
@@ -146,6 +147,8 @@ class Trainer(transformers.Trainer):
         self.run = TrainerRun(self)
         self.loader: StepLoader | None = None
         self.last_sums: Metrics = {}
+        self.start: dict[str, RowSums] = {}
+        self.measured: dict[str, RowSums] = {}
         self.non_finite = NonFiniteSteps(on_non_finite, self.folder, args.learning_rate)
         self._skipped = False
         self._sources: list[str] = []
@@ -332,21 +335,40 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Compute and log the method's metrics on held-out rows, with the prefix ``eval_``."""
+        """Compute and log the method's metrics on held-out rows, with the prefix ``eval_``.
+
+        From the second evaluation of ``eval_dataset`` on, a headline metric X also has X_change_low and X_change_high,
+        the 95 % interval of its change since the first one, paired by row.
+        """
         rows = self.eval_rows if eval_dataset is None else self._rows(eval_dataset)
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
         encoded = self.eval_examples if eval_dataset is None else self._encoded_for_evaluation(rows)
+        self.measured = {}
         measured = self.method.evaluate(encoded.examples, self.engine, self.run)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         if not math.isfinite(loss := metrics.get(f"{metric_key_prefix}_loss", 0.0)):
             advice = self.non_finite.advice() if self.state.global_step else "Check the model and these rows"
             raise UserError(f"step {self.state.global_step}: the loss on held-out rows is {loss:g}. {advice}")
         self._check_best_metric(metrics, metric_key_prefix)
+        if eval_dataset is None:
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in self._changes().items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._clock = time.perf_counter()
         return metrics
+
+    def _changes(self) -> dict[str, float]:
+        """Intervals of the changes since the first evaluation, which a checkpoint keeps; empty in the first one."""
+        if not self.start:
+            self.start = self.measured
+            return {}
+        intervals = paired_changes(self.start, self.measured)
+        return {
+            f"{name}_change_{end}": value
+            for name, bounds in intervals.items()
+            for end, value in zip(("low", "high"), bounds, strict=True)
+        }
 
     def _check_best_metric(self, metrics: Mapping[str, float], prefix: str) -> None:
         """Raise a UserError if the metric that decides which checkpoint is best is not measured."""
@@ -440,6 +462,7 @@ class Trainer(transformers.Trainer):
             last=self.engine.totals(self.last_sums),
             non_finite=(self.non_finite.total, self.non_finite.in_a_row),
             logs=self.recorder.offsets() if self.recorder is not None else {},
+            start={name: vars(one) for name, one in self.start.items()},
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -470,10 +493,12 @@ class Trainer(transformers.Trainer):
             warnings.warn(f"the run keeps its {self.rows_per_step} rows per optimizer step", stacklevel=2)
         self.engine.token_budget = state.token_budget
         self.non_finite.total, self.non_finite.in_a_row = state.non_finite
+        self.start = {name: RowSums(**fields) for name, fields in state.start.items()}
         # these are sums over all processes, so only one process may count them
         last = state.last.items() if self.engine.rank == 0 else ()
         self.last_sums = {
-            name: Metric(*(torch.tensor(float(x), dtype=torch.float64) for x in pair)) for name, pair in last
+            name: Metric(torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))
+            for name, (total, count) in last
         }
         self.engine.load(folder)
         self.get_train_dataloader().load_state_dict(state.loader)
@@ -526,6 +551,10 @@ class TrainerRun:
                 trainer.recorder.samples(rows)
             if trainer.show_samples is not None:
                 trainer.show_samples(rows)
+
+    def measured(self, metrics: Mapping[str, RowSums]) -> None:
+        """Keep the headline metrics of an evaluation as sums over each row, to compare them with the first one."""
+        self.trainer.measured = {name: one for name, one in metrics.items() if describe(name).headline}
 
 
 def _max_steps(args: TrainingArguments, method: Method) -> int:
