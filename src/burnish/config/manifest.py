@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pydantic
 
 from burnish import files
-from burnish.config.schema import NAME, Recipe, Stage
+from burnish.config.schema import STAGE_NAME, Recipe, Stage
 from burnish.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -163,7 +163,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = "it is empty" if not path.stat().st_size else f"{error!r}"
         raise UserError(f"{path}: not a valid manifest ({what}): {advice}") from error
-    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(NAME, name))]:
+    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(STAGE_NAME, name))]:
         raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: restore the file, or remove the folder")
     return manifest
 

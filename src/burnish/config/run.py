@@ -151,6 +151,9 @@ def _run_function(recipe: Recipe, stage: Stage, screen: Display) -> dict[str, An
     screen.message(f"running {stage.run}")
     function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
-    with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
-        function(staging, seed=recipe.seed, **stage.arguments)
+    with (
+        files.writing(folder) as staging,
+        user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed_of(stage)),
+    ):
+        function(staging, seed=recipe.seed_of(stage), **stage.arguments)
     return {"files": files.listed(folder)}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Discriminator, Field, Tag
 
+from burnish.config.rounds import Loop
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
@@ -21,7 +22,9 @@ from burnish.render.truncate import Truncation
 from burnish.training.arguments import TrainerConfig
 from burnish.types import Config
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
+STAGE_NAME = rf"^{NAME}(/[0-9]+/{NAME})?$"
+"""The name of a stage: ``sft``, or ``loop/2/values`` for the second round of one in a loop."""
 RESERVED = ("manifest.json", "report.html", "run.lock")
 """Files of a run's folder, beside the folders of its stages."""
 
@@ -246,7 +249,9 @@ RewardSource = Annotated[
 class Stage(Config, use_attribute_docstrings=True):
     """One stage of a pipeline. It trains with a method, or runs a function that makes rows or a model."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=STAGE_NAME)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    """Seed of this stage. Default: the seed of the recipe, and another one in every later round of a loop."""
     run: str | None = None
     """file.py:name (beside the recipe) or package.module:name of a function(folder, seed, **with)."""
     arguments: dict[str, Any] = Field({}, alias="with")
@@ -284,7 +289,7 @@ class Stage(Config, use_attribute_docstrings=True):
             which = "both run: and" if self.run else "neither run: nor"
             raise ValueError(f"has {which} method:; a stage either runs a function or trains with a method")
         given = self.model_fields_set
-        if self.run and (extra := given - {"name", "run", "arguments"}):
+        if self.run and (extra := given - {"name", "seed", "run", "arguments"}):
             raise ValueError(
                 f"{', '.join(sorted(extra))} cannot be combined with run:; pass arguments to the function in with:"
             )
@@ -298,7 +303,7 @@ class Stage(Config, use_attribute_docstrings=True):
 class Recipe(Config, use_attribute_docstrings=True):
     """A run: its name, its seed and its stages, in order."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=f"^{NAME}$")
     out: str | None = None
     """Folder of the run. Default: runs/NAME."""
     seed: int = Field(0, ge=0, lt=2**32)
@@ -306,11 +311,16 @@ class Recipe(Config, use_attribute_docstrings=True):
     """Number of torch threads. Default: one per core."""
     stages: list[Stage] = Field(min_length=1)
     _home: Path = pydantic.PrivateAttr(Path())
+    _loops: dict[str, Loop] = pydantic.PrivateAttr({})
 
     @property
     def folder(self) -> Path:
         """The folder of the run."""
         return Path(self.out) if self.out else Path("runs") / self.name
+
+    def seed_of(self, stage: Stage) -> int:
+        """The seed of a stage."""
+        return self.seed if stage.seed is None else stage.seed
 
     def locate(self, reference: str) -> str:
         """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""

@@ -47,6 +47,7 @@ class TrainingStage:
     def __init__(self, recipe: Recipe, stage: Stage) -> None:
         assert stage.method is not None and stage.model is not None and stage.data is not None
         self.recipe, self.stage = recipe, stage
+        self.seed = recipe.seed_of(stage)
         self.data: Data = stage.data
         self.splits = [split for split in ("train", "eval") if getattr(self.data, split) is not None]
         self.folder = recipe.folder / stage.name
@@ -80,7 +81,7 @@ class TrainingStage:
         files.remove_leftovers(self.folder)
         if start is None:
             recorder.truncate({})
-        set_seed(self.recipe.seed)
+        set_seed(self.seed)
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
         screen.message(_model_line(self.source, summary))
@@ -167,7 +168,7 @@ class TrainingStage:
         try:
             return TrainingArguments(
                 output_dir=str(self.folder),
-                seed=self.recipe.seed,
+                seed=self.seed,
                 use_cpu=self.device == "cpu",
                 logging_nan_inf_filter=False,
                 disable_tqdm=True,
@@ -224,7 +225,7 @@ class TrainingStage:
         folder, kinds = self.recipe.folder, self.spec.kinds
         if split == "train" and self.data.stream:
             return sources.stream(self.data, folder, kinds)
-        return sources.read(self.data, split, folder, kinds, self.recipe.seed)
+        return sources.read(self.data, split, folder, kinds, self.seed)
 
     def _rewards(self) -> list[NamedReward]:
         return [named_reward(source, self.recipe, self.recipe.folder, self.device) for source in self.stage.reward]
