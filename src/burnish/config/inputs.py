@@ -52,7 +52,7 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
     Raises:
         UserError: if a file is missing or has changed.
     """
-    for source in _from_stages(stage):
+    for source in from_stages(stage):
         folder = recipe.folder / source.stage
         part = "model" if isinstance(source, StageModel) else f"data/{source.file}"
         for name, checksum in entries[source.stage]["files"].items():
@@ -76,7 +76,7 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
         UserError: if an earlier stage ran again and wrote something else.
     """
     read = {**entries[stage.name].get("data", {}), **entries[stage.name].get("inputs", {})}
-    for source in _from_stages(stage):
+    for source in from_stages(stage):
         for name, checksum in entries[source.stage]["files"].items():
             if read.get(f"{source.stage}/{name}", checksum) != checksum:
                 raise UserError(
@@ -85,7 +85,7 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
                 )
 
 
-def _from_stages(stage: Stage) -> list[StageModel | StageData]:
+def from_stages(stage: Stage) -> list[StageModel | StageData]:
     """The sources of a stage that earlier stages create."""
     data = [part.source for split in ("train", "eval") for part in (stage.data.parts(split) if stage.data else [])]
     models = [stage.model, *(reward.model for reward in stage.reward if isinstance(reward, RewardFromModel))]

@@ -115,7 +115,8 @@ def other_versions(manifest: Mapping[str, Any]) -> str:
 class _Entry(pydantic.BaseModel):
     """What is read of a stage's entry, besides its name."""
 
-    state: Literal["pending", "running", "done"]
+    state: Literal["pending", "running", "done", "skipped"]
+    thinned: bool = False
     seconds: float
     method: str | None = None
     model: dict[str, Any] = {}
@@ -185,7 +186,8 @@ def clear(folder: Path) -> None:
     for manifest in (folder / REMOVING, folder / MANIFEST):
         if not manifest.is_file():
             continue
-        places = [folder / entry["name"] for entry in read_manifest(manifest)["stages"]]
+        names = [entry["name"].partition("/")[0] for entry in read_manifest(manifest)["stages"]]
+        places = [folder / name for name in dict.fromkeys(names)]
         if linked := [place for place in places if place.is_symlink()]:
             raise UserError(
                 f"{linked[0]} is a link to {os.readlink(linked[0])}, and --fresh removes only files inside {folder}: "

@@ -51,7 +51,7 @@ class Until(Config, use_attribute_docstrings=True):
 class Loop(Config, use_attribute_docstrings=True):
     """Stages that run several times: ``{name: loop, rounds: 3, stages: [...]}``."""
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
     rounds: int = Field(gt=0, le=1000)
     """How many times the stages run."""
     until: Until | None = None

@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from burnish import files, progress, user_functions
-from burnish.config import Recipe, Stage, StageData
+from burnish.config import Recipe, Stage, StageData, loops
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
@@ -97,9 +97,14 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
     """Run every unfinished stage, in order."""
     folder, checksums = recipe.folder, Checksums(manifest["checksums"])
     entries = {entry["name"]: entry for entry in manifest["stages"]}
-    for number, stage in enumerate(recipe.stages, start=1):
-        screen.stage(stage.name, number, len(recipe.stages))
-        entry = entries[stage.name]
+    for number, planned in enumerate(recipe.stages, start=1):
+        last = loops.ended(recipe, entries)
+        entry = entries[planned.name]
+        if loops.is_skipped(planned, last):
+            entry["state"] = "skipped"
+            continue
+        screen.stage(planned.name, number, len(recipe.stages))
+        stage = loops.with_last_rounds(planned, recipe, last)
         if entry["state"] == "done":
             if (folder / stage.name).is_dir():
                 check_still_current(recipe, stage, entries)
@@ -120,6 +125,21 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
         write_manifest(folder, manifest)
+        _thin(recipe, manifest)
+    for name, number in loops.ended(recipe, entries).items():
+        screen.message(f"{name} ended after round {number} of {recipe.loops[name].rounds}")
+
+
+def _thin(recipe: Recipe, manifest: dict[str, Any]) -> None:
+    """Remove the models and checkpoints of old rounds that no later stage reads."""
+    for entry in manifest["stages"]:
+        if entry.get("thinned"):
+            files.remove_leftovers(recipe.folder / entry["name"])
+    paths = list(loops.thin(recipe, {entry["name"]: entry for entry in manifest["stages"]}))
+    if paths:
+        write_manifest(recipe.folder, manifest)  # first, so that they are not missed if the process is killed now
+        for path in paths:
+            files.remove(path)
 
 
 def _check_all(recipe: Recipe) -> None:

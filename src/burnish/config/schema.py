@@ -318,6 +318,11 @@ class Recipe(Config, use_attribute_docstrings=True):
         """The folder of the run."""
         return Path(self.out) if self.out else Path("runs") / self.name
 
+    @property
+    def loops(self) -> dict[str, Loop]:
+        """The loops by name. Their stages are in ``stages``, once for each round."""
+        return self._loops
+
     def seed_of(self, stage: Stage) -> int:
         """The seed of a stage."""
         return self.seed if stage.seed is None else stage.seed
