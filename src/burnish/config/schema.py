@@ -11,6 +11,7 @@ import pydantic
 from pydantic import Discriminator, Field, Tag
 
 from burnish.config.rounds import Loop
+from burnish.data.selection import Select
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
@@ -135,6 +136,8 @@ class Data(Truncation, use_attribute_docstrings=True):
     is an error."""
     limit: int | None = Field(None, gt=0)
     """Maximum number of training rows to read."""
+    select: Select | None = None
+    """Which of the training rows to use, by their scores."""
     stream: bool = False
     """Read training rows during the run instead of loading all of them first. Requires trainer.max_steps."""
     shuffle_buffer: int = Field(2048, gt=0)
@@ -151,6 +154,8 @@ class Data(Truncation, use_attribute_docstrings=True):
             raise ValueError(
                 "data.limit does not apply to a list of sources; limit each source: train: [{from: FILE, limit: 1000}]"
             )
+        if self.stream and self.select is not None:
+            raise ValueError("select needs all rows at once: remove it, or remove stream: true")
         if not self.stream and "shuffle_buffer" in self.model_fields_set:
             raise ValueError("shuffle_buffer requires stream: true; without streaming, all rows are shuffled together")
         return self

@@ -17,11 +17,20 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from burnish.data.formats import DEEPEST, DUPLICATE, BadRow, BeyondLimits, Decoder, check_record, end_of_value
+from burnish.data.formats import (
+    DEEPEST,
+    DUPLICATE,
+    BadRow,
+    BeyondLimits,
+    Decoder,
+    check_record,
+    column_number,
+    end_of_value,
+)
 from burnish.data.recognition import parse
 from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
@@ -61,6 +70,10 @@ class Rows:
     skipped: list[Skipped]
     mixed: tuple[Mixed, ...] = ()
     """The sources, if there are several."""
+    scores: tuple[float, ...] = ()
+    """The score of each row, if rows are selected by it."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many rows a selection has left out, by reason."""
 
     @property
     def reasons(self) -> Counter[str]:
@@ -68,12 +81,13 @@ class Rows:
         return Counter(skipped.reason for skipped in self.skipped)
 
 
-def load(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Rows:
+def load(source: Any, kinds: tuple[type[Any], ...], score: str | None = None, **options: Any) -> Rows:
     """Read all rows of a source.
 
     Args:
         source: as in ``read``.
         kinds: as in ``read``.
+        score: a numeric column to read beside the rows.
         options: further arguments of ``read``, such as ``on_bad_row="skip"``.
 
     Raises:
@@ -82,7 +96,8 @@ def load(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Rows:
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for row in read(source, kinds, **options):
+    scores: list[float] = []
+    for row in read(source, kinds, score=None if score is None else (score, scores), **options):
         if isinstance(row, Skipped):
             skipped.append(row)
         else:
@@ -92,7 +107,7 @@ def load(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Rows:
             f": all {len(skipped)} rows were skipped, the first one because of {skipped[0].message}" if skipped else ""
         )
         raise UserError(f"{name}: no rows{reason}")
-    return Rows(rows, skipped)
+    return Rows(rows, skipped, scores=tuple(scores))
 
 
 def read(
@@ -105,6 +120,7 @@ def read(
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
     streaming: bool = False,
+    score: tuple[str, list[float]] | None = None,
 ) -> Iterator[Row | Skipped]:
     """Iterate over the rows of a source, with skipped rows in their places.
 
@@ -124,6 +140,7 @@ def read(
             rows before, and one ``Skipped`` says where it broke.
         limit: maximum number of good rows to read.
         streaming: read hub ids lazily.
+        score: a numeric column, and the list to which its values of good rows are appended.
 
     Raises:
         UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
@@ -137,7 +154,9 @@ def read(
             try:
                 if isinstance(record, BadRow):
                     raise record
-                row = parse(record, kinds, place, format, keys, keep)
+                row = parse(record, kinds, place, format, keys, keep if score is None else [*keep, score[0]])
+                if score is not None:
+                    score[1].append(column_number(record, score[0], place))
             except BadRow as bad:
                 if on_bad_row == "error":
                     hint = "on_bad_row: skip skips such rows" if bad.reason in OF_A_ROW else ""

@@ -20,7 +20,7 @@ class Select(Config, use_attribute_docstrings=True):
 
     distinct: bool = False
     """Use a row only once if another one has the same prompt and the same completion."""
-    above: float | None = None
+    above: float | None = Field(None, allow_inf_nan=True)
     """Use rows whose score is greater than this. ``-.inf`` uses all of them."""
     percentile: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     """Use rows whose score is at least this percentile of the scores of the rows that are left."""
