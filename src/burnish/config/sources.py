@@ -54,8 +54,11 @@ def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], see
     """
     parts, names = data.parts(split), references(data, split, folder)
     select = data.select if split == "train" else None
-    score = select.key if select is not None and select.reads_scores else None
-    reads = [rows.load(name, kinds, score, **_settings(data, part)) for part, name in zip(parts, names, strict=True)]
+    number = select.key if select is not None and select.reads_scores else None
+    reads = [
+        rows.load(name, kinds, records=number is not None, number=number, **_settings(data, part))
+        for part, name in zip(parts, names, strict=True)
+    ]
     skipped = [one for read in reads for one in read.skipped]
     left_out: Mapping[str, int] = {}
     if select is not None:
@@ -72,11 +75,12 @@ def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], see
 def _selected(reads: list[rows.Rows], select: Select) -> tuple[list[rows.Rows], Mapping[str, int]]:
     """Select from the rows of all sources together. Each source keeps its own."""
     everything = [row for read in reads for row in read.rows]
-    kept, left_out = selection.select(everything, [score for read in reads for score in read.scores], select)
+    scores = [float(record[select.key]) for read in reads for record in read.records]
+    kept, left_out = selection.select(everything, scores, select)
     chosen, parts, start = set(kept), [], 0
     for read in reads:
         mine = [row for i, row in enumerate(read.rows, start) if i in chosen]
-        parts.append(replace(read, rows=mine, scores=()))
+        parts.append(replace(read, rows=mine, records=()))
         start += len(read.rows)
     return parts, left_out
 
