@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from burnish.generate.protocol import Generator
+    from burnish.generate.sampling import Sampling
     from burnish.math.statistics import RowSums
     from burnish.models.heads import Network
     from burnish.render.truncate import Truncation
+    from burnish.rewards.functions import NamedReward
 
 T = TypeVar("T")
 
@@ -188,7 +191,7 @@ class Made:
     files: Mapping[str, list[dict[str, Any]]]
     """The rows of each output file, in the order of their input."""
     counts: Mapping[str, int]
-    """What became of the rows that were read: ``{"made": 60, "skipped: empty answer": 4}``. They add up to the chunk."""
+    """What became of the rows that were read: ``{"made": 60, "skipped: empty answer": 4}``."""
     measured: Mapping[str, list[float]]
     """Measures, each with a value for every row that was made, for means with intervals."""
     samples: list[dict[str, Any]]
@@ -234,7 +237,7 @@ class RowMethod(Protocol):
 
     spec: RowMethodSpec
 
-    def make(self, rows: list[Row], first: int, run: RowRun) -> Made:
+    def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Make rows of a chunk of the input.
 
         The result may depend only on the chunk, its place and the run, because a stopped stage goes on with the first
@@ -242,6 +245,7 @@ class RowMethod(Protocol):
 
         Args:
             rows: the chunk.
+            records: the columns of each row.
             first: the index of its first row in the input.
             run: the stage's model, rewards and seed.
         """

@@ -21,6 +21,7 @@ from burnish.config.schema import (
     Stage,
     StageData,
     StageModel,
+    any_spec,
     is_module,
     method_spec,
 )
@@ -29,9 +30,10 @@ from burnish.errors import UserError, did_you_mean
 from burnish.files import explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
-from burnish.methods import METHODS
+from burnish.methods import METHODS, ROW_METHODS
 from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig
+from burnish.protocols import MethodSpec
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.report.metrics import METRICS
 from burnish.training.arguments import ABSENT, TrainerConfig
@@ -100,7 +102,7 @@ def _method_problems(value: dict[str, Any]) -> Iterator[Problem]:
             continue
         settings = {key: setting for key, setting in stage["method"].items() if key != "name"}
         try:
-            config = method_spec(name).config
+            config = any_spec(name).config
         except UserError as error:
             yield Problem((*at, "name"), str(error))
             continue
@@ -139,9 +141,10 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
     """Every model and data source of a stage, with its path below the stage."""
     yield ("model",), stage.model
     if stage.data:
-        mixed = isinstance(stage.data.train, list)
-        for index, part in enumerate(stage.data.parts("train")):
-            yield ("data", "train", *((index, "from") if mixed else ())), part.source
+        for split in ("train", "rows"):
+            mixed = isinstance(getattr(stage.data, split), list)
+            for index, part in enumerate(stage.data.parts(split)):
+                yield ("data", split, *((index, "from") if mixed else ())), part.source
         yield ("data", "eval"), stage.data.eval
     yield from reward_models(stage.reward)
 
@@ -160,6 +163,11 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             late = "is not an earlier stage" if source.stage in names else "is not a stage"
             text = f"{source.stage!r} {late}{did_you_mean(source.stage, earlier)}; {have}"
             yield Problem(("stages", index, *path, "stage"), text)
+        for path, source in _sources(stage):
+            if isinstance(source, StageData) and source.stage in earlier:
+                maker = recipe.stages[names.index(source.stage)]
+                if text := _output_problem(maker, source.file):
+                    yield Problem(("stages", index, *path, "file"), text)
         templates: list[tuple[Keys, str | None]] = [(("template",), stage.template)]
         templates += reward_templates(stage.reward)
         for path, name in templates:
@@ -182,6 +190,20 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 ("stages", index, "trainer", "eval_strategy"), "there are no rows to evaluate: data.eval is missing"
             )
+
+
+def _output_problem(stage: Stage, file: str) -> str | None:
+    """A file that a stage does not write. What a function writes is not known."""
+    if stage.method is None:
+        return None
+    spec = ROW_METHODS.get(stage.method.name)
+    if spec is None:
+        return f"stage {stage.name!r} trains a model and writes no rows"
+    if file in spec.outputs:
+        return None
+    return f"stage {stage.name!r} writes no file {file!r}{did_you_mean(file, spec.outputs)}; it writes " + ", ".join(
+        spec.outputs
+    )
 
 
 def reward_models(rewards: list[RewardSource]) -> list[tuple[Keys, Any]]:
@@ -220,7 +242,8 @@ def _best_metric_problem(stage: Stage) -> str | None:
 
 def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     assert stage.method is not None
-    if not method_spec(stage.method.name).streams:
+    spec = any_spec(stage.method.name)
+    if not isinstance(spec, MethodSpec) or not spec.streams:
         yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once: remove this key"
     if stage.trainer.max_steps <= 0:
         yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the number of optimizer steps"
@@ -228,6 +251,8 @@ def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     """A method that samples completions needs a reward; any other method would ignore it."""
+    if method in ROW_METHODS:
+        return None
     kinds = method_spec(method).kinds
     samples = Prompt in kinds
     if kinds == (Prompt,) and not rewards:
@@ -237,7 +262,7 @@ def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
 
 def _generator_problem(stage: Stage) -> str | None:
     """A generator is an error in a stage that samples nothing."""
-    if stage.method is None or "generator" not in stage.model_fields_set:
+    if stage.method is None or stage.makes_rows or "generator" not in stage.model_fields_set:
         return None
     samples = Prompt in method_spec(stage.method.name).kinds
     return None if samples else f"method {stage.method.name!r} does not sample: remove this key"

@@ -17,6 +17,7 @@ from burnish.config import Recipe, Stage, StageData, loops
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
+from burnish.config.row_stage import RowStage
 from burnish.config.stage import TrainingStage, check_rewards
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream
@@ -116,11 +117,12 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             manifest["state"] = "running"
         began = time.monotonic()
         verify(recipe, stage, entries, checksums)
-        training = None if stage.run else TrainingStage(recipe, stage)
-        entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
+        kind = RowStage if stage.makes_rows else TrainingStage
+        running = None if stage.run else kind(recipe, stage)
+        entry |= {"state": "running"} | (running.check_inputs(entry, checksums) if running else {})
         write_manifest(folder, manifest)
         with progress.shown_by(screen.progress):
-            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage, screen)
+            outcome = running.run(screen, entry, checksums) if running else _run_function(recipe, stage, screen)
         for name, checksum in outcome["files"].items():
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
@@ -147,6 +149,9 @@ def _check_all(recipe: Recipe) -> None:
     for stage in recipe.stages:
         if stage.method is None:
             continue
+        if stage.makes_rows:
+            _check_rows(RowStage(recipe, stage))
+            continue
         training = TrainingStage(recipe, stage)
         training.arguments()
         if stage.adapter is not None and (kind := stage.adapter.quantize) is not None:
@@ -160,6 +165,13 @@ def _check_all(recipe: Recipe) -> None:
                     read.take(1)
         if len(splits) == len(training.splits):
             check_rewards(stage, splits)
+
+
+def _check_rows(making: RowStage) -> None:
+    """Check the settings and the available input of a stage that makes rows."""
+    making.method()
+    if not any(isinstance(part.source, StageData) for part in making.data.parts("rows")):
+        making.read()
 
 
 # --- a stage that runs a function ----------------------------------------------------------------------------------

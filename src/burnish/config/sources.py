@@ -46,17 +46,19 @@ def _same(one: str, other: str) -> bool:
     return one.removesuffix(":train") == other.removesuffix(":train")
 
 
-def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int) -> rows.Rows:
-    """Read the rows of a split. Several sources are mixed by their weights.
+def read(
+    data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int, *, records: bool = False
+) -> rows.Rows:
+    """Read the rows of a split, with their records if these are wanted. Several sources are mixed by their weights.
 
     Raises:
         UserError: if a source cannot be read or has no valid row, or if a row is invalid and must not be skipped.
     """
     parts, names = data.parts(split), references(data, split, folder)
-    select = data.select if split == "train" else None
+    select = None if split == "eval" else data.select
     number = select.key if select is not None and select.reads_scores else None
     reads = [
-        rows.load(name, kinds, records=number is not None, number=number, **_settings(data, part))
+        rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
         for part, name in zip(parts, names, strict=True)
     ]
     skipped = [one for read in reads for one in read.skipped]
@@ -79,8 +81,8 @@ def _selected(reads: list[rows.Rows], select: Select) -> tuple[list[rows.Rows], 
     kept, left_out = selection.select(everything, scores, select)
     chosen, parts, start = set(kept), [], 0
     for read in reads:
-        mine = [row for i, row in enumerate(read.rows, start) if i in chosen]
-        parts.append(replace(read, rows=mine, records=()))
+        mine = [i - start for i in range(start, start + len(read.rows)) if i in chosen]
+        parts.append(replace(read, rows=[read.rows[i] for i in mine], records=tuple(read.records[i] for i in mine)))
         start += len(read.rows)
     return parts, left_out
 
