@@ -230,7 +230,7 @@ def generate(
     """Complete prompts by sampling, greedily (--temperature 0), or with beam search (--beams 4 [--sample])."""
     if bool(prompts) == bool(source):
         raise UserError("expected either prompts on the command line or a file with --input")
-    if source is not None and output is not None and source.resolve() == output.resolve():
+    if source is not None and output is not None and os.path.realpath(source) == os.path.realpath(output):
         raise UserError("--output would overwrite the input: choose another file")
     _make_room(output)
     _check_names(model, source)
@@ -363,9 +363,17 @@ def _check_names(model: str, source: Path | None = None) -> None:
 
 
 def _make_room(output: Path | None) -> None:
-    """Create the folder of an output file, so that a failure is reported before any work is done."""
+    """Create the folder of an output file, so that a failure is reported before any work is done.
+
+    The file is replaced when it is complete. A device or a pipe must not be.
+    """
     if output is None:
         return
+    if output.exists() and not output.is_file():
+        raise UserError(
+            f"--output {output}: this is not a regular file, and it would be replaced by one: name another file, or "
+            "leave --output out to print the result"
+        )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -18,6 +18,18 @@ PARTIAL, OLD = ".partial", ".old"
 """Suffixes of files and folders while they are written, and while they are removed."""
 
 
+def expanded(path: str | Path) -> Path:
+    """A path that the user wrote, with ``~`` and ``~NAME`` replaced by home folders.
+
+    Raises:
+        UserError: if the user's home folder is not known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hex."""
     with path.open("rb") as file:

@@ -71,8 +71,8 @@ _EXPECTED = {
     "greater_than_equal": "{ge:g} or more",
     "less_than": "less than {lt:g}",
     "less_than_equal": "{le:g} or less",
-    "too_short": "at least {min_length} entries",
-    "too_long": "at most {max_length} entries",
+    "too_short": "a list of {min_length} or more",
+    "too_long": "a list of {max_length} or fewer",
     "string_pattern_mismatch": "a name of at most 100 letters, digits, '_', '-' and '.', first a letter or digit",
 }
 

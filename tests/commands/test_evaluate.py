@@ -220,6 +220,7 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
             "an evaluation has no stages: give the folder instead, runs/NAME/sft",
         ),
         (["compare.yaml", "against=./three"], "no such model"),
+        (["compare.yaml", "resamples=1000000000000"], "resamples: expected 1e+06 or less"),
         (["compare.yaml", "generation.samples=0"], "generation.samples: expected 1 or more, got 0"),
         (["compare.yaml", 'reward=[{function: "rewards.py:lenth"}]'], "defines no 'lenth' (did you mean 'length'?)"),
         (["compare.yaml", "template=chatlm"], "unknown template 'chatlm'"),

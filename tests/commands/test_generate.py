@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import os
 import re
 import shlex
 import sys
@@ -194,6 +195,7 @@ def test_adapters_and_stages_generate(here: Path, tiny_folder: Path, tiny_tokeni
         (["--beams", "2", "--return", "3"], "at most 2 completions"),
         (["--beams", "2", "--sample", "--temperature", "0"], "temperature: expected more than 0"),
         (["--length-range", "2", "4"], "leave max_new_tokens out"),
+        (["--length-range", "1", str(10**30)], "length_range.1: expected less than 9.22337e+18"),
         (["--beams", "2", "--length-range", "2", "4"], "--length-range does not apply to --beams"),
     ],
 )
@@ -208,6 +210,9 @@ def test_conflicting_options_are_refused(here: Path, tiny_folder: Path, options:
     [
         (["--input", "prompts.jsonl", "--output", "./prompts.jsonl"], "--output would overwrite the input"),
         (["1+1", "--output", "folder"], "is a directory"),
+        (["1+1", "--output", "pipe"], "--output pipe: this is not a regular file, and it would be replaced by one"),
+        (["--input", "loop", "--output", "loop"], "--output would overwrite the input"),
+        (["--input", "loop", "--output", "out.jsonl"], "loop is a link to loop, which does not exist"),
         (["1+1", "--output", "prompts.jsonl/out.jsonl"], "--output prompts.jsonl/out.jsonl: cannot create its folder"),
         (["--input", "long.jsonl"], "long.jsonl:3: a prompt of 319 tokens leaves no room"),
     ],
@@ -217,11 +222,20 @@ def test_bad_file_names_are_reported_before_anything_is_generated(
 ) -> None:
     before = (here / "prompts.jsonl").read_bytes()
     (here / "folder").mkdir()
+    (here / "loop").symlink_to("loop")
+    os.mkfifo(here / "pipe")
     (here / "long.jsonl").write_text("".join(json.dumps({"prompt": "1" * n}) + "\n" for n in (1, 1, 299)))
     result = generate(tiny_folder, *options)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split()) and "> " not in result.stdout
     assert (here / "prompts.jsonl").read_bytes() == before
+    assert (here / "pipe").is_fifo()
+
+
+def test_an_empty_prompt_is_not_answered_with_a_setting_of_recipes(here: Path, tiny_folder: Path) -> None:
+    result = generate(tiny_folder, "1+1", "")
+    assert result.exit_code == 2
+    assert result.stderr == "error: row 2: prompt: empty text\n"
 
 
 def test_commands_of_the_page_run(here: Path, tiny_folder: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from burnish.config import load
 from burnish.config.schema import Data, Part, Recipe, RewardFromFunction, RewardFromModel, Stage
+from burnish.config.sources import references
 from burnish.config.stage import TrainingStage
 from burnish.errors import UserError
 from burnish.generate.sampling import Sampling
@@ -270,6 +271,8 @@ NAMED = {
     "deep nesting": ("a:\n- " + "[" * 5000, "r.yaml:2: more than 32 blocks inside each other"),
     "aliases of aliases": (f"seed: 1\nwith: {BOMB}", "r.yaml:2: more than 20,000 values, counting those of aliases"),
     "an alias of itself": ("a: &x [*x]", "r.yaml:1: more than 32 blocks inside each other"),
+    "a block that merges itself": ("a: &x\n  <<: *x", "r.yaml:1: more than 32 blocks inside each other"),
+    "a list of blocks that merges itself": ("<<: &x {<<: [*x]}", "r.yaml:1: more than 32 blocks inside each other"),
     "too long": ("# " + "x" * 400_000, "r.yaml: 400,002 characters: a recipe has at most 300,000"),
     "a NUL": ('out: "a\\0b"', "r.yaml:1: text with the character '\\x00'"),
     "a lone surrogate": ('out: "\\ud800"', "r.yaml:1: text with the character '\\ud800'"),
@@ -279,10 +282,10 @@ NAMED = {
 @pytest.mark.parametrize(("text", "expected"), NAMED.values(), ids=NAMED)
 def test_yaml_that_cannot_be_a_recipe(text: str, expected: str, here: Path) -> None:
     Path("r.yaml").write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     message = check()
     assert message is not None and expected in message
-    assert time.monotonic() - began < 1.5
+    assert time.process_time() - began < 1.5
 
 
 SETTINGS = {
@@ -299,6 +302,9 @@ SETTINGS = {
     "stages.sft.data.eval=loop": "data.eval: loop is a link to loop, which does not exist",
     f"stages.sft.data.eval={'x' * 5000}": "its name is too long",
     "stages.sft.model=~nobody-here/model": "model: ~nobody-here/model: Could not determine home directory",
+    "stages.sft.data.eval=~nobody-here/rows.jsonl": "eval: ~nobody-here/rows.jsonl: Could not determine home directory",
+    "stages.made.run=~nobody-here/code.py:rows": "run: ~nobody-here/code.py: Could not determine home directory",
+    "out=~nobody-here/run": "out: ~nobody-here/run: Could not determine home directory",
     "stages.sft.name=manifest.json": "manifest.json is a file in the folder of every run",
     "stages.sft.name=Report.html": "Report.html is a file in the folder of every run",
     f"stages.sft.name={'x' * 101}": "expected a name of at most 100 letters",
@@ -315,7 +321,13 @@ SETTINGS = {
     "stages.sft.trainer.optim=adalomo": "adalomo needs the package lomo_optim, which is not installed: pip install",
     "stages.sft.trainer={eval_strategy: epoch, save_strategy: best}": "best needs metric_for_best_model",
     "stages.sft.trainer.metric_for_best_model=acuracy": "there is no metric 'acuracy' (did you mean 'accuracy'?)",
+    "stages.ppo.data.train={stage: sft, file: p.jsonl}": "stage 'sft' trains a model and writes no rows",
+    "stages.ppo.reward=[{model: {stage: sft}}]": "reward.0.model: stage 'sft' trains a model that gives no score",
+    "stages.ppo.reward=[{model: {stage: sft}, steps: raw}]": "stage 'sft' trains no values of steps: expected a stage",
+    "stages.ppo.reward=[{model: model}, {model: ./model}]": "two rewards are named model: give each its own name:",
+    "stages.ppo.reward=[{function: 'code.py:score'}, {model: model, name: score}]": "two rewards are named score",
     "stages.ppo.reward.0.weight=.nan": "weight: expected a finite number, got nan",
+    "stages.ppo.reward.0.timeout=1e300": "timeout: expected 9.22337e+09 or less, got 1e+300",
     "stages.ppo.generation.temperature=1e-300": "temperature 1e-300 is too small to divide logits by: expected 0",
     "stages.ppo.generation.samples=100000000000": "samples: expected 65536 or less",
     "x" + ".x" * 5000 + "=1": "more than 32 blocks inside each other",
@@ -330,3 +342,31 @@ def test_a_setting_that_cannot_work_is_explained(setting: str, expected: str, he
     Path("loop").symlink_to("loop")
     message = check(setting)
     assert message is not None and expected in message, message
+
+
+FUNCTIONS = {
+    "in a block": "try:\n    import json\nexcept ImportError:\n    pass\nelse:\n    def other(rows): ...\n",
+    "with a type": "from typing import Any\nother: Any = len\n",
+    "in a tuple": "other, another = len, len\n",
+    "by any import": "from builtins import *\n",
+}
+
+
+@pytest.mark.parametrize("code", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_may_be_defined_in_any_way(code: str, here: Path) -> None:
+    Path("other.py").write_text(code)
+    assert check("stages.ppo.reward.0.function=other.py:other") is None
+
+
+def test_a_name_inside_of_a_function_is_not_defined(here: Path) -> None:
+    Path("other.py").write_text("def outer():\n    def other(rows): ...\n")
+    message = check("stages.ppo.reward.0.function=other.py:other")
+    assert message is not None and "other.py defines no 'other'" in message
+
+
+def test_home_folders_in_paths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    recipe = load("r.yaml", ["out=~/runs/tiny", "stages.sft.data.eval=~/chat.jsonl"])
+    data = recipe.stages[1].data
+    assert data is not None and recipe.folder == here / "runs" / "tiny"
+    assert references(data, "eval", recipe.folder) == [str(here / "chat.jsonl")]

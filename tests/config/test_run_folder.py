@@ -411,3 +411,10 @@ def test_warnings_of_the_package_are_messages_of_the_run(run_folder, tiny_tokeni
     assert "[sft] the chat template rewrites earlier turns" in shown.getvalue()
     assert shown.getvalue().count("skipped") == 1, "a stage reports skipped rows once"
     assert logging.getLogger("burnish.data.streaming").level == logging.NOTSET, "the run restores what it changes"
+
+
+def test_a_function_that_removes_its_folder_is_reported(run_folder):
+    Path("made.py").write_text("import shutil\ndef rows(folder, seed):\n    shutil.rmtree(folder)\n")
+    Path("made.yaml").write_text("{name: made, stages: [{name: made, run: 'made.py:rows'}]}")
+    with pytest.raises(UserError, match=r"stages.made.run: made.py:rows removed its folder"):
+        pipeline.run(load("made.yaml"))

@@ -106,7 +106,7 @@ def test_a_mixture_trains_and_is_reported(home):
         ("data.train.1.limit=0", "data.train.1.limit: expected more than 0, got 0"),
         ("data.train.1.from=c.jsonl", "data.train.1.from: no such file: c.jsonl"),
         ("data.train.1.from={stage: make, file: a.jsonl}", "data.train.1.from.stage: 'make' is not a stage"),
-        ("data.train=[]", "data.train: expected at least 1 entries"),
+        ("data.train=[]", "data.train: expected a list of 1 or more"),
         ("data.train=3", "expected a file, a folder, a hub id, {stage: NAME, file: FILE}, or a list of"),
         ("data.limit=3", "limit does not apply to a list of sources; limit each source"),
         ("data.shuffle_buffer=3", "shuffle_buffer requires stream: true"),

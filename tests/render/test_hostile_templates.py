@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -384,31 +385,42 @@ def wait_for_end(pid: int) -> None:
 
 
 def test_a_child_that_is_killed_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LIMITS", worker.Limits())
     worker.render(batch("a", GOOD))
     os.kill(child_pid(), signal.SIGKILL)  # while it waits
     assert worker.render(batch("{{ messages[0].content }}", GOOD)) == [("Hi", ())]
-    for kills in (1, 2):
-        worker.render(batch("a", GOOD))
-        killed = set[int]()
+    render, killed = worker._Child.render, list[int]()
 
-        def kill(kills: int = kills, killed: set[int] = killed) -> None:
-            while len(killed) < kills:
-                child = worker._worker._child
-                if child is not None and child._process.pid not in killed:
-                    time.sleep(0.1)  # while it renders
-                    killed.add(child._process.pid)
-                    os.kill(child._process.pid, signal.SIGKILL)
+    def killed_first(child: Any, given: worker.Batch) -> list[worker.Text]:
+        if len(killed) < kills:
+            killed.append(child._process.pid)
+            os.kill(killed[-1], signal.SIGKILL)
+        return render(child, given)
 
-        thread = threading.Thread(target=kill)
-        thread.start()
-        if kills == 1:
-            assert worker.render(batch(SOON, GOOD)) == [("Hi", ())]
-        else:
-            with pytest.raises(worker.RenderingError, match=r"ended the process that renders it \(SIGKILL\)"):
-                worker.render(batch(SOON, BAD))
-        thread.join()
-        assert not any(map(is_running, killed))
+    monkeypatch.setattr(worker._Child, "render", killed_first)
+    kills = 1
+    assert worker.render(batch("{{ messages[0].content }}", GOOD)) == [("Hi", ())]
+    kills = 3
+    with pytest.raises(worker.RenderingError, match=r"ended the process that renders it \(SIGKILL\)"):
+        worker.render(batch("{{ messages[0].content }}", BAD))
+    assert len(set(killed)) == 3 and not any(map(is_running, killed))
+
+
+def test_a_child_that_is_killed_while_it_renders_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LIMITS", worker.Limits(seconds=1))
+    worker.render(batch("a", GOOD))
+    assert worker._worker._child is not None
+    killed, begun = child_pid(), worker._worker._child._progress
+
+    def kill() -> None:
+        select.select([begun], [], [], 60)  # the child writes there when it begins a row
+        os.kill(killed, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(worker.RenderingError, match=r"took more than 1 s of CPU time"):  # in the second child
+        worker.render(batch("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", BAD))
+    thread.join()
+    assert not is_running(killed)
 
 
 def test_an_interrupted_batch_does_not_answer_the_next() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from burnish.commands.generate import TOKEN_BUDGET, Loaded, load, logprobs
 from burnish.config.evaluation import Evaluation
 from burnish.config.resolve import model_reference, named_reward
+from burnish.config.sources import data_reference
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
@@ -147,7 +148,7 @@ def _rows(evaluation: Evaluation, rewards_model: bool) -> rows.Rows:
     names = ("format", "keys", "keep", "on_bad_row", "limit")
     settings: dict[str, Any] = {name: getattr(data, name) for name in names}
     try:
-        loaded = rows.load(data.eval, kinds, **settings)
+        loaded = rows.load(data_reference(data.eval, Path()), kinds, **settings)
     except rows.BadRow as bad:
         if Prompt in kinds or rewards_model:
             raise

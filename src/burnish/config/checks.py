@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import symtable
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -27,7 +28,7 @@ from burnish.config.schema import (
 )
 from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
-from burnish.files import explain
+from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
@@ -157,17 +158,16 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
         if stage.name in earlier:
             yield Problem(("stages", index, "name"), f"two stages are called {stage.name!r}")
         for path, source in _sources(stage):
-            if not isinstance(source, StageModel | StageData) or source.stage in earlier:
+            if not isinstance(source, StageModel | StageData):
+                continue
+            if source.stage in earlier:
+                if text := _output_problem(source, recipe.stages[names.index(source.stage)], stage, path):
+                    yield Problem(("stages", index, *path), text)
                 continue
             have = f"earlier stages are {', '.join(earlier)}" if earlier else "this is the first stage"
             late = "is not an earlier stage" if source.stage in names else "is not a stage"
             text = f"{source.stage!r} {late}{did_you_mean(source.stage, earlier)}; {have}"
             yield Problem(("stages", index, *path, "stage"), text)
-        for path, source in _sources(stage):
-            if isinstance(source, StageData) and source.stage in earlier:
-                maker = recipe.stages[names.index(source.stage)]
-                if text := _output_problem(maker, source.file):
-                    yield Problem(("stages", index, *path, "file"), text)
         templates: list[tuple[Keys, str | None]] = [(("template",), stage.template)]
         templates += reward_templates(stage.reward)
         for path, name in templates:
@@ -175,6 +175,10 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
                 text = f"unknown template {name!r}{did_you_mean(name, PLAIN_TEMPLATES)}"
                 yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
         if stage.method and (text := _reward_problem(stage.method.name, stage.reward)):
+            yield Problem(("stages", index, "reward"), text)
+        titles = [reward.title for reward in stage.reward]
+        if repeated := sorted({title for title in titles if titles.count(title) > 1}):
+            text = f"two rewards are named {', '.join(repeated)}: give each its own name:"
             yield Problem(("stages", index, "reward"), text)
         if text := _generator_problem(stage):
             yield Problem(("stages", index, "generator"), text)
@@ -192,18 +196,38 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _output_problem(stage: Stage, file: str) -> str | None:
-    """A file that a stage does not write. What a function writes is not known."""
-    if stage.method is None:
+def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage, path: Keys) -> str | None:
+    """What an earlier stage with a method cannot have made, whatever happens when it runs."""
+    if maker.method is None:
         return None
-    spec = ROW_METHODS.get(stage.method.name)
-    if spec is None:
-        return f"stage {stage.name!r} trains a model and writes no rows"
-    if file in spec.outputs:
+    if maker.makes_rows:
+        return _row_problem(source, maker)
+    if maker.method.name not in METHODS:
         return None
-    return f"stage {stage.name!r} writes no file {file!r}{did_you_mean(file, spec.outputs)}; it writes " + ", ".join(
-        spec.outputs
-    )
+    if isinstance(source, StageData):
+        return f"stage {maker.name!r} trains a model and writes no rows: expected a stage that makes rows"
+    if path[0] != "reward" or not isinstance(reward := reader.reward[int(path[1])], RewardFromModel):
+        return None
+    if reward.steps is not None:
+        problem = f"stage {maker.name!r} trains no values of steps: expected a stage with method: {{name: step_value}}"
+        return problem if maker.method.name != "step_value" else None
+    if METHODS[maker.method.name].task != "SEQ_CLS":
+        return f"stage {maker.name!r} trains a model that gives no score: expected one with method: {{name: reward}}"
+    if reward.normalize and maker.data and maker.data.eval is None:
+        return f"normalize needs the mean and spread of held-out scores, and stage {maker.name!r} has no data.eval"
+    return None
+
+
+def _row_problem(source: StageModel | StageData, maker: Stage) -> str | None:
+    """A model or a file that a stage with a row method does not make."""
+    assert maker.method is not None
+    outputs = ROW_METHODS[maker.method.name].outputs
+    if isinstance(source, StageModel):
+        return f"stage {maker.name!r} makes rows and no model"
+    if source.file in outputs:
+        return None
+    near = did_you_mean(source.file, outputs)
+    return f"stage {maker.name!r} writes no file {source.file!r}{near}; it writes {', '.join(outputs)}"
 
 
 def reward_models(rewards: list[RewardSource]) -> list[tuple[Keys, Any]]:
@@ -270,7 +294,7 @@ def _generator_problem(stage: Stage) -> str | None:
 
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
     """Files, folders, packages and functions that do not exist, or whose path is impossible."""
-    if text := _folder_problem(recipe.folder):
+    if text := _folder_problem(recipe):
         yield Problem(("out",) if recipe.out else (), text)
     for index, stage in enumerate(recipe.stages):
         for path, source in _sources(stage):
@@ -286,7 +310,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         if stage.method:
             functions += [(("method", key), name) for key, name in stage.method.functions.items()]
         for path, reference in functions:
-            if reference and (text := function_problem(recipe.locate(reference))):
+            if reference and (text := function_problem(reference, recipe.locate)):
                 yield Problem(("stages", index, *path), text)
 
 
@@ -308,15 +332,16 @@ def possible(check: Callable[P, str | None]) -> Callable[P, str | None]:
             return check(*args, **kwargs)
         except OSError as error:
             return explain(error) or str(error)
-        except RuntimeError as error:  # expanduser() found no such user
-            return f"{args[0]}: {error}"
+        except UserError as error:
+            return str(error)
 
     return checked
 
 
 @possible
-def _folder_problem(folder: Path) -> str | None:
+def _folder_problem(recipe: Recipe) -> str | None:
     """A problem with the folder of a run; None if there is none."""
+    folder = recipe.folder
     if folder.is_symlink() and not folder.exists():
         return f"{folder} is a link to {os.readlink(folder)}, which does not exist: remove the link"
     for part in (folder, *folder.parents):
@@ -327,7 +352,7 @@ def _folder_problem(folder: Path) -> str | None:
 
 
 def _missing(source: str, what: str) -> str:
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_symlink():
         return f"{source} is a link to {os.readlink(path)}, which does not exist"
     beside = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -339,7 +364,7 @@ def _missing(source: str, what: str) -> str:
 def data_problem(source: str) -> str | None:
     """A problem with the name of a file, folder or dataset; None if there is none."""
     name, _, _ = source.partition(":")  # a folder or a hub id may end in :split
-    path = Path(source if Path(source).exists() else name)
+    path = expanded(source if expanded(source).exists() else name)
     if not path.exists():
         return None if "/" in name and _is_hub_id(name) else _missing(source, "file")
     ending = Path(path.name.removesuffix(".gz")).suffix
@@ -351,7 +376,7 @@ def data_problem(source: str) -> str | None:
 @possible
 def model_problem(source: str) -> str | None:
     """A problem with the name of a model; None if there is none."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.exists():
         return None if _is_hub_id(source) else _missing(source, "model")
     if path.is_file():
@@ -370,8 +395,9 @@ def model_problem(source: str) -> str | None:
 
 
 @possible
-def function_problem(reference: str) -> str | None:
+def function_problem(reference: str, locate: Callable[[str], str]) -> str | None:
     """A problem with ``file.py:name`` or ``package.module:name``; None if there is none."""
+    reference = locate(reference)
     file, colon, name = reference.rpartition(":")
     if not colon:
         return f"expected file.py:name or package.module:name, got {reference!r}"
@@ -380,18 +406,22 @@ def function_problem(reference: str) -> str | None:
     if not Path(file).is_file():
         return _missing(file, "file")
     try:
-        body = ast.parse(Path(file).read_text("utf-8")).body
+        known = _defined(Path(file))
     except SyntaxError as error:
         return f"{file}:{error.lineno}: not valid Python: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:  # not UTF-8, NUL, or too many brackets
         return f"{file}: not valid Python: {error}"
-    known = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    known |= {
-        target.id
-        for node in body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    known |= {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return None if name in known else f"{file} defines no {name!r}{did_you_mean(name, known)}"
+    return None if known is None or name in known else f"{file} defines no {name!r}{did_you_mean(name, known)}"
+
+
+def _defined(file: Path) -> set[str] | None:
+    """The names that a file assigns, defines or imports anywhere outside of functions; None if only running it tells.
+
+    Raises:
+        SyntaxError: the file is not valid Python.
+    """
+    text = file.read_text("utf-8")
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text))):
+        return None
+    symbols = symtable.symtable(text, str(file), "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}

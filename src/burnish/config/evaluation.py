@@ -57,7 +57,7 @@ class Evaluation(Config, use_attribute_docstrings=True):
     generation: Sampling = Field(default_factory=Sampling)
     template: str | None = None
     """Name of a plain template, for models without a chat template."""
-    resamples: int = Field(2000, gt=0)
+    resamples: int = Field(2000, gt=0, le=1_000_000)
     """Number of bootstrap samples for each 95 % interval."""
     _home: Path = pydantic.PrivateAttr(Path())
 
@@ -100,7 +100,7 @@ def _problems(evaluation: Evaluation) -> Iterator[Problem]:
     if text := data_problem(evaluation.data.eval):
         yield Problem(("data", "eval"), text)
     for path, function in reward_functions(evaluation.reward):
-        if text := function_problem(evaluation.locate(function)):
+        if text := function_problem(function, evaluation.locate):
             yield Problem(path, text)
     names: list[tuple[Keys, str | None]] = [(("template",), evaluation.template)]
     names += reward_templates(evaluation.reward)

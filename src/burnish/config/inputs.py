@@ -126,7 +126,7 @@ def _name(path: Path, folder: Path) -> str:
 
 def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, str]:
     """Checksums of a model's files, by path. For a hub id, its commit."""
-    path = Path(reference).expanduser()
+    path = files.expanded(reference)
     if path.is_dir():
         has = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
         inner = path if has or not (path / "model").is_dir() else path / "model"

@@ -11,6 +11,7 @@ from burnish.config.rounds import write_out
 from burnish.config.schema import Recipe
 from burnish.config.yaml import LONGEST, Document, complain, override, read
 from burnish.errors import UserError, did_you_mean
+from burnish.files import expanded
 from burnish.methods import METHODS
 from burnish.mistakes import find, shown
 
@@ -68,7 +69,7 @@ def document(reference: str | Path) -> tuple[Document, Path]:
 
 
 def _file(reference: str | Path) -> Path:
-    path = Path(reference).expanduser()
+    path = expanded(reference)
     if path.is_file():
         return path
     if (RECIPES / f"{reference}.yaml").is_file():

@@ -70,7 +70,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
 
 def _move(manifest: dict[str, Any], recipe: Recipe) -> None:
     """Change the manifest of a run that was moved: its folder, and the paths of its files with known checksums."""
-    before = Path(manifest["recipe"].get("out") or Path("runs") / manifest["name"])
+    before = files.expanded(manifest["recipe"].get("out") or Path("runs") / manifest["name"])
     manifest["recipe"]["out"] = recipe.out
     if before != recipe.folder:
         paths = {path: Path(path) for path in manifest["checksums"]}

@@ -31,9 +31,8 @@ def model_reference(source: str | Config, folder: Path) -> str:
 def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:
     """Load a reward with its name and weight. ``folder`` is the run's folder, which contains the stages."""
     if isinstance(source, RewardFromFunction):
-        name = source.name or source.function.rpartition(":")[2]
         function = user_functions.load(recipe.locate(source.function))
-        return NamedReward(name, source.weight, function, source.function, source.timeout or TIMEOUT)
+        return NamedReward(source.title, source.weight, function, source.function, source.timeout or TIMEOUT)
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
@@ -44,5 +43,4 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     else:
         model = loading.load_reward_model(reference, labels=None).to(device)
         scorer = ModelReward(model, tokenizer, label=source.label, normalize=source.normalize)
-    name = source.model.stage if isinstance(source.model, StageModel) else "model"
-    return NamedReward(source.name or name, source.weight, scorer)
+    return NamedReward(source.title, source.weight, scorer)

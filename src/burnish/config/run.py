@@ -183,9 +183,9 @@ def _run_function(recipe: Recipe, stage: Stage, screen: Display) -> dict[str, An
     screen.message(f"running {stage.run}")
     function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
-    with (
-        files.writing(folder) as staging,
-        user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed_of(stage)),
-    ):
-        function(staging, seed=recipe.seed_of(stage), **stage.arguments)
+    what, seed = f"stages.{stage.name}.run: {stage.run}", recipe.seed_of(stage)
+    with files.writing(folder) as staging, user_code(what, seed=seed):
+        function(staging, seed=seed, **stage.arguments)
+        if not staging.is_dir():
+            raise UserError(f"{what} removed its folder, which should hold what it makes")
     return {"files": files.listed(folder)}

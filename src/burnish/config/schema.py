@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import Discriminator, Field, Tag
 from burnish.config.rounds import Loop
 from burnish.data.selection import Select
 from burnish.errors import UserError, did_you_mean
+from burnish.files import expanded
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
@@ -222,6 +224,11 @@ class RewardFromModel(RewardPart):
     """Reward each reasoning step at its end, using a step-value model. differences: the change in value; raw: the value
     itself."""
 
+    @property
+    def title(self) -> str:
+        """The name of the reward in metrics and messages."""
+        return self.name or (self.model.stage if isinstance(self.model, StageModel) else "model")
+
     @pydantic.model_validator(mode="after")
     def _one_score_or_steps(self) -> RewardFromModel:
         if self.steps is not None and (self.label is not None or self.normalize):
@@ -236,8 +243,13 @@ class RewardFromFunction(RewardPart):
 
     function: str
     """file.py:name (beside the recipe) or package.module:name."""
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: float | None = Field(default=None, gt=0, le=threading.TIMEOUT_MAX)
     """Time limit in seconds for one call of the function. A longer call stops the run. Default: 600."""
+
+    @property
+    def title(self) -> str:
+        """The name of the reward in metrics and messages."""
+        return self.name or self.function.rpartition(":")[2]
 
 
 REWARDS: dict[str, type[RewardPart]] = {"model": RewardFromModel, "function": RewardFromFunction}
@@ -352,7 +364,7 @@ class Recipe(Config, use_attribute_docstrings=True):
     @property
     def folder(self) -> Path:
         """The folder of the run."""
-        return Path(self.out) if self.out else Path("runs") / self.name
+        return expanded(self.out) if self.out else Path("runs") / self.name
 
     @property
     def loops(self) -> dict[str, Loop]:
@@ -390,7 +402,7 @@ class Recipe(Config, use_attribute_docstrings=True):
 def locate(home: Path, reference: str) -> str:
     """``file.py:name`` with the path of the file relative to a folder; ``package.module:name`` unchanged."""
     file, _, name = reference.rpartition(":")
-    return f"{home / Path(file).expanduser()}:{name}" if file.endswith(".py") else reference
+    return f"{home / expanded(file)}:{name}" if file.endswith(".py") else reference
 
 
 def any_spec(name: str) -> MethodSpec | RowMethodSpec:

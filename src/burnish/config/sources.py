@@ -13,12 +13,15 @@ from burnish.data import mixing, selection
 from burnish.data import readers as rows
 from burnish.data.selection import Select
 from burnish.data.streaming import RowStream, Source
+from burnish.files import expanded
 from burnish.types import Config
 
 
 def data_reference(source: str | Config, folder: Path) -> str:
     """A data source as a file, a folder or a hub id."""
-    return str(folder / source.stage / "data" / source.file) if isinstance(source, StageData) else str(source)
+    if isinstance(source, StageData):
+        return str(folder / source.stage / "data" / source.file)
+    return str(expanded(str(source))) if str(source).startswith("~") else str(source)
 
 
 def references(data: Data, split: str, folder: Path) -> list[str]:

@@ -82,20 +82,23 @@ class _Reader:
         """A place in the file: ``r.yaml:3``."""
         return f"{self.label}:{mark.line + 1}" if self.lines and mark is not None else self.label
 
-    def value(self, node: Node, path: Keys) -> Any:
-        """The value of a node. An alias is the value that it repeats."""
+    def value(self, node: Node, path: Keys, depth: int = 0) -> Any:
+        """The value of a node. An alias is the value that it repeats.
+
+        ``depth`` is larger than the length of the path inside of merged blocks, which may merge themselves.
+        """
         self.count += 1
         if self.count > MOST:
             raise UserError(f"{self.at(node.start_mark)}: more than {MOST:,} values, counting those of aliases")
-        if len(path) > DEEPEST:
+        if depth > DEEPEST:
             raise UserError(f"{self.at(node.start_mark)}: {_TOO_DEEP}")
         tag = str(node.tag).removeprefix(STANDARD)
         if isinstance(node, MappingNode) and tag == "map":
-            return self._keys(node, path)
+            return self._keys(node, path, depth + 1)
         if isinstance(node, SequenceNode) and tag == "seq":
             for index, item in enumerate(node.value):
                 self.places[(*path, index)] = self.at(item.start_mark)
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            return [self.value(item, (*path, index), depth + 1) for index, item in enumerate(node.value)]
         try:
             if not isinstance(node, ScalarNode):
                 raise KeyError
@@ -107,7 +110,7 @@ class _Reader:
         except ValueError as error:
             raise UserError(f"{self.at(node.start_mark)}: {error}") from error
 
-    def _keys(self, node: MappingNode, path: Keys) -> dict[str, Any]:
+    def _keys(self, node: MappingNode, path: Keys, depth: int) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         own: dict[str, Any] = {}
         first: dict[str, int] = {}
@@ -116,7 +119,7 @@ class _Reader:
                 sources = source.value if isinstance(source, SequenceNode) else [source]
                 kept, self.places = self.places, {}  # merged keys have the place of the block that they are merged into
                 for one in reversed(sources):  # the first one wins
-                    if not isinstance(values := self.value(one, path), dict):
+                    if not isinstance(values := self.value(one, path, depth), dict):
                         raise UserError(f"{self.at(key.start_mark)}: << takes a block of keys, got {shown(values)}")
                     merged |= values
                 self.places = kept
@@ -124,14 +127,14 @@ class _Reader:
             if str(key.tag) == MERGE:
                 continue
             at = self.at(key.start_mark)
-            name = self.value(key, path)
+            name = self.value(key, path, depth)
             if not isinstance(name, str):
                 raise UserError(f"{at}: a key must be text, got {shown(name)}: put it in quotes")
             if name in own:
                 raise UserError(f"{at}: {name}: this key is written twice, first in line {first[name]}")
             first[name] = key.start_mark.line + 1
             self.places[(*path, name)] = at
-            own[name] = self.value(item, (*path, name))
+            own[name] = self.value(item, (*path, name), depth)
         return merged | own
 
 

@@ -124,7 +124,7 @@ def read_records(
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
     keep: Collection[str] = (),
-    on_bad_row: Literal["error", "skip"] = "error",
+    on_bad_row: Literal["error", "skip"] | None = None,
     limit: int | None = None,
     streaming: bool = False,
     number: str | None = None,
@@ -142,7 +142,8 @@ def read_records(
         format: the name of a shape, needed if the keys fit several.
         keys: maps our names of keys to the file's names, ``{"prompt": "question"}``.
         keep: columns to ignore. Without this, a column that nothing reads is an error. Prompts keep all columns.
-        on_bad_row: ``skip`` yields a ``Skipped`` for a bad row; ``error`` stops at the first one. If a file breaks in
+        on_bad_row: ``skip`` yields a ``Skipped`` for a bad row; ``error`` stops at the first one, with the advice to
+            set ``skip`` if that would help; None, where no such setting exists, stops without it. If a file breaks in
             the middle (a damaged .gz, a JSON list or the quotes of a csv file that are not closed), ``skip`` reads the
             rows before, and one ``Skipped`` says where it broke.
         limit: maximum number of good rows to read.
@@ -151,7 +152,7 @@ def read_records(
 
     Raises:
         UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
-            ``error``.
+            not ``skip``.
     """
     good = 0
     with Unchanged(source):
@@ -165,8 +166,8 @@ def read_records(
                 if number is not None:
                     column_number(record, number, place)
             except BadRow as bad:
-                if on_bad_row == "error":
-                    hint = "on_bad_row: skip skips such rows" if bad.reason in OF_A_ROW else ""
+                if on_bad_row != "skip":
+                    hint = "on_bad_row: skip skips such rows" if on_bad_row and bad.reason in OF_A_ROW else ""
                     raise BadRow(bad.source, bad.key, bad.reason, "; ".join(filter(None, (bad.detail, hint)))) from None
                 yield Skipped(place, bad.reason, str(bad)), record
                 continue

@@ -28,7 +28,7 @@ class Sampling(Config, use_attribute_docstrings=True):
     """Maximum number of tokens. A completion that reaches it ends with finish reason ``length``."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     """Minimum number of tokens before an end-of-sequence token or a stop string can end a completion."""
-    length_range: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+    length_range: Annotated[list[Annotated[int, Field(lt=2**63)]], Field(min_length=2, max_length=2)] | None = None
     """[low, high): the range from which each request draws its own ``max_new_tokens`` uniformly."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
     """Divisor of the logits. 0 always takes the likeliest token, whose log-probability is then 0."""

@@ -26,8 +26,9 @@ class Sample(RowMethod):
     """Writes ``samples.jsonl``, a row for each completion, and ``ranked.jsonl``, the distinct ones of each prompt.
 
     A row of samples has the prompt, the completion, its score, every reward, the reason why it ended, its seed, an id
-    such as ``17-2`` (the third completion of prompt 17, counted from 0), and in ``meta`` the prompt's other columns. Empty completions are left out, because no method can learn from them.
-    A prompt is in ``ranked.jsonl`` if its completions have at least two different scores.
+    such as ``17-2`` (the third completion of prompt 17, counted from 0), and in ``meta`` the prompt's other columns.
+    Empty completions are left out, because no method can learn from them. A prompt is in ``ranked.jsonl`` if its
+    completions have at least two different scores.
     """
 
     spec = ROW_METHODS["sample"]

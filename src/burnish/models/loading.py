@@ -87,7 +87,7 @@ def locate(reference: str) -> str | Path:
     Raises:
         UserError: it is neither a model, a GGUF file, nor a possible hub id.
     """
-    path = Path(reference).expanduser()
+    path = files.expanded(reference)
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.is_dir():
@@ -108,7 +108,7 @@ def locate(reference: str) -> str | Path:
 
 def is_adapter(reference: str | Path) -> bool:
     """Whether a folder holds an adapter, which needs a base model."""
-    return (Path(reference).expanduser() / "adapter_config.json").is_file()
+    return (files.expanded(reference) / "adapter_config.json").is_file()
 
 
 def describe(reference: str) -> bases.Base:

@@ -51,7 +51,7 @@ def merge(
         UserError: the base is missing or is not the one that the adapter was trained on; or the output exists.
     """
     folder = _folder(adapter)
-    target = Path(output).expanduser() if output is not None else folder.with_name(f"{folder.name}-merged")
+    target = files.expanded(output) if output is not None else folder.with_name(f"{folder.name}-merged")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} exists already: name a new folder with --output")
     reference = _base(folder, base)
@@ -114,7 +114,7 @@ def policy_of(adapted: PeftModel, adapter: Path, trust_remote_code: bool = False
 
 
 def _folder(adapter: str) -> Path:
-    path = Path(adapter).expanduser()
+    path = files.expanded(adapter)
     for folder in (path, path / "adapter"):
         if loading.is_adapter(folder):
             return folder

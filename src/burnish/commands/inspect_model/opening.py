@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 from burnish.config import shipped
 from burnish.errors import UserError, did_you_mean
+from burnish.files import expanded
 from burnish.models import loading
 from burnish.models.stored import Stored, json_object, stored
 
@@ -88,7 +89,7 @@ def locate(reference: str) -> str | Path:
     Raises:
         UserError: it is not a model.
     """
-    path = Path(reference).expanduser()
+    path = expanded(reference)
     try:
         place = loading.locate(reference)
     except UserError as error:
