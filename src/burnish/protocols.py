@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from burnish.generate.protocol import Generator
+    from burnish.generate.sampling import Sampling
     from burnish.math.statistics import RowSums
     from burnish.models.heads import Network
     from burnish.render.truncate import Truncation
+    from burnish.rewards.functions import NamedReward
 
 T = TypeVar("T")
 
@@ -153,6 +156,100 @@ class MethodSpec:
     """What happens to rows over ``data.max_length`` if ``data.too_long`` is not set."""
     implementation: str = ""
     """``package.module:Name`` of the class, for methods that recipes refer to by name."""
+
+
+@dataclass(frozen=True)
+class RowMethodSpec:
+    """What a recipe needs to know about a method that makes rows. It can be read without importing torch.
+
+    ``RowMethodSpec("sample", SampleConfig, kinds=(Prompt,), outputs={"samples.jsonl": (Conversation, Scored)},
+    needs=("model",), implementation="burnish.methods.sample:Sample")``
+
+    ``config`` is the class of its settings, ``kinds`` are the row classes that it reads, and ``outputs`` are the files
+    that it writes, each with the row classes that it can be read as.
+    """
+
+    name: str
+    config: type[Config]
+    kinds: tuple[type, ...]
+    outputs: Mapping[str, tuple[type, ...]]
+    needs: tuple[str, ...] = ()
+    """Keys that a stage with this method must have besides ``data``."""
+    takes: tuple[str, ...] = ()
+    """Keys that a stage with this method may have besides these."""
+    implementation: str = ""
+    """``package.module:Name`` of the class, for methods that recipes refer to by name."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a method made of a chunk of rows.
+
+    ``Made({"samples.jsonl": [{"prompt": "1+1", "completion": "2", "score": 1.0}]}, {"made": 1}, {"score": [1.0]}, [])``
+    """
+
+    files: Mapping[str, list[dict[str, Any]]]
+    """The rows of each output file, in the order of their input."""
+    counts: Mapping[str, int]
+    """What became of the rows that were read: ``{"made": 60, "skipped: empty answer": 4}``."""
+    measured: Mapping[str, list[float]]
+    """Measures, each with a value for every row that was made, for means with intervals."""
+    samples: list[dict[str, Any]]
+    """Some rows for a person to read."""
+
+
+class RowRun(Protocol):
+    """The run, as a method that makes rows sees it."""
+
+    @property
+    def model(self) -> Any:
+        """The stage's model, on its device."""
+        ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, with the chat template."""
+        ...
+
+    @property
+    def generator(self) -> Generator:
+        """The stage's generator, with the weights of the model."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """The settings of ``generation:``."""
+        ...
+
+    @property
+    def rewards(self) -> list[NamedReward]:
+        """The stage's rewards."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of all random choices."""
+        ...
+
+
+class RowMethod(Protocol):
+    """A method that makes rows of rows. A recipe makes it from the settings of its ``method:`` block."""
+
+    spec: RowMethodSpec
+
+    def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
+        """Make rows of a chunk of the input.
+
+        The result may depend only on the chunk, its place and the run, because a stopped stage goes on with the first
+        chunk that is not finished.
+
+        Args:
+            rows: the chunk.
+            records: the columns of each row.
+            first: the index of its first row in the input.
+            run: the stage's model, rewards and seed.
+        """
+        ...
 
 
 class Method(Protocol):

@@ -20,7 +20,7 @@ from peft import TaskType
 from rich.table import Table
 from torch import Tensor
 
-from burnish.commands.generate import TOKEN_BUDGET, Loaded, check_room, load, logprobs
+from burnish.commands.generate import TOKEN_BUDGET, Loaded, load, logprobs
 from burnish.config.evaluation import Evaluation
 from burnish.config.resolve import model_reference, named_reward
 from burnish.config.sources import data_reference
@@ -36,6 +36,7 @@ from burnish.methods.sft import SFT
 from burnish.models import loading
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
 from burnish.models.layout import Layout
+from burnish.models.limits import check_room
 from burnish.render.encode import account, encode
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template

@@ -27,7 +27,7 @@ from burnish.mistakes import mistakes
 from burnish.models import loading
 from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
 from burnish.models.layout import Layout
-from burnish.models.limits import check_ids
+from burnish.models.limits import check_room
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
 from burnish.terminal import check_typed
@@ -176,23 +176,6 @@ def completions(
                 count = max(1, len(values))
                 line |= {"logprob": sum(values), "logprob_mean": sum(values) / count}
         yield len(prompt_rows[part]), lines
-
-
-def check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
-    """Check that a model can complete prompts.
-
-    Raises:
-        UserError: a prompt fills the context window, or has an id outside of the model's vocabulary.
-    """
-    config = unwrap(model).config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
-    for row, ids in zip(prompt_rows, tokens, strict=True):
-        if context is not None and len(ids) >= context:
-            raise UserError(
-                f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
-                f"{context}: shorten the prompt or remove the row"
-            )
-        check_ids(ids, config.vocab_size, row.source)
 
 
 def context_note(loaded: Loaded, decoding: Sampling | Beams) -> str | None:

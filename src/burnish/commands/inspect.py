@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from burnish.config import Data, Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
+from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
 from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
@@ -107,7 +107,7 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     splits = {}
     for split in ("train", "eval"):
         if getattr(stage.data, split) is not None:
-            read = _read(recipe, stage.data, split, spec.kinds)
+            read = _read(recipe, stage, split, spec.kinds)
             encode = method.examples if split == "train" else method.eval_examples
             length = limits.default(stage.data.length, read.rows, spec.too_long)
             splits[split] = (read, encode(read.rows, tokenizer, length))
@@ -133,11 +133,13 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     console.print(_cost(reference, stage, examples))
 
 
-def _read(recipe: Recipe, data: Data, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
+def _read(recipe: Recipe, stage: Stage, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
     """Read the rows of a split, or the first shuffle buffer of a stream."""
+    data = stage.data
+    assert data is not None
     if split == "train" and data.stream:
         return rows.Rows(*sources.stream(data, recipe.folder, kinds).take(data.shuffle_buffer))
-    return sources.read(data, split, recipe.folder, kinds, recipe.seed)
+    return sources.read(data, split, recipe.folder, kinds, recipe.seed_of(stage))
 
 
 # --- counts -------------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def _settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     if settings["trainer"].get("max_steps", -1) < 0:
         settings["trainer"].pop("max_steps", None)
     settings["data"] = {key: value for key, value in given["data"].items() if key not in ("train", "eval")}
-    return _shortened({"seed": recipe.seed, **{key: value for key, value in settings.items() if value}})
+    return _shortened({"seed": recipe.seed_of(stage), **{key: value for key, value in settings.items() if value}})
 
 
 def _shortened(value: Any) -> Any:

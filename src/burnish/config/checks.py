@@ -22,6 +22,7 @@ from burnish.config.schema import (
     Stage,
     StageData,
     StageModel,
+    any_spec,
     is_module,
     method_spec,
 )
@@ -30,9 +31,10 @@ from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
-from burnish.methods import METHODS
+from burnish.methods import METHODS, ROW_METHODS
 from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig
+from burnish.protocols import MethodSpec
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.report.metrics import METRICS
 from burnish.training.arguments import ABSENT, TrainerConfig
@@ -101,7 +103,7 @@ def _method_problems(value: dict[str, Any]) -> Iterator[Problem]:
             continue
         settings = {key: setting for key, setting in stage["method"].items() if key != "name"}
         try:
-            config = method_spec(name).config
+            config = any_spec(name).config
         except UserError as error:
             yield Problem((*at, "name"), str(error))
             continue
@@ -140,9 +142,10 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
     """Every model and data source of a stage, with its path below the stage."""
     yield ("model",), stage.model
     if stage.data:
-        mixed = isinstance(stage.data.train, list)
-        for index, part in enumerate(stage.data.parts("train")):
-            yield ("data", "train", *((index, "from") if mixed else ())), part.source
+        for split in ("train", "rows"):
+            mixed = isinstance(getattr(stage.data, split), list)
+            for index, part in enumerate(stage.data.parts(split)):
+                yield ("data", split, *((index, "from") if mixed else ())), part.source
         yield ("data", "eval"), stage.data.eval
     yield from reward_models(stage.reward)
 
@@ -195,10 +198,14 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage, path: Keys) -> str | None:
     """What an earlier stage with a method cannot have made, whatever happens when it runs."""
-    if not maker.method or maker.method.name not in METHODS:
+    if maker.method is None:
+        return None
+    if maker.makes_rows:
+        return _row_problem(source, maker)
+    if maker.method.name not in METHODS:
         return None
     if isinstance(source, StageData):
-        return f"stage {maker.name!r} trains a model and writes no rows: expected a stage with run:"
+        return f"stage {maker.name!r} trains a model and writes no rows: expected a stage that makes rows"
     if path[0] != "reward" or not isinstance(reward := reader.reward[int(path[1])], RewardFromModel):
         return None
     if reward.steps is not None:
@@ -209,6 +216,18 @@ def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage,
     if reward.normalize and maker.data and maker.data.eval is None:
         return f"normalize needs the mean and spread of held-out scores, and stage {maker.name!r} has no data.eval"
     return None
+
+
+def _row_problem(source: StageModel | StageData, maker: Stage) -> str | None:
+    """A model or a file that a stage with a row method does not make."""
+    assert maker.method is not None
+    outputs = ROW_METHODS[maker.method.name].outputs
+    if isinstance(source, StageModel):
+        return f"stage {maker.name!r} makes rows and no model"
+    if source.file in outputs:
+        return None
+    near = did_you_mean(source.file, outputs)
+    return f"stage {maker.name!r} writes no file {source.file!r}{near}; it writes {', '.join(outputs)}"
 
 
 def reward_models(rewards: list[RewardSource]) -> list[tuple[Keys, Any]]:
@@ -247,7 +266,8 @@ def _best_metric_problem(stage: Stage) -> str | None:
 
 def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
     assert stage.method is not None
-    if not method_spec(stage.method.name).streams:
+    spec = any_spec(stage.method.name)
+    if not isinstance(spec, MethodSpec) or not spec.streams:
         yield ("data", "stream"), f"method {stage.method.name!r} needs all of its rows at once: remove this key"
     if stage.trainer.max_steps <= 0:
         yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the number of optimizer steps"
@@ -255,6 +275,8 @@ def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
 
 def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
     """A method that samples completions needs a reward; any other method would ignore it."""
+    if method in ROW_METHODS:
+        return None
     kinds = method_spec(method).kinds
     samples = Prompt in kinds
     if kinds == (Prompt,) and not rewards:
@@ -264,7 +286,7 @@ def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
 
 def _generator_problem(stage: Stage) -> str | None:
     """A generator is an error in a stage that samples nothing."""
-    if stage.method is None or "generator" not in stage.model_fields_set:
+    if stage.method is None or stage.makes_rows or "generator" not in stage.model_fields_set:
         return None
     samples = Prompt in method_spec(stage.method.name).kinds
     return None if samples else f"method {stage.method.name!r} does not sample: remove this key"

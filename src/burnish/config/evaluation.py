@@ -46,7 +46,7 @@ class EvaluationData(Truncation, use_attribute_docstrings=True):
 class Evaluation(Config, use_attribute_docstrings=True):
     """Settings of an evaluation: its rows, models and rewards."""
 
-    name: str = Field("eval", pattern=NAME)
+    name: str = Field("eval", pattern=f"^{NAME}$")
     seed: int = Field(0, ge=0, lt=2**32)
     data: EvaluationData
     against: ModelSource | None = None

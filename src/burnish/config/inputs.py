@@ -11,11 +11,12 @@ from transformers.utils.hub import cached_file
 
 from burnish import files
 from burnish.config import Recipe, Stage, StageData, StageModel
-from burnish.config.schema import Data, RewardFromFunction, RewardFromModel
+from burnish.config.resolve import model_reference
+from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromModel
 from burnish.config.sources import references
 from burnish.data.readers import files_of
 from burnish.errors import UserError
-from burnish.methods import METHODS
+from burnish.methods import METHODS, ROW_METHODS
 
 READ = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py", ".gguf")
 """Extensions of the files that loading a model may read from its folder."""
@@ -52,7 +53,7 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
     Raises:
         UserError: if a file is missing or has changed.
     """
-    for source in _from_stages(stage):
+    for source in from_stages(stage):
         folder = recipe.folder / source.stage
         part = "model" if isinstance(source, StageModel) else f"data/{source.file}"
         for name, checksum in entries[source.stage]["files"].items():
@@ -76,7 +77,7 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
         UserError: if an earlier stage ran again and wrote something else.
     """
     read = {**entries[stage.name].get("data", {}), **entries[stage.name].get("inputs", {})}
-    for source in _from_stages(stage):
+    for source in from_stages(stage):
         for name, checksum in entries[source.stage]["files"].items():
             if read.get(f"{source.stage}/{name}", checksum) != checksum:
                 raise UserError(
@@ -85,11 +86,29 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
                 )
 
 
-def _from_stages(stage: Stage) -> list[StageModel | StageData]:
+def from_stages(stage: Stage) -> list[StageModel | StageData]:
     """The sources of a stage that earlier stages create."""
-    data = [part.source for split in ("train", "eval") for part in (stage.data.parts(split) if stage.data else [])]
+    data = [part.source for split in SPLITS for part in (stage.data.parts(split) if stage.data else [])]
     models = [stage.model, *(reward.model for reward in stage.reward if isinstance(reward, RewardFromModel))]
     return [source for source in [*models, *data] if isinstance(source, StageModel | StageData)]
+
+
+def inputs_of(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, dict[str, str]]:
+    """Checksums of the rows, models and code that a stage reads, for the manifest: ``{"data": ..., "inputs": ...}``."""
+    assert stage.data is not None
+    sources = [reward.model for reward in stage.reward if isinstance(reward, RewardFromModel)]
+    models = [model_reference(source, recipe.folder) for source in [stage.model, *sources] if source is not None]
+    inputs = of_code(recipe, stage, checksums)
+    for reference in models:
+        inputs |= of_model(reference, recipe.folder, checksums)
+    return {"data": of_rows(stage.data, stage.data.splits, recipe.folder, checksums), "inputs": inputs}
+
+
+def refuse_changes(stage: Stage, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise a UserError if an input has changed since a stage started."""
+    changed = [name for name in [*now, *before] if now.get(name) != before.get(name)]
+    if changed:
+        raise UserError(f"{changed[0]} has changed since {stage.name} started: restore it, or start over with --fresh")
 
 
 def of_rows(data: Data, splits: list[str], folder: Path, checksums: Checksums) -> dict[str, str]:
@@ -125,7 +144,8 @@ def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str
     """Checksums of the user's files that define a stage's rewards, its method or parts of the method."""
     names = [reward.function for reward in stage.reward if isinstance(reward, RewardFromFunction)]
     if stage.method:
-        names += [*([] if stage.method.name in METHODS else [stage.method.name]), *stage.method.functions.values()]
+        own = [] if stage.method.name in METHODS or stage.method.name in ROW_METHODS else [stage.method.name]
+        names += [*own, *stage.method.functions.values()]
     sums = {}
     for name in names:
         written = name.rpartition(":")[0]  # the key as written, because a recipe can be moved with its files

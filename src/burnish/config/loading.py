@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.checks import file_problems, reference_problems, shape_problems
+from burnish.config.rounds import write_out
 from burnish.config.schema import Recipe
 from burnish.config.yaml import LONGEST, Document, complain, override, read
 from burnish.errors import UserError, did_you_mean
@@ -35,9 +36,11 @@ def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for text in overrides:
         written = override(written, text)
     written = _with_stages(written, file.stem)
+    written, loops, problems = write_out(written)
+    complain(written, problems)
     complain(written, list(shape_problems(written.value)))
     recipe = Recipe.model_validate(written.value)
-    recipe._home = file.parent.resolve()
+    recipe._home, recipe._loops = file.parent.resolve(), loops
     complain(written, [*reference_problems(recipe), *file_problems(recipe)])
     return recipe
 

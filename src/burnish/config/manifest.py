@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pydantic
 
 from burnish import files
-from burnish.config.schema import NAME, Recipe, Stage
+from burnish.config.schema import STAGE_NAME, Recipe, Stage
 from burnish.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -115,7 +115,8 @@ def other_versions(manifest: Mapping[str, Any]) -> str:
 class _Entry(pydantic.BaseModel):
     """What is read of a stage's entry, besides its name."""
 
-    state: Literal["pending", "running", "done"]
+    state: Literal["pending", "running", "done", "skipped"]
+    thinned: bool = False
     seconds: float
     method: str | None = None
     model: dict[str, Any] = {}
@@ -163,7 +164,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = "it is empty" if not path.stat().st_size else f"{error!r}"
         raise UserError(f"{path}: not a valid manifest ({what}): {advice}") from error
-    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(NAME, name))]:
+    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(STAGE_NAME, name))]:
         raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: restore the file, or remove the folder")
     return manifest
 
@@ -185,7 +186,8 @@ def clear(folder: Path) -> None:
     for manifest in (folder / REMOVING, folder / MANIFEST):
         if not manifest.is_file():
             continue
-        places = [folder / entry["name"] for entry in read_manifest(manifest)["stages"]]
+        names = [entry["name"].partition("/")[0] for entry in read_manifest(manifest)["stages"]]
+        places = [folder / name for name in dict.fromkeys(names)]
         if linked := [place for place in places if place.is_symlink()]:
             raise UserError(
                 f"{linked[0]} is a link to {os.readlink(linked[0])}, and --fresh removes only files inside {folder}: "

@@ -13,10 +13,11 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from burnish import files, progress, user_functions
-from burnish.config import Recipe, Stage, StageData
+from burnish.config import Recipe, Stage, StageData, loops
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
+from burnish.config.row_stage import RowStage
 from burnish.config.stage import TrainingStage, check_rewards
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream
@@ -97,9 +98,14 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
     """Run every unfinished stage, in order."""
     folder, checksums = recipe.folder, Checksums(manifest["checksums"])
     entries = {entry["name"]: entry for entry in manifest["stages"]}
-    for number, stage in enumerate(recipe.stages, start=1):
-        screen.stage(stage.name, number, len(recipe.stages))
-        entry = entries[stage.name]
+    for number, planned in enumerate(recipe.stages, start=1):
+        last = loops.ended(recipe, entries)
+        entry = entries[planned.name]
+        if loops.is_skipped(planned, last):
+            entry["state"] = "skipped"
+            continue
+        screen.stage(planned.name, number, len(recipe.stages))
+        stage = loops.with_last_rounds(planned, recipe, last)
         if entry["state"] == "done":
             if (folder / stage.name).is_dir():
                 check_still_current(recipe, stage, entries)
@@ -111,21 +117,40 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             manifest["state"] = "running"
         began = time.monotonic()
         verify(recipe, stage, entries, checksums)
-        training = None if stage.run else TrainingStage(recipe, stage)
-        entry |= {"state": "running"} | (training.check_inputs(entry, checksums) if training else {})
+        kind = RowStage if stage.makes_rows else TrainingStage
+        running = None if stage.run else kind(recipe, stage)
+        entry |= {"state": "running"} | (running.check_inputs(entry, checksums) if running else {})
         write_manifest(folder, manifest)
         with progress.shown_by(screen.progress):
-            outcome = training.run(screen, entry, checksums) if training else _run_function(recipe, stage, screen)
+            outcome = running.run(screen, entry, checksums) if running else _run_function(recipe, stage, screen)
         for name, checksum in outcome["files"].items():
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
         write_manifest(folder, manifest)
+        _thin(recipe, manifest)
+    for name, number in loops.ended(recipe, entries).items():
+        screen.message(f"{name} ended after round {number} of {recipe.loops[name].rounds}")
+
+
+def _thin(recipe: Recipe, manifest: dict[str, Any]) -> None:
+    """Remove the models and checkpoints of old rounds that no later stage reads."""
+    for entry in manifest["stages"]:
+        if entry.get("thinned"):
+            files.remove_leftovers(recipe.folder / entry["name"])
+    paths = list(loops.thin(recipe, {entry["name"]: entry for entry in manifest["stages"]}))
+    if paths:
+        write_manifest(recipe.folder, manifest)  # first, so that they are not missed if the process is killed now
+        for path in paths:
+            files.remove(path)
 
 
 def _check_all(recipe: Recipe) -> None:
     """Check the settings, the available rows and the machine for every stage before the first one starts."""
     for stage in recipe.stages:
         if stage.method is None:
+            continue
+        if stage.makes_rows:
+            _check_rows(RowStage(recipe, stage))
             continue
         training = TrainingStage(recipe, stage)
         training.arguments()
@@ -142,6 +167,13 @@ def _check_all(recipe: Recipe) -> None:
             check_rewards(stage, splits)
 
 
+def _check_rows(making: RowStage) -> None:
+    """Check the settings and the available input of a stage that makes rows."""
+    making.method()
+    if not any(isinstance(part.source, StageData) for part in making.data.parts("rows")):
+        making.read()
+
+
 # --- a stage that runs a function ----------------------------------------------------------------------------------
 
 
@@ -151,8 +183,9 @@ def _run_function(recipe: Recipe, stage: Stage, screen: Display) -> dict[str, An
     screen.message(f"running {stage.run}")
     function = user_functions.load(recipe.locate(stage.run))
     folder = recipe.folder / stage.name
-    with files.writing(folder) as staging, user_code(f"stages.{stage.name}.run: {stage.run}", seed=recipe.seed):
-        function(staging, seed=recipe.seed, **stage.arguments)
+    what, seed = f"stages.{stage.name}.run: {stage.run}", recipe.seed_of(stage)
+    with files.writing(folder) as staging, user_code(what, seed=seed):
+        function(staging, seed=seed, **stage.arguments)
         if not staging.is_dir():
-            raise UserError(f"stages.{stage.name}.run: {stage.run} removed its folder, which should hold what it makes")
+            raise UserError(f"{what} removed its folder, which should hold what it makes")
     return {"files": files.listed(folder)}

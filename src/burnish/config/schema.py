@@ -11,19 +11,23 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Discriminator, Field, Tag
 
+from burnish.config.rounds import Loop
+from burnish.data.selection import Select
 from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
-from burnish.methods import METHODS
+from burnish.methods import METHODS, ROW_METHODS
 from burnish.methods.settings import BLOCKS
 from burnish.models.settings import AdapterConfig
-from burnish.protocols import MethodSpec
+from burnish.protocols import MethodSpec, RowMethodSpec
 from burnish.render.truncate import Truncation
 from burnish.training.arguments import TrainerConfig
 from burnish.types import Config
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
+STAGE_NAME = rf"^{NAME}(/[0-9]+/{NAME})?$"
+"""The name of a stage: ``sft``, or ``loop/2/values`` for the second round of one in a loop."""
 RESERVED = ("manifest.json", "report.html", "run.lock")
 """Files of a run's folder, beside the folders of its stages."""
 
@@ -112,19 +116,25 @@ class MethodChoice(Config, extra="allow"):
 
     @property
     def functions(self) -> dict[str, str]:
-        """The user's functions, keyed by the block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
-        blocks = {key: self.settings[key] for key in BLOCKS & set(self.settings)}
+        """The user's functions, by the setting or block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
+        blocks = {key: self.settings[key] for key in {*BLOCKS, "function"} & set(self.settings)}
         names = {key: block.get("name") if isinstance(block, dict) else block for key, block in blocks.items()}
         return {key: name for key, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
+
+
+SPLITS = ("train", "eval", "rows")
+"""The kinds of rows of a stage."""
 
 
 class Data(Truncation, use_attribute_docstrings=True):
     """Rows of a stage: ``{train: data/chat.jsonl, eval: data/chat-eval.jsonl, max_length: 1024}``."""
 
-    train: TrainSource
+    train: TrainSource | None = None
     """One source, or a mixture given as a list of {from: SOURCE, weight: 2, limit: 1000}."""
     eval: DataSource | None = None
     """Held-out rows for evaluation."""
+    rows: TrainSource | None = None
+    """The input of a method that makes rows: one source, or a list of {from: SOURCE, limit: 1000}."""
     format: str | None = None
     """Name of the row format, if it cannot be inferred from the keys."""
     keys: dict[str, str] | None = None
@@ -134,6 +144,8 @@ class Data(Truncation, use_attribute_docstrings=True):
     is an error."""
     limit: int | None = Field(None, gt=0)
     """Maximum number of training rows to read."""
+    select: Select | None = None
+    """Which of the training rows to use, by their scores."""
     stream: bool = False
     """Read training rows during the run instead of loading all of them first. Requires trainer.max_steps."""
     shuffle_buffer: int = Field(2048, gt=0)
@@ -141,18 +153,25 @@ class Data(Truncation, use_attribute_docstrings=True):
 
     @pydantic.model_validator(mode="after")
     def _fitting(self) -> Data:
-        parts = self.parts("train")
+        parts = self.parts("rows" if self.train is None else "train")
         if len(weighted := [part for part in parts if part.weight is not None]) not in (0, len(parts)):
             raise ValueError(
                 f"{len(weighted)} of {len(parts)} sources have a weight: give a weight to all of them or to none"
             )
-        if isinstance(self.train, list) and self.limit is not None:
+        if isinstance(self.train or self.rows, list) and self.limit is not None:
             raise ValueError(
                 "data.limit does not apply to a list of sources; limit each source: train: [{from: FILE, limit: 1000}]"
             )
+        if self.stream and self.select is not None:
+            raise ValueError("select needs all rows at once: remove it, or remove stream: true")
         if not self.stream and "shuffle_buffer" in self.model_fields_set:
             raise ValueError("shuffle_buffer requires stream: true; without streaming, all rows are shuffled together")
         return self
+
+    @property
+    def splits(self) -> list[str]:
+        """The kinds of rows that the stage reads."""
+        return [split for split in SPLITS if getattr(self, split) is not None]
 
     def parts(self, split: str) -> list[Part]:
         """The sources of a split, with all their settings."""
@@ -160,7 +179,7 @@ class Data(Truncation, use_attribute_docstrings=True):
         if source is None:
             return []
         if not isinstance(source, list):
-            limit = self.limit if split == "train" else None
+            limit = None if split == "eval" else self.limit
             return [Part.model_validate({"from": source, "limit": limit, "format": self.format, "keys": self.keys})]
         shared = {"format": self.format, "keys": self.keys}
         return [
@@ -263,7 +282,9 @@ RewardSource = Annotated[
 class Stage(Config, use_attribute_docstrings=True):
     """One stage of a pipeline. It trains with a method, or runs a function that makes rows or a model."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=STAGE_NAME)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    """Seed of this stage. Default: the seed of the recipe, and another one in every later round of a loop."""
     run: str | None = None
     """file.py:name (beside the recipe) or package.module:name of a function(folder, seed, **with)."""
     arguments: dict[str, Any] = Field({}, alias="with")
@@ -301,21 +322,41 @@ class Stage(Config, use_attribute_docstrings=True):
             which = "both run: and" if self.run else "neither run: nor"
             raise ValueError(f"has {which} method:; a stage either runs a function or trains with a method")
         given = self.model_fields_set
-        if self.run and (extra := given - {"name", "run", "arguments"}):
+        if self.run and (extra := given - {"name", "seed", "run", "arguments"}):
             raise ValueError(
                 f"{', '.join(sorted(extra))} cannot be combined with run:; pass arguments to the function in with:"
             )
-        if self.method and (lacking := [key for key in ("model", "data") if getattr(self, key) is None]):
-            raise ValueError(f"{' and '.join(lacking)} missing; a stage with method: needs both model: and data:")
+        if self.method:
+            self._check_method(self.method.name, given)
         if self.method and "arguments" in given:
             raise ValueError("with: applies only to a stage with run:")
         return self
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether the stage makes rows with a method, and trains nothing."""
+        return self.method is not None and self.method.name in ROW_METHODS
+
+    def _check_method(self, name: str, given: set[str]) -> None:
+        """Check that the stage has the keys that its method needs, and no others."""
+        spec = ROW_METHODS.get(name)
+        needs = ("model", "data") if spec is None else (*spec.needs, "data")
+        if lacking := [key for key in needs if getattr(self, key) is None]:
+            raise ValueError(f"{' and '.join(lacking)} missing; a stage with method {name!r} needs {', '.join(needs)}")
+        assert self.data is not None
+        split, others = ("train", ("rows",)) if spec is None else ("rows", ("train", "eval"))
+        if getattr(self.data, split) is None:
+            raise ValueError(f"data.{split} missing: the rows that the method {name!r} reads")
+        if wrong := [f"data.{key}" for key in others if getattr(self.data, key) is not None]:
+            raise ValueError(f"{', '.join(wrong)}: the method {name!r} reads data.{split}")
+        if spec is not None and (extra := given - {"name", "seed", "method", *needs, *spec.takes}):
+            raise ValueError(f"{', '.join(sorted(extra))}: the method {name!r} does not use this")
 
 
 class Recipe(Config, use_attribute_docstrings=True):
     """A run: its name, its seed and its stages, in order."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=f"^{NAME}$")
     out: str | None = None
     """Folder of the run. Default: runs/NAME."""
     seed: int = Field(0, ge=0, lt=2**32)
@@ -323,11 +364,21 @@ class Recipe(Config, use_attribute_docstrings=True):
     """Number of torch threads. Default: one per core."""
     stages: list[Stage] = Field(min_length=1)
     _home: Path = pydantic.PrivateAttr(Path())
+    _loops: dict[str, Loop] = pydantic.PrivateAttr({})
 
     @property
     def folder(self) -> Path:
         """The folder of the run."""
         return expanded(self.out) if self.out else Path("runs") / self.name
+
+    @property
+    def loops(self) -> dict[str, Loop]:
+        """The loops by name. Their stages are in ``stages``, once for each round."""
+        return self._loops
+
+    def seed_of(self, stage: Stage) -> int:
+        """The seed of a stage."""
+        return self.seed if stage.seed is None else stage.seed
 
     def locate(self, reference: str) -> str:
         """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
@@ -338,7 +389,7 @@ class Recipe(Config, use_attribute_docstrings=True):
         settings = method.settings
         for key, name in method.functions.items():
             block = settings[key] if isinstance(settings[key], dict) else {}
-            settings[key] = {**block, "name": self.locate(name)}
+            settings[key] = self.locate(name) if key == "function" else {**block, "name": self.locate(name)}
         return settings
 
     def resolved(self) -> dict[str, Any]:
@@ -346,9 +397,10 @@ class Recipe(Config, use_attribute_docstrings=True):
         plain = self.model_dump(mode="json", by_alias=True)
         for stage, values in zip(self.stages, plain["stages"], strict=True):
             if stage.method:
-                spec = method_spec(stage.method.name)
+                spec = any_spec(stage.method.name)
                 values["method"] |= spec.config(**stage.method.settings).model_dump(mode="json")
-                values["data"]["too_long"] = values["data"]["too_long"] or spec.too_long
+                if isinstance(spec, MethodSpec):
+                    values["data"]["too_long"] = values["data"]["too_long"] or spec.too_long
         return plain
 
 
@@ -356,6 +408,11 @@ def locate(home: Path, reference: str) -> str:
     """``file.py:name`` with the path of the file relative to a folder; ``package.module:name`` unchanged."""
     file, _, name = reference.rpartition(":")
     return f"{home / expanded(file)}:{name}" if file.endswith(".py") else reference
+
+
+def any_spec(name: str) -> MethodSpec | RowMethodSpec:
+    """The spec of a method that trains or makes rows."""
+    return ROW_METHODS.get(name) or method_spec(name)
 
 
 def method_spec(name: str) -> MethodSpec:
@@ -378,11 +435,12 @@ def method_class(name: str) -> Any:
     Raises:
         UserError: if there is no such method.
     """
-    reference = METHODS[name].implementation if name in METHODS else name
+    known = {**METHODS, **ROW_METHODS}
+    reference = known[name].implementation if name in known else name
     module, colon, attribute = reference.partition(":")
     if not colon:
-        known = f"methods are {', '.join(METHODS)}; write your own as package.module:Name"
-        raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; {known}")
+        names = f"methods are {', '.join(known)}; write your own as package.module:Name"
+        raise UserError(f"unknown method {name!r}{did_you_mean(name, known)}; {names}")
     if not is_module(module):
         raise UserError(f"method {name!r}: there is no module {module!r}")
     home = importlib.import_module(module)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from burnish.config.schema import Data, Part, StageData
-from burnish.data import mixing
+from burnish.data import mixing, selection
 from burnish.data import readers as rows
+from burnish.data.selection import Select
 from burnish.data.streaming import RowStream, Source
 from burnish.files import expanded
 from burnish.types import Config
@@ -47,18 +49,45 @@ def _same(one: str, other: str) -> bool:
     return one.removesuffix(":train") == other.removesuffix(":train")
 
 
-def read(data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int) -> rows.Rows:
-    """Read the rows of a split. Several sources are mixed by their weights.
+def read(
+    data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int, *, records: bool = False
+) -> rows.Rows:
+    """Read the rows of a split, with their records if these are wanted. Several sources are mixed by their weights.
 
     Raises:
         UserError: if a source cannot be read or has no valid row, or if a row is invalid and must not be skipped.
     """
     parts, names = data.parts(split), references(data, split, folder)
-    reads = [rows.load(name, kinds, **_settings(data, part)) for part, name in zip(parts, names, strict=True)]
-    if len(reads) == 1:
-        return reads[0]
-    weights = [part.weight for part in parts if part.weight is not None]
-    return mixing.mix(reads, names, weights or None, seed)
+    select = None if split == "eval" else data.select
+    number = select.key if select is not None and select.reads_scores else None
+    reads = [
+        rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
+        for part, name in zip(parts, names, strict=True)
+    ]
+    skipped = [one for read in reads for one in read.skipped]
+    left_out: Mapping[str, int] = {}
+    if select is not None:
+        reads, left_out = _selected(reads, select)
+    used = [(read, part, name) for read, part, name in zip(reads, parts, names, strict=True) if read.rows]
+    weights = [part.weight for _, part, _ in used if part.weight is not None]
+    if len(used) > 1:
+        whole = mixing.mix([read for read, _, _ in used], [name for _, _, name in used], weights or None, seed)
+    else:
+        whole = used[0][0] if used else rows.Rows([], [])
+    return replace(whole, skipped=skipped, left_out=left_out)
+
+
+def _selected(reads: list[rows.Rows], select: Select) -> tuple[list[rows.Rows], Mapping[str, int]]:
+    """Select from the rows of all sources together. Each source keeps its own."""
+    everything = [row for read in reads for row in read.rows]
+    scores = [float(record[select.key]) for read in reads for record in read.records]
+    kept, left_out = selection.select(everything, scores, select)
+    chosen, parts, start = set(kept), [], 0
+    for read in reads:
+        mine = [i - start for i in range(start, start + len(read.rows)) if i in chosen]
+        parts.append(replace(read, rows=[read.rows[i] for i in mine], records=tuple(read.records[i] for i in mine)))
+        start += len(read.rows)
+    return parts, left_out
 
 
 def stream(data: Data, folder: Path, kinds: tuple[type[Any], ...]) -> RowStream:

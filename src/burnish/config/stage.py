@@ -22,9 +22,8 @@ from burnish.config import (
     sources,
 )
 from burnish.config.card import write_card
-from burnish.config.inputs import Checksums, of_code, of_model, of_rows
+from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
 from burnish.config.resolve import model_reference, named_reward
-from burnish.config.schema import RewardFromModel
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, StreamLoader
 from burnish.errors import UserError
@@ -47,8 +46,9 @@ class TrainingStage:
     def __init__(self, recipe: Recipe, stage: Stage) -> None:
         assert stage.method is not None and stage.model is not None and stage.data is not None
         self.recipe, self.stage = recipe, stage
+        self.seed = recipe.seed_of(stage)
         self.data: Data = stage.data
-        self.splits = [split for split in ("train", "eval") if getattr(self.data, split) is not None]
+        self.splits = self.data.splits
         self.folder = recipe.folder / stage.name
         self.spec = method_spec(stage.method.name)
         self.source = model_reference(stage.model, recipe.folder)
@@ -80,12 +80,14 @@ class TrainingStage:
         files.remove_leftovers(self.folder)
         if start is None:
             recorder.truncate({})
-        set_seed(self.recipe.seed)
+        set_seed(self.seed)
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
         screen.message(_model_line(self.source, summary))
         splits = {split: self.rows(split) for split in self.splits}
         self._check_data(entry, checksums)
+        if isinstance(train := splits["train"], rows.Rows) and not train.rows:
+            return self._unchanged(model, tokenizer, train, summary, entry, screen)
         check_rewards(self.stage, splits)
         if warning := sources.overlap(self.data, self.recipe.folder):
             screen.message(warning)
@@ -105,6 +107,31 @@ class TrainingStage:
                 "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             }
             self._save(trainer, {**entry, **outcome})
+        written = files.listed(self.folder / "model")
+        return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
+
+    def _unchanged(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        train: rows.Rows,
+        summary: Mapping[str, Any],
+        entry: Mapping[str, Any],
+        screen: Display,
+    ) -> dict[str, Any]:
+        """End the stage without training, because ``data.select`` leaves nothing. Its model stays as it is."""
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in train.left_out.items())
+        screen.message(f"data.select leaves no row to train on ({reasons}): the model stays as it is")
+        outcome = {
+            "model": {**summary, "source": self.source},
+            "rows": {"train": {"rows": 0, "skipped": [], "dropped": [], "shortened": [], "left_out": train.left_out}},
+            "results": {},
+        }
+        plain: Any = model.merge_and_unload() if isinstance(model, PeftModel) else model
+        with files.writing(self.folder / "model") as staging:
+            plain.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+            write_card(staging, self.recipe, self.stage, {**entry, **outcome})
         written = files.listed(self.folder / "model")
         return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
 
@@ -136,28 +163,15 @@ class TrainingStage:
         Raises:
             UserError: if an input has changed since the stage started.
         """
-        folder = self.recipe.folder
-        scorers = [reward.model for reward in self.stage.reward if isinstance(reward, RewardFromModel)]
-        models = [self.source, *(model_reference(scorer, folder) for scorer in scorers)]
-        inputs = of_code(self.recipe, self.stage, checksums)
-        for reference in models:
-            inputs |= of_model(reference, folder, checksums)
-        current = {"data": of_rows(self.data, self.splits, folder, checksums), "inputs": inputs}
+        current = inputs_of(self.recipe, self.stage, checksums)
         if self.start is not None:
             for kind, now in current.items():
-                self._refuse_changes(before.get(kind) or {}, now)
+                refuse_changes(self.stage, before.get(kind) or {}, now)
         return current
 
     def _check_data(self, entry: Mapping[str, Any], checksums: Checksums) -> None:
         """Raise a UserError if rows changed while they were read."""
-        self._refuse_changes(entry["data"], of_rows(self.data, self.splits, self.recipe.folder, checksums))
-
-    def _refuse_changes(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-        changed = [name for name in [*now, *before] if now.get(name) != before.get(name)]
-        if changed:
-            raise UserError(
-                f"{changed[0]} has changed since {self.stage.name} started: restore it, or start over with --fresh"
-            )
+        refuse_changes(self.stage, entry["data"], of_rows(self.data, self.splits, self.recipe.folder, checksums))
 
     def _evaluations(self) -> list[dict[str, Any]]:
         return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]
@@ -167,7 +181,7 @@ class TrainingStage:
         try:
             return TrainingArguments(
                 output_dir=str(self.folder),
-                seed=self.recipe.seed,
+                seed=self.seed,
                 use_cpu=self.device == "cpu",
                 logging_nan_inf_filter=False,
                 disable_tqdm=True,
@@ -224,7 +238,7 @@ class TrainingStage:
         folder, kinds = self.recipe.folder, self.spec.kinds
         if split == "train" and self.data.stream:
             return sources.stream(self.data, folder, kinds)
-        return sources.read(self.data, split, folder, kinds, self.recipe.seed)
+        return sources.read(self.data, split, folder, kinds, self.seed)
 
     def _rewards(self) -> list[NamedReward]:
         return [named_reward(source, self.recipe, self.recipe.folder, self.device) for source in self.stage.reward]
@@ -300,6 +314,8 @@ def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
     """
     count = account(read.rows, encoded.changed)._asdict()
     count["skipped"] = [f"{s.source}: {s.reason}" for s in read.skipped] + count["skipped"]
+    if read.left_out:
+        count["left_out"] = dict(read.left_out)
     if isinstance(read.rows[0], Conversation | Scored) and (
         by_turn := sum(len(example.sequences) > 1 for example in encoded.examples)
     ):
@@ -317,6 +333,8 @@ def _summary(count: Mapping[str, Any]) -> str:
         if named := count[kind]:
             many = count.get(f"{kind} in all", len(named))
             notes.append(f"{many:,} {kind}: {named[0]}" + (" ..." if many > 1 else ""))
+    if left_out := count.get("left_out"):
+        notes.append(f"left out by data.select: {', '.join(f'{many:,} {why}' for why, many in left_out.items())}")
     if by_turn := count.get("by_turn"):
         notes.append(f"{by_turn:,} with a sequence for each turn, because the chat template rewrites earlier turns")
     return f"{count['rows']:,} rows" + (f" ({'; '.join(notes)})" if notes else "")

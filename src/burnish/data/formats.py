@@ -204,6 +204,17 @@ def _number(value: Any, at: At) -> float:
     return number
 
 
+def column_number(record: Record, name: str, source: str) -> float:
+    """The number in a column that a shape does not read.
+
+    Raises:
+        BadRow: there is no such column, or it is not a finite number.
+    """
+    if name not in record:
+        raise BadRow(source, name, "no score to select by", missing(record, (name,)))
+    return _number(record[name], At(source, name))
+
+
 def _list(value: Any, at: At) -> list[Any]:
     """A list, or its JSON text as in csv files."""
     if isinstance(value, str):

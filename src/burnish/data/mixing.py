@@ -66,7 +66,8 @@ def mix(sources: Sequence[Rows], names: Sequence[str], weights: Sequence[float] 
     drawn = Counter(source for source, _ in draws)
     mixed = [Mixed(name, len(rows.rows), drawn[i]) for i, (name, rows) in enumerate(zip(names, sources, strict=True))]
     skipped = [one for rows in sources for one in rows.skipped]
-    return Rows([sources[source].rows[row] for source, row in draws], skipped, tuple(mixed))
+    records = tuple(sources[source].records[row] for source, row in draws) if sources[0].records else ()
+    return Rows([sources[source].rows[row] for source, row in draws], skipped, tuple(mixed), records)
 
 
 def _check_length(sizes: Sequence[int], names: Sequence[str], weights: Sequence[float] | None) -> None:

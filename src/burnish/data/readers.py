@@ -17,11 +17,20 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from burnish.data.formats import DEEPEST, DUPLICATE, BadRow, BeyondLimits, Decoder, check_record, end_of_value
+from burnish.data.formats import (
+    DEEPEST,
+    DUPLICATE,
+    BadRow,
+    BeyondLimits,
+    Decoder,
+    check_record,
+    column_number,
+    end_of_value,
+)
 from burnish.data.recognition import parse
 from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
@@ -61,6 +70,10 @@ class Rows:
     skipped: list[Skipped]
     mixed: tuple[Mixed, ...] = ()
     """The sources, if there are several."""
+    records: tuple[Mapping[str, Any], ...] = ()
+    """All columns of each row, if ``load`` was asked for them."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many rows a selection has left out, by reason."""
 
     @property
     def reasons(self) -> Counter[str]:
@@ -68,12 +81,13 @@ class Rows:
         return Counter(skipped.reason for skipped in self.skipped)
 
 
-def load(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Rows:
+def load(source: Any, kinds: tuple[type[Any], ...], *, records: bool = False, **options: Any) -> Rows:
     """Read all rows of a source.
 
     Args:
         source: as in ``read``.
         kinds: as in ``read``.
+        records: also keep all columns of every row.
         options: further arguments of ``read``, such as ``on_bad_row="skip"``.
 
     Raises:
@@ -82,20 +96,28 @@ def load(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Rows:
     name = str(source) if isinstance(source, str | Path) else "the rows"
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    for row in read(source, kinds, **options):
+    columns: list[Mapping[str, Any]] = []
+    for row, record in read_records(source, kinds, **options):
         if isinstance(row, Skipped):
             skipped.append(row)
-        else:
-            rows.append(row)
+            continue
+        rows.append(row)
+        if records:
+            columns.append(record)
     if not rows:
         reason = (
             f": all {len(skipped)} rows were skipped, the first one because of {skipped[0].message}" if skipped else ""
         )
         raise UserError(f"{name}: no rows{reason}")
-    return Rows(rows, skipped)
+    return Rows(rows, skipped, records=tuple(columns))
 
 
-def read(
+def read(source: Any, kinds: tuple[type[Any], ...], **options: Any) -> Iterator[Row | Skipped]:
+    """Iterate over the rows of a source, with skipped rows in their places; the arguments are those of read_records."""
+    return (row for row, _ in read_records(source, kinds, **options))
+
+
+def read_records(
     source: Any,
     kinds: tuple[type[Any], ...],
     *,
@@ -105,8 +127,9 @@ def read(
     on_bad_row: Literal["error", "skip"] | None = None,
     limit: int | None = None,
     streaming: bool = False,
-) -> Iterator[Row | Skipped]:
-    """Iterate over the rows of a source, with skipped rows in their places.
+    number: str | None = None,
+) -> Iterator[tuple[Row | Skipped, Any]]:
+    """Iterate over the rows of a source and the records that they were read from, with skipped rows in their places.
 
     JSON lines, csv and parquet files are read lazily, as are hub ids if ``streaming`` is set. A JSON list and a saved
     data set are read whole at the start.
@@ -125,6 +148,7 @@ def read(
             rows before, and one ``Skipped`` says where it broke.
         limit: maximum number of good rows to read.
         streaming: read hub ids lazily.
+        number: a column that must hold a number. It is not one of those that nothing reads.
 
     Raises:
         UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
@@ -138,15 +162,17 @@ def read(
             try:
                 if isinstance(record, BadRow):
                     raise record
-                row = parse(record, kinds, place, format, keys, keep)
+                row = parse(record, kinds, place, format, keys, keep if number is None else [*keep, number])
+                if number is not None:
+                    column_number(record, number, place)
             except BadRow as bad:
                 if on_bad_row != "skip":
                     hint = "on_bad_row: skip skips such rows" if on_bad_row and bad.reason in OF_A_ROW else ""
                     raise BadRow(bad.source, bad.key, bad.reason, "; ".join(filter(None, (bad.detail, hint)))) from None
-                yield Skipped(place, bad.reason, str(bad))
+                yield Skipped(place, bad.reason, str(bad)), record
                 continue
             good += 1
-            yield row
+            yield row, record
 
 
 def _records(source: Any, streaming: bool = False) -> Iterator[Located]:

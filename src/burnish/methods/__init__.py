@@ -1,18 +1,22 @@
 """The algorithms, one a file, named as recipes call them. This module does not import torch."""
 
+from typing import get_args
+
 from burnish.methods.settings import (
     DPOConfig,
+    FilterConfig,
     GRPOConfig,
     PPOConfig,
     PretrainConfig,
     ReinforceConfig,
     RewardConfig,
     RLOOConfig,
+    SampleConfig,
     SFTConfig,
     StepValueConfig,
 )
-from burnish.protocols import MethodSpec
-from burnish.types import Conversation, Labelled, Preference, Prompt, Ranking, Scored, Steps, Text
+from burnish.protocols import MethodSpec, RowMethodSpec
+from burnish.types import Conversation, Labelled, Preference, Prompt, Ranking, Row, Scored, Steps, Text
 
 _SPECS = (
     MethodSpec(
@@ -47,6 +51,28 @@ _SPECS = (
     MethodSpec("rloo", RLOOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:RLOO"),
     MethodSpec("grpo", GRPOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:GRPO"),
 )
+
+_ROW_SPECS = (
+    RowMethodSpec(
+        "sample",
+        SampleConfig,
+        (Prompt,),
+        outputs={"samples.jsonl": (Conversation, Scored), "ranked.jsonl": (Ranking,)},
+        needs=("model",),
+        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        implementation="burnish.methods.sample:Sample",
+    ),
+    RowMethodSpec(
+        "filter",
+        FilterConfig,
+        get_args(Row),
+        outputs={"rows.jsonl": get_args(Row), "failed.jsonl": ()},
+        implementation="burnish.methods.filter:Filter",
+    ),
+)
+
+ROW_METHODS = {spec.name: spec for spec in _ROW_SPECS}
+"""The methods that make rows."""
 
 METHODS = {spec.name: spec for spec in _SPECS}
 """The methods that recipes call by their name alone."""

@@ -41,6 +41,19 @@ class SFTConfig(Config):
     learn_eos: bool = Field(True, description="train on the token that ends a turn, so that the model learns to stop")
 
 
+class SampleConfig(Config):
+    """Settings of ``sample``, which completes prompts. ``generation:`` has the number of samples and the others."""
+
+
+class FilterConfig(Config):
+    """Settings of ``filter``, which keeps rows that pass."""
+
+    function: str = Field(
+        description="file.py:name (beside the recipe) or package.module:name of a function of a row's columns; it "
+        "returns True for a row that passes, and False or the reason for one that does not"
+    )
+
+
 class RewardConfig(Config):
     """Settings of reward modelling."""
 

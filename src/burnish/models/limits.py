@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from burnish.errors import UserError
+from burnish.models.forward import unwrap
 from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.types import Example, Prompt
 
@@ -59,6 +60,23 @@ def check_ids(tokens: Sequence[int] | np.ndarray, vocabulary: int, source: str) 
             f"{source}: the token id {largest:,}, but the model has embeddings only for the {vocabulary:,} ids below: "
             "its tokenizer belongs to another model, or tokens were added to it without resizing the embeddings"
         )
+
+
+def check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
+    """Check that a model can complete prompts.
+
+    Raises:
+        UserError: a prompt fills the context window, or has an id outside of the model's vocabulary.
+    """
+    config = unwrap(model).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    for row, ids in zip(prompt_rows, tokens, strict=True):
+        if context is not None and len(ids) >= context:
+            raise UserError(
+                f"{row.source}: a prompt of {len(ids)} tokens leaves no room in the model's context window of "
+                f"{context}: shorten the prompt or remove the row"
+            )
+        check_ids(ids, config.vocab_size, row.source)
 
 
 OFFSET = 8

@@ -1,0 +1,106 @@
+"""Runs loops: which rounds a result has made unnecessary, and which models no later stage needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.config.inputs import from_stages
+from burnish.config.rounds import Loop
+from burnish.config.schema import Recipe, Stage, StageModel
+from burnish.errors import UserError
+
+Entries = Mapping[str, dict[str, Any]]
+"""The manifest's stages by name."""
+THINNED = ("model", "adapter", "base", "checkpoint-*")
+"""What is removed from the stages of old rounds. Rows, metrics and samples stay."""
+
+
+def round_of(name: str) -> tuple[str, int, str] | None:
+    """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
+    loop, slash, rest = name.partition("/")
+    number, _, inner = rest.partition("/")
+    return (loop, int(number), inner) if slash else None
+
+
+def ended(recipe: Recipe, entries: Entries) -> dict[str, int]:
+    """The last round of each loop that a result has ended early.
+
+    Raises:
+        UserError: the stage of ``until:`` has no such metric.
+    """
+    last = {}
+    for name, loop in recipe.loops.items():
+        for number in range(1, loop.rounds):
+            if _done(name, number, entries) and _reached(name, loop, number, entries):
+                last[name] = number
+                break
+    return last
+
+
+def _done(loop: str, number: int, entries: Entries) -> bool:
+    """Whether a loop has this round, and it is done."""
+    states = [entry["state"] for name, entry in entries.items() if (round_of(name) or ())[:2] == (loop, number)]
+    return bool(states) and set(states) == {"done"}
+
+
+def _reached(name: str, loop: Loop, number: int, entries: Entries) -> bool:
+    """Whether the result that ends a loop was reached in a round."""
+    if (until := loop.until) is None:
+        return False
+    results = entries[f"{name}/{number}/{until.stage}"].get("results", {}).get("after", {})
+    value = results.get(f"eval_{until.metric}")
+    if value is None:
+        known = ", ".join(sorted(key.removeprefix("eval_") for key in results if key.startswith("eval_"))) or "none"
+        raise UserError(f"{name}: until: stage {until.stage} has no metric {until.metric!r}; its metrics are {known}")
+    return value > until.above if until.above is not None else value < until.below  # type: ignore[operator]
+
+
+def is_skipped(stage: Stage, last: Mapping[str, int]) -> bool:
+    """Whether a stage is in a round after the last one of its loop."""
+    place = round_of(stage.name)
+    return place is not None and place[1] > last.get(place[0], place[1])
+
+
+def with_last_rounds(stage: Stage, recipe: Recipe, last: Mapping[str, int]) -> Stage:
+    """A stage after loops that ended early, with references to the last rounds that ran."""
+    names = {
+        f"{loop}/{recipe.loops[loop].rounds}/{inner['name']}": f"{loop}/{number}/{inner['name']}"
+        for loop, number in last.items()
+        for inner in recipe.loops[loop].stages
+    }
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        if isinstance(value, dict):
+            return {
+                key: names.get(item, item) if key == "stage" and isinstance(item, str) else renamed(item)
+                for key, item in value.items()
+            }
+        return value
+
+    if round_of(stage.name) or not names:
+        return stage
+    return Stage.model_validate(renamed(stage.model_dump(by_alias=True, exclude_unset=True)))
+
+
+def thin(recipe: Recipe, entries: Entries) -> Iterator[Path]:
+    """Mark the stages of old rounds whose models no unfinished stage reads, and yield what is to be removed of them."""
+    needed = {
+        source.stage
+        for stage in recipe.stages
+        if entries[stage.name]["state"] != "done"
+        for source in from_stages(stage)
+        if isinstance(source, StageModel)
+    }
+    for stage in recipe.stages:
+        place, entry = round_of(stage.name), entries[stage.name]
+        if place is None or stage.method is None or entry["state"] != "done" or stage.name in needed:
+            continue
+        loop, number, _ = place
+        if recipe.loops[loop].keep == "last" and _done(loop, number + 1, entries):
+            entry["thinned"] = True
+            for pattern in THINNED:
+                yield from sorted((recipe.folder / stage.name).glob(pattern))

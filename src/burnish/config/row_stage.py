@@ -1,0 +1,258 @@
+"""A stage that makes rows: reads its input in chunks, keeps what is done, and goes on there after a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from burnish import files, progress
+from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
+from burnish.config.resolve import model_reference, named_reward
+from burnish.config.schema import Recipe, Stage, method_class
+from burnish.config.sources import read
+from burnish.data.readers import Rows
+from burnish.errors import UserError
+from burnish.generate.protocol import Generator
+from burnish.generate.sampling import Sampling
+from burnish.generate.settings import factory
+from burnish.methods import ROW_METHODS
+from burnish.models import loading
+from burnish.protocols import Made, RowMethod
+from burnish.render.templates import prepare_template, set_template
+from burnish.report.display import Display
+from burnish.report.metrics import Recorder
+from burnish.rewards.functions import NamedReward
+
+CHUNK = 64
+"""Number of input rows between two points at which a stopped stage can go on. Results depend on it."""
+UNFINISHED = "unfinished"
+"""The folder of the rows until all of them are made."""
+PROGRESS = "progress.json"
+Z = 1.959964
+
+
+class RowStage:
+    """A stage that makes rows. Its output is in ``data/`` once it is complete."""
+
+    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+        assert stage.method is not None and stage.data is not None
+        self.recipe, self.stage, self.data = recipe, stage, stage.data
+        self.folder = recipe.folder / stage.name
+        self.spec = ROW_METHODS[stage.method.name]
+
+    def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
+        """Compute the checksums of rows, models and code for the manifest.
+
+        Raises:
+            UserError: if an input has changed since the stage started.
+        """
+        current = inputs_of(self.recipe, self.stage, checksums)
+        if (self.folder / PROGRESS).is_file():
+            for kind, now in current.items():
+                refuse_changes(self.stage, before.get(kind) or {}, now)
+        return current
+
+    def method(self) -> RowMethod:
+        """Create the method from its settings."""
+        assert self.stage.method is not None
+        return method_class(self.stage.method.name)(**self.recipe.method_settings(self.stage.method))
+
+    def read(self) -> Rows:
+        """Read the input, with its records."""
+        folder, seed = self.recipe.folder, self.recipe.seed_of(self.stage)
+        return read(self.data, "rows", folder, self.spec.kinds, seed, records=True)
+
+    def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
+        """Make rows to the end and return the results for the manifest."""
+        recorder = Recorder(self.folder)
+        state = _State.of(self.folder)
+        with contextlib.closing(_Run(self.recipe, self.stage)) as run:
+            source = self.read()
+            refuse_changes(self.stage, entry["data"], of_rows(self.data, ["rows"], self.recipe.folder, checksums))
+            total = len(source.rows)
+            screen.message(f"rows: {total:,}" + (f", from row {state.done + 1:,} on" if state.done else ""))
+            recorder.truncate(state.logs)
+            if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
+                with _outputs(self.folder / UNFINISHED, list(self.spec.outputs), state.sizes) as outputs:
+                    method = self.method()
+                    for first in range(state.done, total, CHUNK):
+                        chunk = slice(first, first + CHUNK)
+                        made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
+                        _write(outputs, made)
+                        recorder.samples({"step": first, **sample} for sample in made.samples)
+                        screen.samples(made.samples)
+                        state.add(made, len(source.rows[chunk]))
+                        state.sizes = {name: file.tell() for name, file in outputs.items()}
+                        state.logs = recorder.offsets()
+                        state.save(self.folder)
+                        progress.report(f"{self.spec.name} rows", state.done, total)
+                files.seal(self.folder / UNFINISHED)
+                (self.folder / UNFINISHED).rename(self.folder / "data")
+                files.sync(self.folder)
+        results = state.results()
+        recorder.truncate(state.logs)
+        recorder.metrics(total, {f"eval_{name}": value for name, value in results.items()})
+        recorder.offsets()
+        shown = ", ".join(f"{count:,} {what}" for what, count in state.counts.items())
+        screen.message(f"{total:,} rows read: {shown or 'none'}")
+        written = files.listed(self.folder / "data")
+        return {
+            "rows": {
+                "rows": {"rows": total, "skipped": [f"{s.source}: {s.reason}" for s in source.skipped], "dropped": [],
+                         "shortened": [], "left_out": dict(source.left_out), "counts": dict(state.counts)}
+            },
+            "results": {"after": {"step": total} | {f"eval_{name}": value for name, value in results.items()}},
+            "files": {f"data/{name}": digest for name, digest in written.items()},
+        }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _outputs(folder: Path, names: list[str], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The files of a stage, open for appending at the places where it stopped."""
+    folder.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        outputs = {}
+        for name in names:
+            stack.enter_context(files.storing(folder / name))
+            outputs[name] = stack.enter_context((folder / name).open("ab"))
+            if outputs[name].tell() < sizes.get(name, 0):
+                raise UserError(
+                    f"{folder / name}: {outputs[name].tell()} bytes, but {sizes[name]} were written: put the file "
+                    "back, or start over with --fresh"
+                )
+            outputs[name].truncate(sizes.get(name, 0))
+            outputs[name].seek(0, os.SEEK_END)
+        yield outputs
+
+
+def _write(outputs: Mapping[str, Any], made: Made) -> None:
+    for name, rows in made.files.items():
+        lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        outputs[name].write(lines.encode("utf-8", "backslashreplace"))
+        outputs[name].flush()
+        os.fsync(outputs[name].fileno())
+
+
+class _State:
+    """What is done: the number of input rows, the sizes of the outputs, counts, and sums of the measures."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.sizes: dict[str, int] = {}
+        self.logs: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        self.sums: dict[str, list[float]] = {}  # of each measure: n, sum, sum of squares
+
+    @classmethod
+    def of(cls, folder: Path) -> _State:
+        """The state of a stage that was stopped, or of one that begins.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        state, path = cls(), folder / PROGRESS
+        if path.is_file():
+            try:
+                plain = json.loads(path.read_text("utf-8"))
+                state.done, state.sizes, state.logs = plain["done"], plain["sizes"], plain["logs"]
+                state.counts, state.sums = Counter(plain["counts"]), plain["sums"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}: damaged: restore it, or start over with --fresh") from error
+        return state
+
+    def save(self, folder: Path) -> None:
+        """Write the state atomically."""
+        plain = {"done": self.done, "sizes": self.sizes, "logs": self.logs, "counts": self.counts, "sums": self.sums}
+        files.write_text(folder / PROGRESS, json.dumps(plain))
+
+    def add(self, made: Made, rows: int) -> None:
+        """Add a chunk of this many input rows."""
+        self.done += rows
+        self.counts.update(made.counts)
+        for name, values in made.measured.items():
+            n, total, squares = self.sums.get(name, (0, 0.0, 0.0))
+            self.sums[name] = [n + len(values), total + math.fsum(values), squares + math.fsum(x * x for x in values)]
+
+    def results(self) -> dict[str, float]:
+        """The mean of each measure over input rows, with its 95 % interval (normal approximation)."""
+        results = {}
+        for name, (n, total, squares) in self.sums.items():
+            mean = total / n
+            results[name] = mean
+            if n > 1:
+                half = Z * math.sqrt(max(0.0, squares / n - mean**2) / (n - 1))
+                results |= {f"{name}_low": mean - half, f"{name}_high": mean + half}
+        return results
+
+
+class _Run:
+    """The run, as a method that makes rows sees it. Models are loaded when they are first used."""
+
+    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+        self.recipe, self.stage = recipe, stage
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._generator: Generator | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed of all random choices."""
+        return self.recipe.seed_of(self.stage)
+
+    @property
+    def sampling(self) -> Sampling:
+        """The settings of ``generation:``."""
+        return self.stage.generation
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, with the chat template."""
+        return self._loaded[1]
+
+    @property
+    def model(self) -> Any:
+        """The stage's model, on its device."""
+        return self._loaded[0]
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, PreTrainedTokenizerBase]:
+        stage = self.stage
+        assert stage.model is not None
+        source, trust = model_reference(stage.model, self.recipe.folder), stage.trust_remote_code
+        tokenizer = loading.load_tokenizer(source, trust_remote_code=trust)
+        if stage.template is not None:
+            set_template(tokenizer, stage.template)
+        prepare_template(tokenizer)
+        model: Any = loading.load_policy(source, dtype=loading.choose_dtype(stage.dtype), trust_remote_code=trust)
+        return model.to(self.device).eval(), tokenizer
+
+    @property
+    def generator(self) -> Generator:
+        """The stage's generator, with the weights of the model."""
+        if self._generator is None:
+            self._generator = factory(self.stage.generator)(self.model, self.tokenizer)
+        return self._generator
+
+    @property
+    def rewards(self) -> list[NamedReward]:
+        """The stage's rewards."""
+        return self._rewards
+
+    @cached_property
+    def _rewards(self) -> list[NamedReward]:
+        folder = self.recipe.folder
+        return [named_reward(source, self.recipe, folder, self.device) for source in self.stage.reward]
+
+    def close(self) -> None:
+        """Close the generator."""
+        if self._generator is not None:
+            self._generator.close()

@@ -1,0 +1,102 @@
+"""Completes prompts and scores the completions: the Grow step of ReST, and the samples of best-of-n."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from burnish.generate.protocol import Request, request_seed
+from burnish.generate.stopping import eos_ids
+from burnish.methods import ROW_METHODS
+from burnish.methods.settings import SampleConfig
+from burnish.models.limits import check_room
+from burnish.protocols import Made, RowMethod, RowRun
+from burnish.render.renderer import Renderer
+from burnish.rl.collect import sample_and_score
+from burnish.rl.metrics import sample_rows
+from burnish.types import Prompt, Row, Trajectory
+
+SHOWN = 4
+"""Number of trajectories of a chunk that a person can read in the report."""
+
+
+class Sample(RowMethod):
+    """Writes ``samples.jsonl``, a row for each completion, and ``ranked.jsonl``, the distinct ones of each prompt.
+
+    A row of samples has the prompt, the completion, its score, every reward, the reason why it ended, its seed, an id
+    such as ``17-2`` (the third completion of prompt 17, counted from 0), and in ``meta`` the prompt's other columns.
+    Empty completions are left out, because no method can learn from them. A prompt is in ``ranked.jsonl`` if its
+    completions have at least two different scores.
+    """
+
+    spec = ROW_METHODS["sample"]
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = SampleConfig(**settings)
+
+    def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
+        """Complete and score a chunk of prompts."""
+        prompts = [row for row in rows if isinstance(row, Prompt)]
+        tokens = Renderer(run.tokenizer).prompts(prompts)
+        check_room(run.model, prompts, tokens)
+        ends, samples = frozenset(eos_ids(run.model, run.tokenizer)), run.sampling.samples
+        requests = [
+            Request(ids, request_seed(run.seed, first + i, g, 0), run.sampling, ends)
+            for i, ids in enumerate(tokens)
+            for g in range(samples)
+        ]
+        repeated = [row for row in prompts for _ in range(samples)]
+        trajectories = sample_and_score(
+            repeated, requests, run.rewards, run.generator, run.tokenizer, seed=(run.seed, first)
+        )
+        run.generator.drop_cache()
+        written, ranked = [], []
+        counts: Counter[str] = Counter()
+        measured: dict[str, list[float]] = {"length": [], "stopped": [], "empty": []}
+        scored = bool(run.rewards)
+        for start in range(0, len(trajectories), samples):
+            everyone = trajectories[start : start + samples]
+            group = zip(everyone, requests[start : start + samples], strict=True)
+            mine = [
+                _row(trajectory, request, scored, f"{first + start // samples}-{g}")
+                for g, (trajectory, request) in enumerate(group)
+                if trajectory.text
+            ]
+            written += mine
+            counts["made" if mine else "skipped: every completion is empty"] += 1
+            ranking = _ranking(mine) if scored else None
+            if ranking is not None:
+                ranked.append(ranking)
+            measured["length"].append(fmean(len(t.tokens) for t in everyone))
+            measured["stopped"].append(fmean(float(t.stopped) for t in everyone))
+            measured["empty"].append(fmean(float(not t.text) for t in everyone))
+            if scored:
+                measured.setdefault("score", []).append(fmean(t.score for t in everyone))
+                for name in everyone[0].rewards:
+                    measured.setdefault(f"reward_{name}", []).append(fmean(t.rewards[name] for t in everyone))
+        files = {"samples.jsonl": written, "ranked.jsonl": ranked}
+        return Made(files, counts, measured, sample_rows(trajectories[:SHOWN], "train"))
+
+
+def _row(trajectory: Trajectory, request: Request, scored: bool, name: str) -> dict[str, Any]:
+    prompt = trajectory.prompt
+    row: dict[str, Any] = {
+        "prompt": prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else list(prompt),
+        "completion": trajectory.text,
+    }
+    if scored:
+        row |= {"score": trajectory.score, "rewards": dict(trajectory.rewards)}
+    meta = {"meta": dict(trajectory.columns)} if trajectory.columns else {}
+    return row | {"finish_reason": trajectory.finish_reason, "seed": request.seed, "id": name} | meta
+
+
+def _ranking(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The distinct completions of a prompt with their scores; None if there are no two different scores."""
+    scores: dict[str, float] = {}
+    for sample in samples:
+        scores.setdefault(sample["completion"], sample["score"])
+    if len(set(scores.values())) < 2:
+        return None
+    return {"prompt": samples[0]["prompt"], "completions": list(scores), "scores": list(scores.values())}

@@ -1,0 +1,183 @@
+"""Stages that make rows: their files and counts, a stop in the middle, and their use in a loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config import load, row_stage
+from burnish.config import run as pipeline
+from burnish.config.row_stage import _State
+from burnish.data.readers import load as load_rows
+from burnish.errors import UserError
+from burnish.types import Conversation, Prompt, Ranking
+from tiny_runs import Killed
+
+RECIPE = """
+name: rest
+threads: 1
+stages:
+  - name: prepare
+    run: burnish.recipes.tiny:prepare
+    with: {rows: 64, pairs: 2, prompts: 10, held_out: 8}
+  - name: loop
+    rounds: 2
+    stages:
+      - name: grow
+        method: {name: sample}
+        model: {stage: improve, initial: {stage: prepare}}
+        reward: [{function: "mine.py:digits"}, {function: "mine.py:length", weight: 0}]
+        generation: {samples: 3, max_new_tokens: 4}
+        data: {rows: {stage: prepare, file: prompts.jsonl}}
+      - name: improve
+        method: {name: sft}
+        model: {stage: improve, initial: {stage: prepare}}
+        data: {train: {stage: grow, file: samples.jsonl, from_rounds: all}, select: {distinct: true, above: 0.2}}
+        trainer: {per_device_train_batch_size: 4, max_steps: 2, learning_rate: 1.0e-3}
+"""
+MINE = """
+def digits(trajectories):
+    return [sum(c.isdigit() for c in t.text) / 4 for t in trajectories]
+
+def length(trajectories):
+    return [float(len(t.text)) for t in trajectories]
+
+def short(row):
+    return len(row["completion"]) < 4 or "too long"
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "rest.yaml").write_text(RECIPE)
+    (folder / "mine.py").write_text(MINE)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_stage, "CHUNK", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    return pipeline.run(load(home / "rest.yaml", [f"out={home / 'whole'}"]))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def entry(folder: Path, name: str) -> dict[str, Any]:
+    stages = json.loads((folder / "manifest.json").read_text())["stages"]
+    return next(stage for stage in stages if stage["name"] == name)
+
+
+def test_samples_are_in_the_order_of_their_prompts_and_can_be_read(whole: Path) -> None:
+    data = whole / "loop/1/grow/data"
+    samples, prompts = rows(data / "samples.jsonl"), rows(whole / "prepare/data/prompts.jsonl")
+    order = [prompt["prompt"] for prompt in prompts]
+    places = [order.index(sample["prompt"]) for sample in samples]
+    assert places == sorted(places) and len(samples) <= 30
+    for sample in samples:
+        assert sample["score"] == sum(c.isdigit() for c in sample["completion"]) / 4
+        assert sample["rewards"]["length"] == len(sample["completion"])
+        assert sample["meta"] == {"answer": prompts[order.index(sample["prompt"])]["answer"]}
+    assert len({sample["seed"] for sample in samples}) == len(samples)
+    assert len(load_rows(data / "samples.jsonl", (Conversation,)).rows) == len(samples)
+    for row in load_rows(data / "ranked.jsonl", (Ranking,)).rows:
+        assert isinstance(row, Ranking) and len(set(row.scores)) > 1
+
+
+def test_every_prompt_is_accounted_for_and_results_have_intervals(whole: Path) -> None:
+    grown = entry(whole, "loop/1/grow")
+    assert sum(grown["rows"]["rows"]["counts"].values()) == 10
+    after = grown["results"]["after"]
+    assert after["eval_score_low"] <= after["eval_score"] <= after["eval_score_high"]
+    improved = entry(whole, "loop/2/improve")
+    assert sum(improved["rows"]["train"]["left_out"].values()) > 0
+
+
+def test_rounds_sample_from_the_improved_model(whole: Path) -> None:
+    first, second = (rows(whole / f"loop/{k}/grow/data/samples.jsonl") for k in (1, 2))
+    assert [row["completion"] for row in first] != [row["completion"] for row in second]
+    assert (
+        entry(whole, "loop/2/improve")["rows"]["train"]["rows"]
+        > entry(whole, "loop/1/improve")["rows"]["train"]["rows"]
+    )
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_a_stage_that_was_killed_ends_with_the_same_bytes(
+    home: Path, whole: Path, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(home / "rest.yaml", [f"out={home / f'killed-{chunks}'}"])
+    save, saved = _State.save, []
+
+    def killed(self: Any, folder: Path) -> None:
+        if len(saved) == chunks:
+            raise Killed
+        saved.append(folder)
+        save(self, folder)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(_State, "save", killed)
+        pipeline.run(recipe)
+    pipeline.run(recipe)
+    for path in [*sorted(whole.glob("loop/*/*/data/*.jsonl")), whole / "loop/2/improve/model/model.safetensors"]:
+        assert (recipe.folder / path.relative_to(whole)).read_bytes() == path.read_bytes()
+
+
+def test_nothing_selected_ends_a_stage_with_a_message_and_its_model(home: Path, whole: Path) -> None:
+    recipe = load(home / "rest.yaml", [f"out={home / 'none'}", "stages.loop.stages.improve.data.select.above=9"])
+    folder = pipeline.run(recipe)
+    assert entry(folder, "loop/2/improve")["state"] == "done"
+    assert entry(folder, "loop/2/improve")["rows"]["train"]["rows"] == 0
+    start = load_weights(folder / "prepare/model")
+    assert load_weights(folder / "loop/2/improve/model") == start
+
+
+def load_weights(folder: Path) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def test_a_filter_writes_what_passes_and_why_the_rest_does_not(home: Path) -> None:
+    (home / "filter.yaml").write_text("""
+name: filter
+method: {name: filter, function: "mine.py:short"}
+data: {rows: chat.jsonl}
+""")
+    given = [{"prompt": "a", "completion": "abc", "extra": 1}, {"prompt": "b", "completion": "abcdef"}]
+    (home / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        folder = pipeline.run(load("filter.yaml", ["out=filtered", "data.keep=[extra]"]))
+        assert rows(folder / "filter/data/rows.jsonl") == given[:1]
+        assert rows(folder / "filter/data/failed.jsonl") == [{**given[1], "reason": "too long"}]
+        assert entry(folder, "filter")["rows"]["rows"]["counts"] == {"made": 1, "failed: too long": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("stages.loop.stages.grow.data.train=a.jsonl", "data.train: the method 'sample' reads data.rows"),
+        ("stages.loop.stages.grow.trainer={max_steps: 1}", "trainer: the method 'sample' does not use this"),
+        ("stages.loop.stages.improve.data.rows=a.jsonl", "data.rows: the method 'sft' reads data.train"),
+        (
+            "stages.loop.stages.improve.data.train.file=sampels.jsonl",
+            "writes no file 'sampels.jsonl' \\(did you mean 'samples.jsonl'",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(home: Path, change: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load(home / "rest.yaml", [change])
+    assert Prompt
