@@ -215,25 +215,32 @@ class _Run:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, with the chat template."""
-        return self._loaded[1]
+        """The model's tokenizer, with the chat template. The weights are not loaded."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = loading.load_tokenizer(self._source, trust_remote_code=self.stage.trust_remote_code)
+        if self.stage.template is not None:
+            set_template(tokenizer, self.stage.template)
+        prepare_template(tokenizer)
+        return tokenizer
 
     @property
     def model(self) -> Any:
         """The stage's model, on its device."""
-        return self._loaded[0]
+        return self._model
 
     @cached_property
-    def _loaded(self) -> tuple[Any, PreTrainedTokenizerBase]:
-        stage = self.stage
-        assert stage.model is not None
-        source, trust = model_reference(stage.model, self.recipe.folder), stage.trust_remote_code
-        tokenizer = loading.load_tokenizer(source, trust_remote_code=trust)
-        if stage.template is not None:
-            set_template(tokenizer, stage.template)
-        prepare_template(tokenizer)
-        model: Any = loading.load_policy(source, dtype=loading.choose_dtype(stage.dtype), trust_remote_code=trust)
-        return model.to(self.device).eval(), tokenizer
+    def _model(self) -> Any:
+        dtype = loading.choose_dtype(self.stage.dtype)
+        model: Any = loading.load_policy(self._source, dtype=dtype, trust_remote_code=self.stage.trust_remote_code)
+        return model.to(self.device).eval()
+
+    @property
+    def _source(self) -> str:
+        assert self.stage.model is not None
+        return model_reference(self.stage.model, self.recipe.folder)
 
     @property
     def generator(self) -> Generator:

@@ -12,6 +12,7 @@ from burnish.methods.settings import (
     RewardConfig,
     RLOOConfig,
     SampleConfig,
+    ScoreConfig,
     SFTConfig,
     StepValueConfig,
 )
@@ -61,6 +62,15 @@ _ROW_SPECS = (
         needs=("model",),
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
         implementation="burnish.methods.sample:Sample",
+    ),
+    RowMethodSpec(
+        "score",
+        ScoreConfig,
+        (Conversation,),
+        outputs={"scored.jsonl": (Conversation, Scored)},
+        needs=("model", "reward"),
+        takes=("template", "trust_remote_code"),
+        implementation="burnish.methods.score:Score",
     ),
     RowMethodSpec(
         "filter",
