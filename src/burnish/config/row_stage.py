@@ -84,13 +84,14 @@ class RowStage:
             recorder.truncate(state.logs)
             if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
                 with _outputs(self.folder / UNFINISHED, list(self.spec.outputs), state.sizes) as outputs:
-                    method = self.method()
-                    for first in range(state.done, total, CHUNK):
+                    method, start = self.method(), state.done
+                    for first in range(start, total, CHUNK):
                         chunk = slice(first, first + CHUNK)
                         made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
                         _write(outputs, made)
                         recorder.samples({"step": first, **sample} for sample in made.samples)
-                        screen.samples(made.samples)
+                        if first == start:
+                            screen.samples(made.samples)
                         state.add(made, len(source.rows[chunk]))
                         state.sizes = {name: file.tell() for name, file in outputs.items()}
                         state.logs = recorder.offsets()

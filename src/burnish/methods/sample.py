@@ -19,7 +19,7 @@ from burnish.rl.metrics import completed_row, sample_rows
 from burnish.types import Prompt, Row
 
 SHOWN = 4
-"""Number of trajectories of a chunk that a person can read in the report."""
+"""Number of prompts of a chunk whose first completion a person can read in the report."""
 
 
 class Sample(RowMethod):
@@ -77,7 +77,7 @@ class Sample(RowMethod):
                 for name in everyone[0].rewards:
                     measured.setdefault(f"reward_{name}", []).append(fmean(t.rewards[name] for t in everyone))
         files = {"samples.jsonl": written, "ranked.jsonl": ranked}
-        return Made(files, counts, measured, sample_rows(trajectories[:SHOWN], "train"))
+        return Made(files, counts, measured, sample_rows(trajectories[::samples][:SHOWN], "train"))
 
 
 def _ranking(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
