@@ -14,14 +14,12 @@ import pydantic
 
 from burnish.config.schema import (
     Data,
-    PackageModel,
     Recipe,
     RewardFromFunction,
     RewardFromModel,
     RewardSource,
     Stage,
     StageData,
-    StageModel,
     any_spec,
     is_module,
     method_spec,
@@ -33,7 +31,7 @@ from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.mistakes import Keys, Problem, find, mistakes
-from burnish.models.settings import AdapterConfig
+from burnish.models.settings import AdapterConfig, PackageModel, StageModel
 from burnish.protocols import MethodSpec
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.report.metrics import METRICS
@@ -140,14 +138,13 @@ def _explained(path: Keys, value: dict[str, Any]) -> str | None:
 
 def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
     """Every model and data source of a stage, with its path below the stage."""
-    yield ("model",), stage.model
+    yield from stage.models.items()
     if stage.data:
         for split in ("train", "rows"):
             mixed = isinstance(getattr(stage.data, split), list)
             for index, part in enumerate(stage.data.parts(split)):
                 yield ("data", split, *((index, "from") if mixed else ())), part.source
         yield ("data", "eval"), stage.data.eval
-    yield from reward_models(stage.reward)
 
 
 def reference_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from typing import get_args
 
 from burnish.methods.settings import (
     DPOConfig,
+    EvalConfig,
     FilterConfig,
     GRPOConfig,
     PPOConfig,
@@ -68,6 +69,18 @@ _ROW_SPECS = (
         get_args(Row),
         outputs={"rows.jsonl": get_args(Row), "failed.jsonl": ()},
         implementation="burnish.methods.filter:Filter",
+    ),
+    RowMethodSpec(
+        "eval",
+        EvalConfig,
+        (Text, Conversation, Preference, Ranking, Prompt),
+        outputs={"measures.jsonl": (), "samples.jsonl": ()},
+        needs=("model",),
+        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        models=("against", "reference"),
+        kinds_with_rewards=(Prompt,),
+        held_out=True,
+        implementation="burnish.methods.eval:Eval",
     ),
 )
 
