@@ -185,6 +185,10 @@ class RowMethodSpec:
     """Settings that name a model."""
     kinds_with_rewards: tuple[type, ...] = ()
     """The row classes that it reads in a stage with rewards, if these are others."""
+    measures: tuple[str, ...] = ()
+    """Its measures; () if they are not known before it runs."""
+    measures_with_rewards: tuple[str, ...] = ()
+    """Its measures in a stage with rewards, besides these, if they are others."""
     held_out: bool = False
     """Whether its rows should be held out: those that an earlier stage trains on are reported."""
     implementation: str = ""

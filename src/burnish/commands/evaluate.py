@@ -11,9 +11,9 @@ import torch
 from rich.table import Table
 
 from burnish import progress
+from burnish.config import row_stage
 from burnish.config.evaluation import Evaluation
 from burnish.config.resolve import model_reference, named_reward
-from burnish.config.row_stage import CHUNK
 from burnish.config.sources import data_reference
 from burnish.data import readers as rows
 from burnish.errors import UserError
@@ -105,9 +105,10 @@ def _setup(evaluation: Evaluation) -> Setup:
 def _measured(loaded: Loaded, eval_rows: list[Row], setup: Setup) -> list[Measured]:
     """Measure a model in the same chunks as a stage, so that the results are the same."""
     measured = []
-    for first in range(0, len(eval_rows), CHUNK):
+    size = row_stage.CHUNK
+    for first in range(0, len(eval_rows), size):
         progress.report("evaluating rows", first, len(eval_rows))
-        measured += measure(eval_rows[first : first + CHUNK], first, loaded, setup)
+        measured += measure(eval_rows[first : first + size], first, loaded, setup)
     return measured
 
 

@@ -61,6 +61,8 @@ _ROW_SPECS = (
         outputs={"samples.jsonl": (Conversation, Scored), "ranked.jsonl": (Ranking,)},
         needs=("model",),
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        measures=("length", "stopped", "empty"),
+        measures_with_rewards=("score", "length", "stopped", "empty"),
         implementation="burnish.methods.sample:Sample",
     ),
     RowMethodSpec(
@@ -68,6 +70,7 @@ _ROW_SPECS = (
         FilterConfig,
         get_args(Row),
         outputs={"rows.jsonl": get_args(Row), "failed.jsonl": ()},
+        measures=("passed",),
         implementation="burnish.methods.filter:Filter",
     ),
     RowMethodSpec(
@@ -79,6 +82,8 @@ _ROW_SPECS = (
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
         models=("against", "reference"),
         kinds_with_rewards=(Prompt,),
+        measures=("perplexity", "nll", "accuracy", "margin", "kl", "log_ratio", "win_rate", "length", "stopped"),
+        measures_with_rewards=("score", "kl", "log_ratio", "win_rate", "length", "stopped"),
         held_out=True,
         implementation="burnish.methods.eval:Eval",
     ),
