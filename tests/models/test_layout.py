@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burnish import SFT, UserError
-from burnish.commands.generate import logprobs
+from burnish.models.logprobs import logprobs
 from burnish.models import forward
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import BUDGET_OF_PASS, Layout

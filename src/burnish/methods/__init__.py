@@ -4,6 +4,7 @@ from typing import get_args
 
 from burnish.methods.settings import (
     DPOConfig,
+    EvalConfig,
     FilterConfig,
     GRPOConfig,
     PPOConfig,
@@ -61,6 +62,8 @@ _ROW_SPECS = (
         outputs={"samples.jsonl": (Conversation, Scored), "ranked.jsonl": (Ranking,)},
         needs=("model",),
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        measures=("length", "stopped", "empty"),
+        measures_with_rewards=("score", "length", "stopped", "empty"),
         implementation="burnish.methods.sample:Sample",
     ),
     RowMethodSpec(
@@ -77,7 +80,22 @@ _ROW_SPECS = (
         FilterConfig,
         get_args(Row),
         outputs={"rows.jsonl": get_args(Row), "failed.jsonl": ()},
+        measures=("passed",),
         implementation="burnish.methods.filter:Filter",
+    ),
+    RowMethodSpec(
+        "eval",
+        EvalConfig,
+        (Text, Conversation, Preference, Ranking, Prompt),
+        outputs={"measures.jsonl": (), "samples.jsonl": ()},
+        needs=("model",),
+        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        models=("against", "reference"),
+        kinds_with_rewards=(Prompt,),
+        measures=("perplexity", "nll", "accuracy", "margin", "kl", "log_ratio", "win_rate", "length", "stopped"),
+        measures_with_rewards=("score", "kl", "log_ratio", "win_rate", "length", "stopped"),
+        held_out=True,
+        implementation="burnish.methods.eval:Eval",
     ),
 )
 
