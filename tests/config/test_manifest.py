@@ -65,7 +65,7 @@ def test_a_run_resumes_with_the_same_numbers_only(run: Any) -> None:
     before = (run().folder / MANIFEST).read_bytes()
     write_manifest(run().folder, open_manifest(run()))
     assert (run().folder / MANIFEST).read_bytes() == before
-    with pytest.raises(UserError, match="data.select.above was '-Infinity' and is 0.5; start over"):
+    with pytest.raises(UserError, match=r"data\.select\.above was '-Infinity' and is 0.5; start over"):
         open_manifest(run("stages.loop.stages.tune.data.select.above=0.5"))
 
 

@@ -212,8 +212,10 @@ def results(manifest: Mapping[str, Any]) -> Table:
     caption = None
     for item in grouped(manifest):
         if isinstance(item, Rounds):
-            named = [(compared.name, compared.changes) for compared in over_rounds(item)]
-            caption = "For stages of a loop, before is the first round in their name and after is the last one."
+            of_loop = over_rounds(item)
+            named = [(compared.name, compared.changes) for compared in of_loop]
+            if any(compared.rounds[0] < compared.rounds[1] for compared in of_loop):
+                caption = "For stages of a loop, before is the first round in their name and after is the last one."
         else:
             named = [(item["name"], _compared(item))]
         for name, compared in named:
