@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from burnish import cli
 from burnish.commands.evaluate import table
-from burnish.methods.eval import log_ratios
-from burnish.models.loaded import Loaded
 from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs
+from burnish.methods.eval import log_ratios
+from burnish.models.loaded import Loaded
 from burnish.types import Sequence, Trajectory
 
 REWARDS = """

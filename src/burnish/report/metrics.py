@@ -156,7 +156,12 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "score": Metric("Score", "mean reward of a completion, before any KL penalty", "higher", headline=True),
     "win_rate": Metric(
-        "Win rate", "completions that score higher than those before training, or of the other model", "higher", True, True, start=0.5
+        "Win rate",
+        "completions that score higher than those before training, or of the other model",
+        "higher",
+        True,
+        True,
+        start=0.5,
     ),
     "accuracy": Metric("Accuracy", "pairs in which the preferred answer scores higher", "higher", True, True),
     "sign_accuracy": Metric(
@@ -264,7 +269,9 @@ def describe(key: str) -> Metric:
         if match := re.fullmatch(r"(.+)_(pass@|best_of_)(\d+)", name):
             name, kind, k = match.groups()
             if kind == "pass@":
-                return Metric(f"Reward: {name}, pass@{k}", f"prompts with a 1 among {k} completions", "higher", share=True)
+                return Metric(
+                    f"Reward: {name}, pass@{k}", f"prompts with a 1 among {k} completions", "higher", share=True
+                )
             return Metric(f"Reward: {name}, best of {k}", f"of {k} completions, the one with the best score", "higher")
         return Metric(f"Reward: {name}", "mean over completions, before its weight", "higher", headline=True)
     return METRICS.get(key) or Metric(re.sub(r"[_/]+", " ", key).strip().capitalize())
