@@ -95,17 +95,22 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def quickly(patch: pytest.MonkeyPatch, home: Path) -> None:
+    """Work in a folder, in small chunks, and write no report."""
+    patch.chdir(home)
+    patch.setattr(row_stage, "CHUNK", 4)
+    patch.setattr(pipeline.report, "write", lambda folder: None)
+
+
 @pytest.fixture(autouse=True)
 def _in_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(row_stage, "CHUNK", 4)
+    quickly(monkeypatch, home)
 
 
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setattr(row_stage, "CHUNK", 4)
+        quickly(patch, home)
         return pipeline.run(load("measure.yaml", ["out=whole"])).resolve()
 
 
@@ -257,7 +262,7 @@ def test_rows_that_earlier_stages_train_on_are_reported(home: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "change", "says"),
     [
-        ("measure.yaml", "stages.chat.method.against={stage: nothing}", "stages.chat.method.against.stage: 'nothing' is not a stage"),
+        ("measure.yaml", "stages.chat.method.against={stage: nothing}", "method.against.stage: 'nothing' is not"),
         ("measure.yaml", "stages.chat.method.against={stage: prompts}", "'prompts' is not an earlier stage"),
         ("measure.yaml", "stages.prompts.method.against={stage: chat}", "stage 'chat' makes rows and no model"),
         ("measure.yaml", "stages.chat.method.against=./three", "stages.chat.method.against: no such model"),

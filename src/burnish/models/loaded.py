@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from peft import TaskType
-from transformers import PreTrainedTokenizerBase
 
 from burnish.models import loading
 from burnish.render.templates import prepare_template, set_template
@@ -19,7 +18,7 @@ class Loaded:
 
     reference: str
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     is_reward_model: bool = False
     """Whether the model scores sequences. Otherwise, it is a language model."""
 
