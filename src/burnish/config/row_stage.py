@@ -26,7 +26,7 @@ from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import factory
 from burnish.methods import METHODS, ROW_METHODS
-from burnish.models.loaded import Loaded, is_reward_model, load
+from burnish.models.loaded import Loaded, is_reward_model, load, load_tokenizer
 from burnish.models.settings import ModelSource, StageModel
 from burnish.protocols import Made, RowMethod
 from burnish.render.truncate import Truncation
@@ -110,12 +110,14 @@ class RowStage:
             recorder.truncate(state.logs)
             if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
                 with _outputs(self.folder / UNFINISHED, list(self.spec.outputs), state.sizes) as outputs:
-                    for first in range(state.done, total, CHUNK):
+                    start = state.done
+                    for first in range(start, total, CHUNK):
                         chunk = slice(first, first + CHUNK)
                         made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
                         _write(outputs, made)
                         recorder.samples({"step": first, **sample} for sample in made.samples)
-                        screen.samples(made.samples)
+                        if first == start:
+                            screen.samples(made.samples)
                         state.add(made, len(source.rows[chunk]))
                         state.sizes = {name: file.tell() for name, file in outputs.items()}
                         state.logs = recorder.offsets()
@@ -254,8 +256,12 @@ class _Run:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, with the chat template."""
-        return self.load().tokenizer
+        """The model's tokenizer, with the chat template. The weights are not loaded."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._reference(None), self.stage.template, self.stage.trust_remote_code)
 
     @property
     def model(self) -> Any:
@@ -269,16 +275,18 @@ class _Run:
 
     def load(self, source: ModelSource | None = None) -> Loaded:
         """The stage's model, or another one that the settings of its method name. Each model is loaded once."""
-        stage = self.stage
-        wanted = source if source is not None else stage.model
-        assert wanted is not None
-        reference, trust = model_reference(wanted, self.recipe.folder), stage.trust_remote_code
+        stage, reference, trust = self.stage, self._reference(source), self.stage.trust_remote_code
         if reference not in self._models:
             scores = is_reward_model(reference, trust_remote_code=trust)
             self._models[reference] = load(
                 reference, stage.template, stage.dtype, trust_remote_code=trust, reward_model=scores
             )
         return self._models[reference]
+
+    def _reference(self, source: ModelSource | None) -> str:
+        wanted = source if source is not None else self.stage.model
+        assert wanted is not None
+        return model_reference(wanted, self.recipe.folder)
 
     def generator_of(self, loaded: Loaded) -> Generator:
         """A generator as the stage sets it, with the weights of a model. Each model has one.

@@ -323,7 +323,7 @@ class Stage(Config, use_attribute_docstrings=True):
         """Check that the stage has the keys that its method needs, and no others."""
         spec = ROW_METHODS.get(name)
         needs = ("model", "data") if spec is None else (*spec.needs, "data")
-        if lacking := [key for key in needs if getattr(self, key) is None]:
+        if lacking := [key for key in needs if not getattr(self, key)]:
             raise ValueError(f"{' and '.join(lacking)} missing; a stage with method {name!r} needs {', '.join(needs)}")
         assert self.data is not None
         split, others = ("train", ("rows",)) if spec is None else ("rows", ("train", "eval"))

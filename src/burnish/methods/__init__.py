@@ -13,6 +13,7 @@ from burnish.methods.settings import (
     RewardConfig,
     RLOOConfig,
     SampleConfig,
+    ScoreConfig,
     SFTConfig,
     StepValueConfig,
 )
@@ -64,6 +65,15 @@ _ROW_SPECS = (
         measures=("length", "stopped", "empty"),
         measures_with_rewards=("score", "length", "stopped", "empty"),
         implementation="burnish.methods.sample:Sample",
+    ),
+    RowMethodSpec(
+        "score",
+        ScoreConfig,
+        (Conversation,),
+        outputs={"scored.jsonl": (Conversation, Scored)},
+        needs=("model", "reward"),
+        takes=("template", "trust_remote_code"),
+        implementation="burnish.methods.score:Score",
     ),
     RowMethodSpec(
         "filter",

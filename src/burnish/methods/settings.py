@@ -46,6 +46,10 @@ class SampleConfig(Config):
     """Settings of ``sample``, which completes prompts. ``generation:`` has the number of samples and the others."""
 
 
+class ScoreConfig(Config):
+    """Settings of ``score``, which scores completions that exist with the stage's rewards. It has none of its own."""
+
+
 class FilterConfig(Config):
     """Settings of ``filter``, which keeps rows that pass."""
 

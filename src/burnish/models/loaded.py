@@ -43,14 +43,20 @@ def load(
     Raises:
         UserError: if the model cannot be loaded, or there is no such template.
     """
-    tokenizer = loading.load_tokenizer(reference, trust_remote_code=trust_remote_code)
-    if template is not None:
-        set_template(tokenizer, template)
-    prepare_template(tokenizer)
+    tokenizer = load_tokenizer(reference, template, trust_remote_code)
     load_weights = loading.load_reward_model if reward_model else loading.load_policy
     model: Any = load_weights(reference, dtype=loading.choose_dtype(dtype), trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Loaded(reference, model.to(device).eval(), tokenizer, reward_model)
+
+
+def load_tokenizer(reference: str, template: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and prepare its template, or the plain template of this name."""
+    tokenizer = loading.load_tokenizer(reference, trust_remote_code=trust_remote_code)
+    if template is not None:
+        set_template(tokenizer, template)
+    prepare_template(tokenizer)
+    return tokenizer
 
 
 def is_reward_model(reference: str, *, trust_remote_code: bool = False) -> bool:

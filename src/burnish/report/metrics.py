@@ -70,7 +70,7 @@ class Recorder:
                 file.truncate(size)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        lines = "".join(json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         with files.storing(self.folder / name), (self.folder / name).open("ab") as file:
             # A lone surrogate cannot be UTF-8; backslashreplace turns it into its JSON escape.
             file.write(lines.encode("utf-8", "backslashreplace"))
@@ -108,10 +108,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: if a line is damaged.
     """
-    return [
-        {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
-        for line in read_lines(folder / METRICS_FILE)
-    ]
+    return [from_json(line) for line in read_lines(folder / METRICS_FILE)]
 
 
 def is_timing(key: str) -> bool:
@@ -119,17 +116,26 @@ def is_timing(key: str) -> bool:
     return key.endswith(("seconds", "per_second"))
 
 
-def _plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A value that JSON can represent: numbers from 0-d tensors and numpy, and strings for NaN and infinities."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_json(item) for item in value]
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def from_json(value: Any) -> Any:
+    """A value with the strings that `to_json` writes for NaN and infinities as floats again."""
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 # --- what a metric is called and means ----------------------------------------------------------------------------
@@ -213,6 +219,8 @@ METRICS: dict[str, Metric] = {
     ),
     "length": Metric("Completion length", "tokens", headline=True),
     "stopped": Metric("Stopped", "completions that ended with a stop token", None, True),
+    "empty": Metric("Empty", "completions without text", "lower", True),
+    "passed": Metric("Passed", "rows for which the function returned True", None, True, True),
     "chosen": Metric("Score of preferred answers", "mean"),
     "rejected": Metric("Score of other answers", "mean"),
     "score_mean": Metric("Mean score", "over all answers; only differences between scores have a meaning"),
