@@ -72,6 +72,10 @@ stages:
         reward: {REWARD}
         generation: {{max_new_tokens: 6, samples: 4}}
     until: {{stage: check, metric: accuracy, above: -1}}
+  - name: last
+    method: {{name: eval, against: {{stage: tune}}, resamples: 200}}
+    model: {{stage: prepare}}
+    data: {{rows: {{stage: prepare, file: sft-eval.jsonl}}}}
 """
 
 
@@ -244,6 +248,7 @@ def test_a_loop_ends_on_an_evaluation(home: Path) -> None:
     assert [found[f"loop/{k}/check"]["state"] for k in (1, 2, 3)] == ["done", "skipped", "skipped"]
     check = found["loop/1/check"]
     assert {"loop/1/tune/model/model.safetensors", "prepare/model/model.safetensors"} <= set(check["inputs"])
+    assert "loop/1/tune/model/model.safetensors" in found["last"]["inputs"]
     assert check["results"]["after"]["eval_win_rate"] == 0.5
     assert check["results"]["after"]["eval_length"] == check["results"]["before"]["eval_length"]
 

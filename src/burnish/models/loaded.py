@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft import TaskType
+from transformers import PreTrainedTokenizerBase
 
 from burnish.models import loading
 from burnish.render.templates import prepare_template, set_template
