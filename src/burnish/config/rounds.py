@@ -152,7 +152,10 @@ class _Writer:
 
     def add_loop(self, loop: Loop, index: int) -> None:
         """Add the stages of all rounds of a loop."""
-        seed = self.document.value.get("seed", 0)
+        seed, until = self.document.value.get("seed", 0), ("stages", index, "until")
+        self.places |= {
+            ("stages", loop.name, *path[2:]): at for path, at in self.document.places.items() if path[:3] == until
+        }
         for number in range(1, loop.rounds + 1):
             for i, stage in enumerate(loop.stages):
                 place = _Place(("stages", index, "stages", i), loop, i, number)

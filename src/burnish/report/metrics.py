@@ -162,7 +162,12 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "score": Metric("Score", "mean reward of a completion, before any KL penalty", "higher", headline=True),
     "win_rate": Metric(
-        "Win rate", "completions that score higher than those before training", "higher", True, True, start=0.5
+        "Win rate",
+        "completions that score higher than those before training, or of the other model",
+        "higher",
+        True,
+        True,
+        start=0.5,
     ),
     "accuracy": Metric("Accuracy", "pairs in which the preferred answer scores higher", "higher", True, True),
     "sign_accuracy": Metric(
@@ -181,6 +186,9 @@ METRICS: dict[str, Metric] = {
     "preference": Metric("Preference loss", "-log sigmoid(margin) per pair", "lower"),
     "margin": Metric("Margin", "score of the preferred answer minus that of the other", "higher", headline=True),
     "kl": Metric("KL to the reference model", "nats per completion; how far the policy has moved", headline=True),
+    "log_ratio": Metric(
+        "Log-ratio to the reference model", "nats per completion, which top-k, top-p or greedy decoding sampled"
+    ),
     "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score"),
     "rlhf_reward": Metric("Score minus KL penalty", "score - coefficient * KL: what PPO maximizes", "higher"),
     "entropy": Metric("Entropy", "nats per token; near 0 the policy repeats itself", headline=True),
@@ -265,12 +273,15 @@ def describe(key: str) -> Metric:
     """The metric's name and meaning. A prefix ``eval_`` is ignored; an unknown key is its own name."""
     key = key.removeprefix("eval_")
     if key.startswith("reward_"):
-        return Metric(
-            f"Reward: {key.removeprefix('reward_')}",
-            "mean over completions, before its weight",
-            "higher",
-            headline=True,
-        )
+        name = key.removeprefix("reward_")
+        if match := re.fullmatch(r"(.+)_(pass@|best_of_)(\d+)", name):
+            name, kind, k = match.groups()
+            if kind == "pass@":
+                return Metric(
+                    f"Reward: {name}, pass@{k}", f"prompts with a 1 among {k} completions", "higher", share=True
+                )
+            return Metric(f"Reward: {name}, best of {k}", f"of {k} completions, the one with the best score", "higher")
+        return Metric(f"Reward: {name}", "mean over completions, before its weight", "higher", headline=True)
     return METRICS.get(key) or Metric(re.sub(r"[_/]+", " ", key).strip().capitalize())
 
 
