@@ -249,7 +249,7 @@ def test_results_are_compared_in_words(page: tuple[str, Page]) -> None:
     assert "Perplexity exp(loss per token); 1 is best 44.70 15.18 \N{MINUS SIGN}29.52 Better" in text
     assert "50.0 % 44.0 % to 56.0 % 79.0 % 74.0 % to 83.0 % +29.0 points Clearly better" in text
     assert "24.00 22.00 to 26.00 24.50 22.40 to 26.60 +0.5000 No clear change" in text
-    assert "Win rate completions that score higher than those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
+    assert "or of the other model 50.0 % 86.0 % 80.0 % to 91.0 %" in text
 
 
 def test_values_that_are_not_finite_are_reported(page: tuple[str, Page]) -> None:
@@ -427,7 +427,7 @@ def test_without_evaluations_the_last_samples_of_training_are_shown() -> None:
 
 
 def test_every_method_and_finish_reason_has_a_description() -> None:
-    assert set(report.METHODS) == {*METHODS, *ROW_METHODS, "eval", "score"}
+    assert set(report.METHODS) == {*METHODS, *ROW_METHODS}
     assert set(report.FINISH_REASONS) == {"length", "context", "turns", "done", "error"}
     rows = [{"step": 1, "kind": "eval", "prompt": reason, "completion": "", "finish_reason": reason}
             for reason in ("stop", "context")]  # fmt: skip
@@ -591,3 +591,20 @@ def test_the_terminal_shows_a_stage_of_a_loop_once(tmp_path: Path) -> None:
     console.print(report.results(make_loop(tmp_path / "one", ran=1)))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "loop/1/grow" in shown and "For stages of a loop" not in shown
+
+
+def test_an_evaluation_of_two_models_names_them(tmp_path: Path) -> None:
+    after = evaluation(score=0.6) | {"eval_score_change_low": 0.1, "eval_score_change_high": 0.3}
+    results = {"before": {"step": 0} | evaluation(score=0.4), "after": {"step": 9} | after}
+    stage = sampled("held-out", score=0.6) | {"method": "eval", "results": results, "overlap": "2 rows were trained on"}
+    Recorder(tmp_path / "run" / "held-out").samples(
+        {"step": step, "kind": "eval", "prompt": "1+1", "completion": text, "score": score, "source": "p:1"}
+        for step, text, score in ((0, "<3>", 0.0), (1, "<2>", 1.0))
+    )
+    text = small_run(tmp_path / "run", {"name": "run", "state": "done", "stages": [stage]})
+    assert "Metric Other model Model Change Score" in text and "+0.2000 +0.1000 to +0.3000 Clearly better" in text
+    assert "p:1 1+1 Other model score 0 <3> Model score 1.00 <2>" in text
+    assert "2 rows were trained on" in text
+    alone = stage | {"results": {"after": {"step": 9} | evaluation(score=0.6)}}
+    (tmp_path / "run" / "held-out" / "samples.jsonl").unlink()
+    assert "Other model" not in small_run(tmp_path / "run", {"name": "run", "state": "done", "stages": [alone]})

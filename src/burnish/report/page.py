@@ -55,6 +55,8 @@ METHODS = ROW_METHODS | {
     "rloo": "REINFORCE with a leave-one-out baseline (RLOO)",
     "grpo": "group relative policy optimization (GRPO)",
 }
+TWO_MODELS = ("Other model", "Model")
+"""What an evaluation of two models compares, instead of before and after."""
 STATES = {"pending": "not started", "skipped": "not run"}
 """Descriptions of states. The others need none."""
 # Descriptions of finish reasons. "stop" needs none.
@@ -445,7 +447,13 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     method = entry.get("method") or ""
     makes_rows = method in ROW_METHODS
     samples = read_lines(folder / SAMPLES_FILE)
-    joined, steps = (_alone(samples), []) if makes_rows else before_and_after(samples)
+    if makes_rows and method != "eval":
+        joined, heads = _alone(samples), [""]
+    else:
+        joined, steps = before_and_after(samples)
+        heads = [f"Optimizer step {step:,}" for step in steps]
+    if method == "eval":
+        heads = list(TWO_MODELS) if len(heads) > 1 else [""]
     removed = ["model removed after the next round (keep: last)"] if entry.get("thinned") and entry.get("model") else []
     stage = {
         "name": entry["name"],
@@ -459,7 +467,9 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         **panels(entry["name"], [] if makes_rows else lines),
         "samples": joined[:MOST_SAMPLES],
         "sample_count": len(joined),
-        "sample_steps": steps,
+        "sample_heads": heads,
+        "sides": TWO_MODELS if method == "eval" else ("Before", "After"),
+        "overlap": entry.get("overlap", ""),
         "rows": _rows(rows),
         "written": written_rows(entry, folder),
         "data": entry.get("data") or ({} if method else entry.get("files") or {}),

@@ -118,7 +118,8 @@ class Rounds:
         """For every stage with rewards that the score does not use: the score beside them."""
         for stage, weights in self.weights.items():
             values = next(iter(self.results(stage).values()), {})
-            rewards = [key for key in values if key.startswith("reward_")]  # in the order of the recipe
+            # In the order of the recipe. Measures of a reward such as pass@k are no headline metrics.
+            rewards = [key for key in values if key.startswith("reward_") and describe(key).headline]
             if len(rewards) != len(weights) or not 0 < weights.count(0) < len(weights):
                 continue
             lines = [self._line(stage, "score", "score")]
