@@ -215,7 +215,7 @@ def _until_problem(metric: str, name: str, stage: Stage) -> str | None:
         known = [key for key, meaning in METRICS.items() if meaning.better]
         possible_metrics = [*METRICS, *rewards] if stage.method.name in METHODS else []
     else:
-        known = [*rewards, *(spec.measures_with_rewards if rewards else spec.measures)]
+        known = list(dict.fromkeys([*rewards, *(spec.measures_with_rewards if rewards else spec.measures)]))
         possible_metrics = known if spec.measures else []
     base = re.sub(r"_(pass@|best_of_)[0-9]+$", "", metric.removeprefix("reward_"))
     if not possible_metrics or metric in possible_metrics or base in rewards:

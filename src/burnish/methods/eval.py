@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,7 +164,7 @@ def _plain(measured: Measured) -> dict[str, Any]:
 
 
 def _read(row: Mapping[str, Any]) -> Measured:
-    return Measured(row["values"], row.get("weights", {}))
+    return Measured(row["values"], row.get("weights", {}), changed=row.get("changed", ""))
 
 
 def _outcome(measured: Measured) -> str:
@@ -447,8 +448,9 @@ def _differences(one: Measured, two: Measured) -> list[float]:
 def compare(sides: list[list[Measured]], resamples: int, seed: int) -> dict[str, dict[str, Any]]:
     """Each measure of all rows with its interval. For two models, also that of the other and the paired difference.
 
-    A measure that some rows lack is left out, such as pass@k if some rewards are neither 0 nor 1. The perplexity is the
-    exponential of the mean negative log-likelihood per token.
+    Two models are compared on the rows that both have measured. A measure that some of the rows lack is left out, such
+    as pass@k if some rewards are neither 0 nor 1. The perplexity is the exponential of the mean negative log-likelihood
+    per token.
 
     Args:
         sides: what one model measured on each row, and in the same order what another one did, if there is one.
@@ -462,47 +464,50 @@ def compare(sides: list[list[Measured]], resamples: int, seed: int) -> dict[str,
     Raises:
         UserError: no row has been measured.
     """
-    interval = partial(_interval, resamples=resamples, seed=seed)
-    names = [_names(side) for side in sides]
-    table: dict[str, dict[str, Any]] = {}
-    for name in names[0]:
-        if len(sides) == 1 or name == "win_rate":
-            table[name] = interval(sides[:1], name)
-        elif name in names[1]:
-            parts = {"against": interval(sides[1:], name), "difference": interval(sides, name)}
-            table[name] = interval(sides[:1], name) | parts
-    return table
-
-
-def _names(side: list[Measured]) -> list[str]:
-    """The measures that all measured rows of a model have."""
-    measured = [row.values.keys() for row in side if row.values]
-    if not measured:
+    rows = [row for row in zip(*sides, strict=True) if all(one.values for one in row)]
+    if not rows:
+        first = next(one.changed for row in zip(*sides, strict=True) for one in row if not one.values)
         raise UserError(
-            f"no rows left to evaluate: all of them were left out, the first because of {side[0].changed}: raise "
-            "data.max_length if rows are too long"
+            f"no rows left to evaluate: all of them were left out, the first because of {first}: raise data.max_length "
+            "if rows are too long"
         )
-    names = [name for name in measured[0] if all(name in keys for keys in measured)]
+    keys = [
+        [key for key in side[0].values if all(key in one.values for one in side)] for side in zip(*rows, strict=True)
+    ]
+    places = {at: 2 * i for i, at in enumerate((side, key) for side, names in enumerate(keys) for key in names)}
+    columns = array("d")
+    for row in rows:
+        for side, key in places:
+            weight = row[side].weights.get(key, 1.0)
+            columns.extend((weight * row[side].values[key], weight))
+    table = torch.frombuffer(columns, dtype=torch.float64).view(len(rows), -1)
+    wanted = [(name, part) for name in _shown(keys) for part in _parts(name, len(sides))]
+
+    def statistics(means: Tensor) -> Tensor:
+        def of(side: int, name: str) -> Tensor:
+            place = places[side, "nll" if name == "perplexity" else name]
+            ratio = means[:, place] / means[:, place + 1]
+            return ratio.exp() if name == "perplexity" else ratio
+
+        parts = {"": lambda name: of(0, name), "against": lambda name: of(1, name)}
+        parts["difference"] = lambda name: of(0, name) - of(1, name)
+        return torch.stack([parts[part](name) for name, part in wanted], dim=1)
+
+    values = statistics(table.mean(0, keepdim=True))[0].tolist()
+    results: dict[str, dict[str, Any]] = {}
+    for (name, part), value, (low, high) in zip(
+        wanted, values, bootstrap(table, statistics, resamples, seed), strict=True
+    ):
+        interval = {"value": value, "low": low, "high": high, "rows": len(rows)}
+        results.setdefault(name, {}).update({part: interval} if part else interval)
+    return results
+
+
+def _shown(keys: list[list[str]]) -> list[str]:
+    """The measures that all models have, with the perplexity, and the win rate, which only the first one has."""
+    names = [key for key in keys[0] if key == "win_rate" or all(key in others for others in keys)]
     return [*(["perplexity"] if "nll" in names else []), *names]
 
 
-def _interval(sides: list[list[Measured]], name: str, resamples: int, seed: int) -> dict[str, Any]:
-    """The value and interval of one measure, or of the difference of two on the rows that both have."""
-    key = "nll" if name == "perplexity" else name
-    rows = [row for row in zip(*sides, strict=True) if all(key in side.values for side in row)]
-    columns = torch.tensor(
-        [
-            [column for side in row for w in [side.weights.get(key, 1.0)] for column in (w * side.values[key], w)]
-            for row in rows
-        ],
-        dtype=torch.float64,
-    ).view(len(rows), 2 * len(sides))
-
-    def statistic(means: Tensor) -> Tensor:
-        ratios = means[:, 0::2] / means[:, 1::2]
-        values = ratios.exp() if name == "perplexity" else ratios
-        return values[:, 0] if len(sides) == 1 else values[:, 0] - values[:, 1]
-
-    value = statistic(columns.mean(0, keepdim=True)).item()
-    low, high = bootstrap(columns, statistic, resamples, seed)
-    return {"value": value, "low": low, "high": high, "rows": len(rows)}
+def _parts(name: str, models: int) -> tuple[str, ...]:
+    return ("",) if models == 1 or name == "win_rate" else ("", "against", "difference")
