@@ -25,7 +25,10 @@ stages:
       - name: tune
         method: {name: sft}
         model: {stage: prepare}
-        data: {train: {stage: prepare, file: sft.jsonl}, select: {above: -.inf}}
+        data:
+          train: {stage: prepare, file: sft.jsonl}
+          eval: {stage: prepare, file: sft-eval.jsonl}
+          select: {above: -.inf}
 """
 
 
