@@ -36,12 +36,12 @@ def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for text in overrides:
         written = override(written, text)
     written = _with_stages(written, file.stem)
-    written, loops, problems = write_out(written)
+    whole, problems = write_out(written.value)
     complain(written, problems)
-    complain(written, list(shape_problems(written.value)))
-    recipe = Recipe.model_validate(written.value)
-    recipe._home, recipe._loops = file.parent.resolve(), loops
-    complain(written, [*reference_problems(recipe), *file_problems(recipe)])
+    complain(written, whole.original(shape_problems(whole.value)))
+    recipe = Recipe.model_validate(whole.value)
+    recipe._home, recipe._loops = file.parent.resolve(), whole.loops
+    complain(written, whole.original([*reference_problems(recipe), *file_problems(recipe)]))
     return recipe
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.inputs import from_stages
-from burnish.config.rounds import Loop
+from burnish.config.rounds import Loop, round_of
 from burnish.config.schema import Recipe, Stage, StageModel
 from burnish.errors import UserError
 
@@ -15,13 +15,6 @@ Entries = Mapping[str, dict[str, Any]]
 """The manifest's stages by name."""
 THINNED = ("model", "adapter", "base", "checkpoint-*")
 """What is removed from the stages of old rounds. Rows, metrics and samples stay."""
-
-
-def round_of(name: str) -> tuple[str, int, str] | None:
-    """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
-    loop, slash, rest = name.partition("/")
-    number, _, inner = rest.partition("/")
-    return (loop, int(number), inner) if slash else None
 
 
 def ended(recipe: Recipe, entries: Entries) -> dict[str, int]:
