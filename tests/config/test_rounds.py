@@ -281,3 +281,21 @@ def test_inspect_and_run_refuse_a_mistake_before_anything_starts(folder: Path, c
     assert result.exit_code == 2
     assert f"r.yaml:{says[:60]}" in result.stderr
     assert not (folder / "runs").exists()
+
+
+def test_overrides_apply_to_all_rounds_of_a_loop(folder: Path) -> None:
+    (folder / "r.yaml").write_text(RECIPE)
+    overrides = ["rounds=2", "stages.values.by_round={trainer.learning_rate: [2e-5, 1e-5]}", "stages.values.packed=true"]
+    recipe = load("r.yaml", [f"stages.loop.{text}" for text in overrides])
+    stages = {stage.name: stage for stage in recipe.stages}
+    assert len(stages) == 6 and recipe.loops["loop"].rounds == 2
+    assert stages["loop/1/values"].packed and stages["loop/2/values"].packed
+    assert stages["loop/2/values"].trainer.learning_rate == 1e-5
+    with pytest.raises(UserError) as caught:
+        load("r.yaml", ["stages.loop/2/values.packed=true"])
+    assert str(caught.value) == (
+        "command line: stages.loop/2/values.packed=true: this sets all rounds: stages.loop.stages.values.packed=true; "
+        "by_round: sets a value for each of them"
+    )
+    with pytest.raises(UserError, match=r"command line: stages\.loop\.stages\.values\.packd: unknown key \(did you"):
+        load("r.yaml", ["stages.loop.stages.values.packd=true"])
