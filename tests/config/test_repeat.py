@@ -165,7 +165,7 @@ def test_a_folder_that_is_a_link_is_refused(home: Path, copy: Path, tmp_path: Pa
     (copy / "loop/2/tune").rename(tmp_path / "elsewhere")
     (copy / "loop/2/tune").symlink_to(tmp_path / "elsewhere")
     before = (copy / "manifest.json").read_bytes()
-    with pytest.raises(UserError, match="loop/2/tune is a link to .*elsewhere, and only files inside"):
+    with pytest.raises(UserError, match=r"loop/2/tune is a link to .*elsewhere, and only files inside"):
         run(home, copy, start="loop/1/more")
     assert (copy / "manifest.json").read_bytes() == before
 

@@ -45,8 +45,9 @@ def _satisfies(value: Any, key: str, rule: Any, schema: dict[str, Any]) -> bool:
         case "properties":
             return not isinstance(value, dict) or all(is_valid(value[k], rule[k]) for k in value.keys() & rule.keys())
         case "additionalProperties":
-            rest = value.keys() - schema.get("properties", {}).keys() if isinstance(value, dict) else set()
-            return all(rule if isinstance(rule, bool) else is_valid(value[k], rule) for k in rest)
+            given = value if isinstance(value, dict) else {}
+            rest = [item for k, item in given.items() if k not in schema.get("properties", {})]
+            return rule is True or all(rule is not False and is_valid(one, rule) for one in rest)
         case "required":
             return not isinstance(value, dict) or value.keys() >= set(rule)
         case "items":
@@ -77,7 +78,7 @@ def test_every_shipped_recipe_is_valid(name: str) -> None:
     assert is_valid(shipped(name), SCHEMA)
 
 
-LOOP = {
+LOOP: dict[str, Any] = {
     "name": "r",
     "stages": [
         {"name": "prepare", "run": "a.py:b"},
@@ -108,7 +109,7 @@ LOOP = {
 def changed(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
     """The recipe with another value at a path of its loop."""
     recipe = copy.deepcopy(LOOP)
-    block: Any = recipe["stages"][1]
+    block = recipe["stages"][1]
     for key in path[:-1]:
         block = block[key]
     block[path[-1]] = value

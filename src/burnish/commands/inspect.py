@@ -89,7 +89,7 @@ def show(recipe: Recipe, row: int | None, console: Console) -> None:
 def _same_rows(one: Stage, other: Stage) -> bool:
     """Whether two stages are the same stage of different rounds, which reads the same rows in both."""
     first, second = round_of(one.name), round_of(other.name)
-    return bool(first and second) and first[::2] == second[::2] and one.data == other.data
+    return first is not None and second is not None and first[::2] == second[::2] and one.data == other.data
 
 
 def _lacking(recipe: Recipe, stage: Stage) -> str | None:

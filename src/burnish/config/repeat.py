@@ -74,7 +74,7 @@ def _refuse_links(folder: Path, name: str, start: str) -> None:
 
 
 def remove_forgotten(recipe: Recipe, manifest: dict[str, Any]) -> None:
-    """Remove the folders of stages that `forget` has marked. If the process is killed, the next run removes the rest."""
+    """Remove the folders of the stages that `forget` has marked. After a kill, the next run removes the rest."""
     marked = [entry for entry in manifest["stages"] if FORGOTTEN in entry]
     if not marked:
         return

@@ -355,10 +355,8 @@ class _Writer:
         if which == "this" or loop is None or (not inside and loop.name not in self.ended):
             rest = {key: item for key, item in source.items() if key != "from_rounds"}
             return [self._reference(rest, place, at)]
-        if not inside:
-            last = loop.rounds
-        else:
-            last = place.round if which == "all" and index < place.index else place.round - 1
+        in_round = place.round if which == "all" and index < place.index else place.round - 1
+        last = in_round if inside else loop.rounds
         found: list[Any] = [{**plain, "stage": f"{loop.name}/{k}/{name}"} for k in range(1, last + 1)]
         if "initial" in source and not inside:
             self._problem((*at, "initial"), "only in a loop")
@@ -433,12 +431,16 @@ class _Writer:
 def _put(block: Any, keys: list[str], value: Any) -> Keys | None:
     """Set a value in nested blocks and lists, and return its path; None if there is no such place."""
     path: Keys = ()
-    for depth, name in enumerate(keys):
-        key = int(name) if isinstance(block, list) and re.fullmatch("[0-9]{1,9}", name) else name
-        path = (*path, key)
-        if not isinstance(block, dict) and not (isinstance(key, int) and key < len(block)):
+    for depth, name in enumerate(keys, start=1):
+        key: Any = name
+        if isinstance(block, list):
+            key = int(name) if re.fullmatch("[0-9]{1,9}", name) else len(block)
+            if key >= len(block):
+                return None
+        elif not isinstance(block, dict):
             return None
-        if depth == len(keys) - 1:
+        path = (*path, key)
+        if depth == len(keys):
             block[key] = value
         else:
             block = block.setdefault(key, {}) if isinstance(block, dict) else block[key]

@@ -30,9 +30,7 @@ from burnish.terminal import visible
 from burnish.user_code import user_code
 
 
-def run(
-    recipe: Recipe, *, fresh: bool = False, start: str | None = None, display: Display | None = None
-) -> Path:
+def run(recipe: Recipe, *, fresh: bool = False, start: str | None = None, display: Display | None = None) -> Path:
     """Run a recipe to its end, write its report, and return the run's folder.
 
     Finished stages do not run again. A stage that was interrupted resumes from its last complete checkpoint.
