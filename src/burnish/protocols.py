@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from burnish.types import Config, Encoded, Example, MicroBatch, Row, Terms
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from burnish.generate.sampling import Sampling
     from burnish.math.statistics import RowSums
     from burnish.models.heads import Network
+    from burnish.models.loaded import Loaded
+    from burnish.models.settings import ModelSource
     from burnish.render.truncate import Truncation
     from burnish.rewards.functions import NamedReward
 
@@ -177,6 +181,16 @@ class RowMethodSpec:
     """Keys that a stage with this method must have besides ``data``."""
     takes: tuple[str, ...] = ()
     """Keys that a stage with this method may have besides these."""
+    models: tuple[str, ...] = ()
+    """Settings that name a model."""
+    kinds_with_rewards: tuple[type, ...] = ()
+    """The row classes that it reads in a stage with rewards, if these are others."""
+    measures: tuple[str, ...] = ()
+    """Its measures; () if they are not known before it runs."""
+    measures_with_rewards: tuple[str, ...] = ()
+    """Its measures in a stage with rewards, besides these, if they are others."""
+    held_out: bool = False
+    """Whether its rows should be held out: those that an earlier stage trains on are reported."""
     implementation: str = ""
     """``package.module:Name`` of the class, for methods that recipes refer to by name."""
 
@@ -227,8 +241,21 @@ class RowRun(Protocol):
         ...
 
     @property
+    def truncation(self) -> Truncation:
+        """How to handle rows that are too long."""
+        ...
+
+    @property
     def seed(self) -> int:
         """The seed of all random choices."""
+        ...
+
+    def load(self, source: ModelSource | None = None) -> Loaded:
+        """The stage's model, or another one that the settings of its method name. Each model is loaded once."""
+        ...
+
+    def generator_of(self, loaded: Loaded) -> Generator:
+        """A generator as the stage sets it, with the weights of a model. Each model has one."""
         ...
 
 
@@ -250,6 +277,26 @@ class RowMethod(Protocol):
             run: the stage's model, rewards and seed.
         """
         ...
+
+    def check(self, rows: list[Row], keys: Collection[str], reward_model: bool | None) -> None:
+        """Check the input before anything is made of it.
+
+        Args:
+            rows: all rows.
+            keys: the keys that the stage sets, such as ``reward`` and ``generation``.
+            reward_model: whether the stage's model is a reward model; None if this is not known yet.
+
+        Raises:
+            UserError: the rows do not suit the method or the stage.
+        """
+
+    def results(self, folder: Path, seed: int) -> Mapping[str, Mapping[str, float]]:
+        """Results from the finished files in ``folder``, besides the means of the measures, by metric.
+
+        ``{"after": {"accuracy": 0.9, "accuracy_low": 0.87, "accuracy_high": 0.93}}``. With ``before``, the results are
+        compared with those of another model.
+        """
+        return {}
 
 
 class Method(Protocol):

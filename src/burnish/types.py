@@ -49,7 +49,12 @@ class Config(pydantic.BaseModel, metaclass=ConfigType):
     """Base class of all settings. They are immutable; unknown keys, wrong types, NaN and infinity are errors."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # the values of Any would become None otherwise
+        use_attribute_docstrings=True,
     )
 
 

@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 from burnish import cli
 from burnish.commands.chat import Talk, pieces, run
-from burnish.commands.generate import Loaded
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, complete, request_seed
 from burnish.generate.sampling import Sampling
+from burnish.models.loaded import Loaded
 
 
 @pytest.fixture

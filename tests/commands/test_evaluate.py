@@ -16,10 +16,11 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from burnish import cli
-from burnish.commands.evaluate import _log_ratios, table
-from burnish.commands.generate import Loaded
-from burnish.config.evaluation import Evaluation
+from burnish.commands.evaluate import table
+from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs
+from burnish.methods.eval import log_ratios
+from burnish.models.loaded import Loaded
 from burnish.types import Sequence, Trajectory
 
 REWARDS = """
@@ -156,21 +157,21 @@ def test_prompts_are_answered_and_scored(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE)
     result = call("one", "compare.yaml", "--output", "out/results.json")
     assert result.exit_code == 0, result.output
-    assert "win rate" in result.stdout and "even pass@4" in result.stdout
+    assert "Win rate" in result.stdout and "Reward: even, pass@4" in result.stdout
     written = json.loads(Path("out/results.json").read_text())
     mine = [[s for s in written["samples"] if s["model"] == name] for name in ("one", "two")]
     assert [len(part) for part in mine] == [24, 24]
     measures = written["measures"]
     lengths = [[s["rewards"]["length"] for s in part] for part in mine]
-    assert measures["length"]["value"] == pytest.approx(sum(lengths[0]) / 24)
-    assert measures["length"]["difference"]["value"] == pytest.approx((sum(lengths[0]) - sum(lengths[1])) / 24)
+    assert measures["reward_length"]["value"] == pytest.approx(sum(lengths[0]) / 24)
+    assert measures["reward_length"]["difference"]["value"] == pytest.approx((sum(lengths[0]) - sum(lengths[1])) / 24)
     wins = [(a > b) + 0.5 * (a == b) for a, b in zip(*lengths, strict=True)]
-    assert measures["win rate"]["value"] == pytest.approx(sum(wins) / 24)
+    assert measures["win_rate"]["value"] == pytest.approx(sum(wins) / 24)
     best = [max(lengths[0][i : i + 4]) for i in range(0, 24, 4)]
-    assert measures["length best of 4"]["value"] == pytest.approx(sum(best) / 6)
+    assert measures["reward_length_best_of_4"]["value"] == pytest.approx(sum(best) / 6)
     even = [any(s["rewards"]["even"] for s in mine[0][i : i + 4]) for i in range(0, 24, 4)]
-    assert measures["even pass@4"]["value"] == pytest.approx(sum(even) / 6)
-    assert measures["even pass@1"]["value"] == measures["even"]["value"]
+    assert measures["reward_even_pass@4"]["value"] == pytest.approx(sum(even) / 6)
+    assert measures["reward_even_pass@1"]["value"] == measures["reward_even"]["value"]
     assert measures["kl"]["value"] > 0 and measures["kl"]["against"]["value"] == pytest.approx(0, abs=1e-4)
 
 
@@ -179,7 +180,7 @@ def test_a_policy_has_no_kl_to_itself(here: Path) -> None:
     measures = measured("one", "data.eval=prompts.jsonl", "reference=one", *options)
     assert measures["kl"]["value"] == pytest.approx(0, abs=1e-5)
     cut = measured("one", "data.eval=prompts.jsonl", "reference=two", *options, "generation.top_k=3")
-    assert "kl" not in cut and cut["log ratio"]["value"] > 0
+    assert "kl" not in cut and cut["log_ratio"]["value"] > 0
 
 
 def test_the_kl_is_computed_at_the_sampling_temperature(tiny_llama: Any, tiny_tokenizer: Any) -> None:
@@ -187,27 +188,26 @@ def test_the_kl_is_computed_at_the_sampling_temperature(tiny_llama: Any, tiny_to
     ids = (5, 9, 30, 41, 2)
     sequence = Sequence(ids, (False, False, True, True, True), "row")
     trajectory = replace(Trajectory.from_text("", source="row"), sequences=(sequence,))
-    settings = {"data": {"eval": "none"}, "generation": {"temperature": 0.5}}
-    name, ratios = _log_ratios(one, two, [trajectory], Evaluation.model_validate(settings))
+    ratios = log_ratios(one, two, [trajectory], Sampling(temperature=0.5))
     sides = []
     for model in (one.model, two.model):
         with torch.no_grad():
             whole = (model(torch.tensor([ids])).logits[0, 1:-1] / 0.5).log_softmax(-1)
         sides.append(sum(row[token].item() for row, token in zip(whole, ids[2:], strict=True)))
-    assert (name, ratios[id(trajectory)]) == ("kl", pytest.approx(sides[0] - sides[1], abs=1e-4))
+    assert ratios == pytest.approx([sides[0] - sides[1]], abs=1e-4)
 
 
 def test_a_model_against_itself_is_a_draw(here: Path) -> None:
     Path("compare.yaml").write_text(RECIPE)
     measures = measured("one", "compare.yaml", "against=one")
-    assert (measures["win rate"]["value"], measures["win rate"]["low"], measures["win rate"]["high"]) == (0.5, 0.5, 0.5)
-    assert measures["length"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 6}
+    assert (measures["win_rate"]["value"], measures["win_rate"]["low"], measures["win_rate"]["high"]) == (0.5, 0.5, 0.5)
+    assert measures["reward_length"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 6}
 
 
 def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
     reward = 'reward=[{function: "rewards.py:length", weight: 0}]'
     measures = measured("one", "data.eval=prompts.jsonl", reward, "against=two", "generation.max_new_tokens=4")
-    assert set(measures) == {"length", "tokens", "stopped"}
+    assert set(measures) == {"reward_length", "length", "stopped"}
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_two_models_are_told_apart_on_a_narrow_terminal() -> None:
     both = one | {"against": one, "difference": {"value": 0.0, "low": -0.03125, "high": 0.03125}}
     models = ["/home/someone/runs/addition/ppo", "/home/someone/runs/addition/sft"]
     console = Console(file=io.StringIO(), width=60)
-    console.print(table({"models": models, "measures": {"exact pass@1": both, "win rate": one}}))
+    console.print(table({"models": models, "measures": {"reward_exact_pass@1": both, "win_rate": one}}))
     head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert head.split() == ["measure", "ppo", "sft", "difference"]
     assert max(map(len, lines)) <= 60 and "[-0.03125," in " ".join(lines)
-    console.print(table({"models": models[:1], "measures": {"win rate": one}}))
+    console.print(table({"models": models[:1], "measures": {"win_rate": one}}))
     assert "/home/someone/runs/addition/ppo" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -217,7 +217,7 @@ MISTAKES = {
     "itself": (
         MODEL,
         "model: {stage: values}",
-        "15: VALUES.model.stage: 'values' is this stage itself, so the first round needs a start: {stage: values, initial: ...}",
+        "15: VALUES.model.stage: 'values' is this stage itself, so the first round needs a start: {stage:",
     ),
     "a later stage": (
         "run: make.py:make",
@@ -338,7 +338,7 @@ MISTAKES = {
     "until of a function": (
         "    rounds: 3",
         UNTIL + "{stage: make, metric: loss, below: 1}",
-        "10: stages.loop.until.stage: 'make' runs a function, which has no metrics",
+        "10: stages.loop.until.metric: stage 'make' runs a function, which has no metrics",
     ),
 }
 """A part of the recipe, what to write instead, and the beginning of the message: its line, its key and its text."""
@@ -354,7 +354,7 @@ def test_a_mistake_is_named_once_with_its_place(folder: Path, old: str, new: str
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (((EVAL, "limit: 3"),), "10: stages.loop.until.stage: 'values' evaluates nothing"),
+        (((EVAL, "limit: 3"),), "10: stages.loop.until.metric: stage 'values' has no data.eval"),
         ((("{stage: make, file: steps.jsonl}}", "{stage: make, file: s, from_rounds: all}}"),),
          "23: stages.last.data.train.from_rounds: loop has until:, so its number of rounds is not known"),
         (((LAST, "    model: {stage: loop/2/values}"),),

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from burnish.data.selection import Select, select
 from burnish.errors import UserError
-from burnish.types import Conversation, Row, Text
+from burnish.types import Conversation, Messages, Row, Text
 
 
 def row(prompt: str, completion: str, line: int) -> Row:
-    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": completion})
+    messages: Messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": completion})
     return Conversation(messages, 1, f"a.jsonl:{line}")
 
 

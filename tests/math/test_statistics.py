@@ -52,19 +52,19 @@ def test_choices_that_do_not_exist(n: int, correct: int, k: int) -> None:
 def test_an_interval_of_a_mean_is_as_wide_as_its_standard_error_says() -> None:
     torch.manual_seed(0)
     x = torch.randn(400, 1, dtype=torch.float64) * 3 + 1
-    low, high = bootstrap(x, lambda means: means[:, 0])
+    [(low, high)] = bootstrap(x, lambda means: means)
     half = 1.96 * x.std(correction=0).item() / 20
     # 2,000 resamples: a percentile of the interval has a standard error of about 5 % of its half width.
     assert low == pytest.approx(x.mean().item() - half, abs=0.2 * half)
     assert high == pytest.approx(x.mean().item() + half, abs=0.2 * half)
-    assert bootstrap(x, lambda means: means[:, 0]) == (low, high)
-    assert bootstrap(x, lambda means: means[:, 0], seed=1) != (low, high)
+    assert bootstrap(x, lambda means: means) == [(low, high)]
+    assert bootstrap(x, lambda means: means, seed=1) != [(low, high)]
 
 
 def test_a_difference_is_paired() -> None:
     torch.manual_seed(0)
     x = torch.randn(50, 1, dtype=torch.float64)
-    low, high = bootstrap(torch.cat([x + 0.5, x], dim=1), lambda means: means[:, 0] - means[:, 1])
+    [(low, high)] = bootstrap(torch.cat([x + 0.5, x], dim=1), lambda means: means[:, :1] - means[:, 1:])
     assert (low, high) == (pytest.approx(0.5), pytest.approx(0.5))
 
 

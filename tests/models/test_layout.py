@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from burnish import SFT, UserError
-from burnish.commands.generate import logprobs
 from burnish.models import forward
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import BUDGET_OF_PASS, Layout
 from burnish.models.loading import load_reward_model
+from burnish.models.logprobs import logprobs
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
 from burnish.types import Conversation, Example, Messages, MicroBatch, Sequence, Trajectory

@@ -1,5 +1,6 @@
 """Every shipped recipe runs, cut down to seconds, with small random models and stand-ins for downloads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from burnish.report.metrics import read_metrics
 
 FILMS = ["stages.prepare.with.archive={archive}", "stages.prepare.with.pairs=12"]
 # Overrides that replace models and files by small ones and reduce the work.
+SUMS = [
+    "stages.prepare.with={{rows: 64, pairs: 64, prompts: 32, held_out: 16}}",
+    "stages.loop.stages.held-out.generation.samples=1",
+]
+BRIEF = ["trainer.num_train_epochs=1", "trainer.warmup_steps=0"]
 SMALLER = {
+    "best-of-n": [
+        SUMS[0],
+        *(f"stages.{stage}.{setting}" for stage in ("sft", "reward", "distilled") for setting in BRIEF),
+    ],
     "classic": [
         "stages.prepare.with={{dictionary: {dictionary}, rows: 3, pairs: 2, prompts: 2, held_out: 2}}",
         "stages.sft.model={policy}",
@@ -20,10 +30,16 @@ SMALLER = {
         "stages.ppo.generation.max_new_tokens=4",
     ],
     "dpo": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.dpo.model={policy}"],
+    "expert-iteration": [*SUMS, *(f"stages.sft.{setting}" for setting in BRIEF)],
     "grpo": [
         "stages.prepare.with={{rows: 64, prompts: 32, held_out: 16}}",
         "stages.sft.trainer.num_train_epochs=1",
         "stages.sft.trainer.warmup_steps=0",
+    ],
+    "online-dpo": [
+        *SUMS,
+        *(f"stages.sft.{setting}" for setting in BRIEF),
+        "stages.loop.stages.dpo.trainer.max_steps=2",
     ],
     "pretrain": [
         "stages.prepare.with={{held_out: 2, docstrings: 1}}",
@@ -45,6 +61,19 @@ SMALLER = {
         "stages.prepare.with={{rows: 64, scored: 64, held_out: 16}}",
         "stages.sft.trainer.num_train_epochs=1",
         "stages.sft.trainer.warmup_steps=0",
+    ],
+    "rest": [*SUMS, *(f"stages.{stage}.{setting}" for stage in ("sft", "reward") for setting in BRIEF)],
+    "rest-em": [*SUMS, *(f"stages.base.{setting}" for setting in BRIEF)],
+    "rest-films": [
+        *FILMS,
+        "stages.prepare.with.rows=8",
+        "stages.prepare.with.prompts=8",
+        "stages.sft.model={policy}",
+        "stages.reward.model={encoder}",
+        "stages.loop.stages.grow.reward=[{{model: {{stage: reward}}}}]",
+        "stages.loop.stages.grow.generation.max_new_tokens=4",
+        "stages.loop.stages.held-out.reward=[{{model: {{stage: reward}}}}]",
+        "stages.loop.stages.held-out.generation={{max_new_tokens: 4}}",
     ],
     "reward-causal": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.reward.model={policy}"],
     "step_value": [
@@ -91,9 +120,13 @@ def test_it_runs(
     places = {"archive": archive, "dictionary": dictionary, "policy": tiny_folder, "encoder": encoder}
     smaller = [setting.format(**places) for setting in SMALLER[name]]
     folder = run(load(name, [*smaller, f"out={tmp_path / 'run'}", "threads=1"]))
-    recipe = load(name, smaller)
-    for stage in recipe.stages:
-        if stage.method is not None:
-            assert any("loss" in line for line in read_metrics(folder / stage.name))
-            assert (folder / stage.name / "model" / "config.json").is_file()
+    made = {entry["name"]: entry for entry in json.loads((folder / "manifest.json").read_text())["stages"]}
+    for stage in load(name, smaller).stages:
+        if stage.makes_rows:
+            assert list((folder / stage.name / "data").glob("*.jsonl")) and read_metrics(folder / stage.name)
+        elif stage.method is not None and made[stage.name]["state"] == "done":
+            trained = any("loss" in line for line in read_metrics(folder / stage.name))
+            assert trained or made[stage.name]["rows"]["train"]["rows"] == 0
+            kept = (folder / stage.name / "model" / "config.json").is_file()
+            assert kept != made[stage.name].get("thinned", False)
     assert (folder / "report.html").is_file()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 
-from burnish.report.curves import Estimate, binned, estimates, panels, smoothed
+import pytest
+
+from burnish.report.curves import Estimate, Line, binned, estimates, panels, round_panel, smoothed
+from burnish.report.metrics import describe
 
 
 def test_an_interval_belongs_to_its_value() -> None:
@@ -54,3 +57,51 @@ def test_a_curve_is_drawn_at_its_values() -> None:
 
 def test_no_lines_have_no_panels() -> None:
     assert panels("sft", []) == {"curves": [], "other_curves": [], "steps_per_point": 1, "not_finite": {}}
+
+
+# --- rounds of a loop ---------------------------------------------------------------------------------------------
+
+
+def line(name: str, *values: float, half: float = 0.05) -> Line:
+    points = [(k, Estimate(value, (value - half, value + half))) for k, value in enumerate(values, start=1)]
+    return Line(name, points)
+
+
+def marks(svg: str, color: str) -> list[tuple[float, float]]:
+    """The places of the markers of a line, from left to right."""
+    used = re.findall(rf'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="[^"]*fill: var\(--{color}\)', svg)
+    return [(float(x), float(y)) for x, y in used]
+
+
+def test_rounds_are_drawn_at_their_values_beside_one_another() -> None:
+    panel = round_panel("loop/score", describe("score"), [line("grow", 0.2, 0.4, 0.6), line("held", 0.2, 0.3, 0.4)], 3)
+    grow, held = marks(panel["svg"], "train"), marks(panel["svg"], "eval")
+    assert len(grow) == len(held) == 3
+    rise = [a[1] - b[1] for a, b in zip(grow, grow[1:], strict=False)]
+    assert math.isclose(rise[0], rise[1], abs_tol=0.02) and rise[0] > 0  # SVG counts from the top
+    assert math.isclose(grow[0][1], held[0][1], abs_tol=0.02)  # equal values on one axis
+    assert all(0 < b[0] - a[0] < 8 for a, b in zip(grow, held, strict=True))  # next to each other
+    assert [(key["name"], key["color"]) for key in panel["key"]] == [("grow", "var(--train)"), ("held", "var(--eval)")]
+    assert panel["summary"] == "grow from 0.2000 to 0.6000; held from 0.2000 to 0.4000"
+    assert panel["svg"].count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "axes"),
+    [
+        (line("gold", 0.3, 0.3, 0.3, half=0.0), 1),  # constant
+        (line("gold", 0.3, 0.35, 0.4), 1),
+        (line("gold", 30.0, 20.0, 10.0), 2),  # on its axis, the score would look flat
+        (line("gold", 30.0, 30.0, 30.0, half=0.0), 2),
+    ],
+)
+def test_lines_that_would_look_flat_have_an_axis_of_their_own(other: Line, axes: int) -> None:
+    svg = round_panel("loop/rewards", describe("score"), [line("score", 0.2, 0.5, 0.8), other], 3)["svg"]
+    assert len(re.findall('id="[a-z0-9]+"', svg)) >= axes
+    assert svg.count('<clipPath id="') == axes
+
+
+def test_values_that_are_not_finite_are_not_drawn() -> None:
+    broken = Line("a", [(1, Estimate(1.0)), (2, Estimate(math.nan)), (3, Estimate(2.0))])
+    panel = round_panel("loop/loss", describe("loss"), [broken, Line("b", [(1, Estimate(math.inf))])], 3)
+    assert panel["summary"] == "a from 1.000 to 2.000" and len(marks(panel["svg"], "train")) == 2

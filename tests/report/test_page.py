@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from burnish.errors import UserError
-from burnish.methods import METHODS
+from burnish.methods import METHODS, ROW_METHODS
 from burnish.report import curves
 from burnish.report import page as report
 from burnish.report.metrics import Recorder
@@ -426,7 +426,7 @@ def test_without_evaluations_the_last_samples_of_training_are_shown() -> None:
 
 
 def test_every_method_and_finish_reason_has_a_description() -> None:
-    assert set(report.METHODS) == set(METHODS)
+    assert set(report.METHODS) == {*METHODS, *ROW_METHODS, "eval", "score"}
     assert set(report.FINISH_REASONS) == {"length", "context", "turns", "done", "error"}
     rows = [{"step": 1, "kind": "eval", "prompt": reason, "completion": "", "finish_reason": reason}
             for reason in ("stop", "context")]  # fmt: skip

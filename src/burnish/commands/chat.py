@@ -13,13 +13,13 @@ from typing import Any
 
 import typer
 
-from burnish.commands.generate import Loaded
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Request, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
 from burnish.models.forward import unwrap
+from burnish.models.loaded import Loaded
 from burnish.render.renderer import Renderer
 from burnish.terminal import check_typed, visible
 from burnish.types import Message

@@ -1,16 +1,14 @@
-"""Completions of prompts from the command line or a file, and log-probabilities of sequences."""
+"""Completions of prompts from the command line or a file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pydantic
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -25,48 +23,19 @@ from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
 from burnish.mistakes import mistakes
 from burnish.models import loading
-from burnish.models.forward import PLAIN, SamplingTransform, evaluating, hidden_states, token_logprobs, unwrap
-from burnish.models.layout import Layout
+from burnish.models.forward import unwrap
 from burnish.models.limits import check_room
+from burnish.models.loaded import Loaded
+from burnish.models.loaded import load as load
+from burnish.models.logprobs import logprobs
 from burnish.render.renderer import Renderer
-from burnish.render.templates import prepare_template, set_template
 from burnish.terminal import check_typed
-from burnish.types import Config, Example, Prompt, Sequence
+from burnish.types import Config, Prompt, Sequence
 
 AT_ONCE = 64
 """Number of completions generated between two writes."""
-TOKEN_BUDGET = 8192
-"""Maximum number of tokens, including padding, in one forward pass that computes log-probabilities."""
 DRAWN = ("temperature", "top_k", "top_p", "samples")
 OWN = ("prompt", "completion", "finish_reason", "logprob", "logprob_mean", "source")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A loaded language model: ``Loaded("runs/tiny/ppo", model, tokenizer)``."""
-
-    reference: str
-    model: Any
-    tokenizer: Any
-
-
-def load(reference: str, template: str | None = None, dtype: loading.DType = "auto") -> Loaded:
-    """Load a language model and its tokenizer, on the GPU if there is one.
-
-    Args:
-        reference: the folder of a model, adapter or stage, a .gguf file or a hub id.
-        template: name of a plain template that replaces the stored one.
-        dtype: dtype of the weights.
-
-    Raises:
-        UserError: if the model cannot be loaded, or there is no such template.
-    """
-    tokenizer = loading.load_tokenizer(reference)
-    if template is not None:
-        set_template(tokenizer, template)
-    prepare_template(tokenizer)
-    model = loading.load_policy(reference, dtype=loading.choose_dtype(dtype))
-    return Loaded(reference, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
 # --- options ------------------------------------------------------------------------------------------------------
@@ -216,33 +185,9 @@ def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]
     }
 
 
-# --- log-probabilities --------------------------------------------------------------------------------------------
-
-
 def completed(prompt: tuple[int, ...], completion: list[int], source: str) -> Sequence:
     """A sequence of a prompt and a completion, whose loss mask selects the completion."""
     return Sequence((*prompt, *completion), (False,) * len(prompt) + (True,) * len(completion), source)
-
-
-def logprobs(
-    model: Any, sequences: list[Sequence], transform: SamplingTransform = PLAIN, budget: int = TOKEN_BUDGET
-) -> list[list[float]]:
-    """Log-probabilities of the tokens that each sequence's loss mask selects."""
-    results: list[list[float]] = [[] for _ in sequences]
-    examples = [Example((sequence,)) for sequence in sequences]
-    layout = Layout([model])
-    with evaluating(model):
-        for group, batch, values in layout.passes(
-            lambda batch: token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, transform, "off")[
-                0
-            ],
-            examples,
-            budget,
-        ):
-            learned = values[batch.loss_mask].split([int(sequences[i].loss_mask.sum()) for i in group])
-            for i, mine in zip(group, learned, strict=True):
-                results[i] = mine.tolist()
-    return results
 
 
 # --- files --------------------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from burnish.commands.plan import is_shown, show_plan
 from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
 from burnish.config.rounds import round_of
+from burnish.config.row_stage import RowStage
 from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.machine import matmul_rate, memory_bytes
-from burnish.methods import ROW_METHODS
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.models import loading
 from burnish.models.batching import shared_length
@@ -170,19 +170,18 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
 
 def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
     """Print the input of a stage that makes rows, and the names of the files that it writes."""
-    assert stage.method is not None and stage.data is not None
-    spec = ROW_METHODS[stage.method.name]
-    read = sources.read(stage.data, "rows", recipe.folder, spec.kinds, recipe.seed_of(stage), records=True)
+    making = RowStage(recipe, stage)
+    read, spec = making.read(), making.spec
     table = Table("", "rows", box=None, pad_edge=False)
     table.add_row("rows", f"{len(read.rows):,}")
     table.add_row("skipped", ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0")
     if read.left_out:
         table.add_row("left out", ", ".join(f"{count} x {reason}" for reason, count in read.left_out.items()))
-    prompts = [one for one in read.rows if isinstance(one, Prompt)] if Prompt in spec.kinds else []
+    prompts = [one for one in read.rows if isinstance(one, Prompt)] if "generation" in spec.takes else []
     reference, template = _origin(recipe, stage)
     if reference is not None and prompts:
         table.add_row("completions", f"{len(prompts) * stage.generation.samples:,}")
-    table.add_row("writes", f"{', '.join(spec.outputs)} in {recipe.folder / stage.name / 'data'}")
+    table.add_row("writes", f"{', '.join(spec.outputs)} in {making.folder / 'data'}")
     console.print(table)
     _list(console, "skipped", [skipped.message for skipped in read.skipped])
     if reference is not None and prompts:

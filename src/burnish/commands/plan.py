@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from burnish.config import Recipe, Stage, StageData, StageModel
+from burnish.config import Recipe, Stage, StageData
 from burnish.config.rounds import Loop, round_of
-from burnish.config.schema import ModelSource, PackageModel, Part, RewardFromModel
+from burnish.config.schema import Part
 from burnish.data.selection import Select
 from burnish.mistakes import find
+from burnish.models.settings import ModelSource, PackageModel, StageModel
 
 LISTED = 4
 """More rounds of a source than this are shown as a range."""
@@ -71,12 +72,9 @@ def _stage(recipe: Recipe, stage: Stage, indent: int) -> Iterator[str]:
 
 
 def _facts(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, str]]:
-    """What is resolved: the model, rewards that are models, the rows, and the settings of the round."""
-    if stage.model is not None:
-        yield "model", _model(stage.model)
-    for reward in stage.reward:
-        if isinstance(reward, RewardFromModel):
-            yield "reward", _model(reward.model)
+    """What is resolved: the models, the rows, and the settings of the round."""
+    for (key, *rest), model in stage.models.items():
+        yield f"method.{rest[0]}" if key == "method" else str(key), _model(model)
     if stage.data is not None:
         for split in stage.data.splits:
             yield split, _sources(stage.data.parts(split))

@@ -3,14 +3,13 @@
 from burnish.config.loading import json_schema, load, shipped
 from burnish.config.schema import (
     Data,
-    PackageModel,
     Recipe,
     Stage,
     StageData,
-    StageModel,
     method_class,
     method_spec,
 )
+from burnish.models.settings import PackageModel, StageModel
 
 __all__ = [
     "Data",

@@ -15,12 +15,13 @@ from typing import Any
 
 from burnish import __version__
 from burnish.config.manifest import MANIFEST, read_manifest
-from burnish.config.schema import PackageModel, Recipe, Stage, StageModel, method_spec
+from burnish.config.schema import Recipe, Stage, method_spec
 from burnish.config.sources import references
 from burnish.methods import METHODS
 from burnish.models.bases import recorded as recorded_base
 from burnish.models.heads import VALUE_HEAD
 from burnish.models.loading import adapter_config, is_adapter
+from burnish.models.settings import PackageModel, StageModel
 from burnish.report.page import METHODS as METHOD_NAMES
 from burnish.report.page import as_yaml, changes, headline_changes, with_interval
 

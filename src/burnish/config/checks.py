@@ -14,14 +14,12 @@ import pydantic
 
 from burnish.config.schema import (
     Data,
-    PackageModel,
     Recipe,
     RewardFromFunction,
     RewardFromModel,
     RewardSource,
     Stage,
     StageData,
-    StageModel,
     any_spec,
     is_module,
     method_spec,
@@ -33,7 +31,7 @@ from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.mistakes import Keys, Problem, find, mistakes
-from burnish.models.settings import AdapterConfig
+from burnish.models.settings import AdapterConfig, PackageModel, StageModel
 from burnish.protocols import MethodSpec
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.report.metrics import METRICS
@@ -140,14 +138,13 @@ def _explained(path: Keys, value: dict[str, Any]) -> str | None:
 
 def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
     """Every model and data source of a stage, with its path below the stage."""
-    yield ("model",), stage.model
+    yield from stage.models.items()
     if stage.data:
         for split in ("train", "rows"):
             mixed = isinstance(getattr(stage.data, split), list)
             for index, part in enumerate(stage.data.parts(split)):
                 yield ("data", split, *((index, "from") if mixed else ())), part.source
         yield ("data", "eval"), stage.data.eval
-    yield from reward_models(stage.reward)
 
 
 def reference_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -196,6 +193,42 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
                 ("stages", index, "trainer", "eval_strategy"), "there are no rows to evaluate: data.eval is missing"
             )
         earlier.setdefault(stage.name, stage)
+    yield from until_problems(recipe)
+
+
+def until_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Metrics that end a loop, but that their stage cannot have."""
+    for name, loop in recipe.loops.items():
+        if loop.until is not None:
+            stage = next(stage for stage in recipe.stages if stage.name == f"{name}/1/{loop.until.stage}")
+            if text := _until_problem(loop.until.metric, loop.until.stage, stage):
+                yield Problem(("stages", name, "until", "metric"), text)
+
+
+def _until_problem(metric: str, name: str, stage: Stage) -> str | None:
+    """Why a stage cannot have a metric; None if it can, or if that is only known when it has run."""
+    if stage.method is None:
+        return f"stage {name!r} runs a function, which has no metrics"
+    rewards = [reward.title for reward in stage.reward]
+    spec = ROW_METHODS.get(stage.method.name)
+    if spec is None:
+        if stage.data is not None and stage.data.eval is None:
+            return f"stage {name!r} has no data.eval, so it measures nothing"
+        known = [key for key, meaning in METRICS.items() if meaning.better]
+        possible_metrics = [*METRICS, *rewards] if stage.method.name in METHODS else []
+    else:
+        known = list(dict.fromkeys([*rewards, *(spec.measures_with_rewards if rewards else spec.measures)]))
+        possible_metrics = known if spec.measures else []
+    base = re.sub(r"_(pass@|best_of_)[0-9]+$", "", metric.removeprefix("reward_"))
+    if not possible_metrics or metric in possible_metrics or base in rewards:
+        setting = NEEDS.get(metric)
+        lacks = setting is not None and spec is not None and setting not in stage.method.settings
+        return f"the metric {metric!r} needs method.{setting} in stage {name!r}" if lacks else None
+    return f"stage {name!r} has no metric {metric!r}{did_you_mean(metric, known)}; its metrics are {', '.join(known)}"
+
+
+NEEDS = {"kl": "reference", "log_ratio": "reference", "win_rate": "against"}
+"""Metrics of an evaluation that need another model, and the setting that names it."""
 
 
 def _short(name: str) -> str:

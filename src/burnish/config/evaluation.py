@@ -19,11 +19,12 @@ from burnish.config.checks import (
     reward_templates,
 )
 from burnish.config.loading import document
-from burnish.config.schema import NAME, ModelSource, RewardSource, StageModel, locate
+from burnish.config.schema import NAME, RewardSource, locate
 from burnish.config.yaml import OVERRIDE, Document, complain, override
 from burnish.errors import UserError, did_you_mean
 from burnish.generate.sampling import Sampling
 from burnish.mistakes import Keys, Problem, mistakes
+from burnish.models.settings import ModelSource, StageModel
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.render.truncate import Truncation
 from burnish.types import Config

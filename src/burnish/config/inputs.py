@@ -10,13 +10,14 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from burnish import files
-from burnish.config import Recipe, Stage, StageData, StageModel
+from burnish.config import Recipe, Stage, StageData
 from burnish.config.resolve import model_reference
-from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromModel
+from burnish.config.schema import SPLITS, Data, RewardFromFunction
 from burnish.config.sources import references
 from burnish.data.readers import files_of
 from burnish.errors import UserError
 from burnish.methods import METHODS, ROW_METHODS
+from burnish.models.settings import StageModel
 
 READ = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py", ".gguf")
 """Extensions of the files that loading a model may read from its folder."""
@@ -89,18 +90,15 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
 def from_stages(stage: Stage) -> list[StageModel | StageData]:
     """The sources of a stage that earlier stages create."""
     data = [part.source for split in SPLITS for part in (stage.data.parts(split) if stage.data else [])]
-    models = [stage.model, *(reward.model for reward in stage.reward if isinstance(reward, RewardFromModel))]
-    return [source for source in [*models, *data] if isinstance(source, StageModel | StageData)]
+    return [source for source in [*stage.models.values(), *data] if isinstance(source, StageModel | StageData)]
 
 
 def inputs_of(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, dict[str, str]]:
     """Checksums of the rows, models and code that a stage reads, for the manifest: ``{"data": ..., "inputs": ...}``."""
     assert stage.data is not None
-    sources = [reward.model for reward in stage.reward if isinstance(reward, RewardFromModel)]
-    models = [model_reference(source, recipe.folder) for source in [stage.model, *sources] if source is not None]
     inputs = of_code(recipe, stage, checksums)
-    for reference in models:
-        inputs |= of_model(reference, recipe.folder, checksums)
+    for source in stage.models.values():
+        inputs |= of_model(model_reference(source, recipe.folder), recipe.folder, checksums)
     return {"data": of_rows(stage.data, stage.data.splits, recipe.folder, checksums), "inputs": inputs}
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from burnish.config.inputs import from_stages
 from burnish.config.rounds import Loop, round_of
-from burnish.config.schema import Recipe, Stage, StageModel
+from burnish.config.schema import Recipe, Stage
 from burnish.errors import UserError
+from burnish.models.settings import StageModel
+from burnish.report.curves import estimates
 
 Entries = Mapping[str, dict[str, Any]]
 """The manifest's stages by name."""
@@ -46,9 +48,9 @@ def _reached(name: str, loop: Loop, number: int, entries: Entries) -> bool:
     until = loop.until
     assert until is not None
     results = entries[f"{name}/{number}/{until.stage}"].get("results", {}).get("after", {})
-    value = results.get(f"eval_{until.metric}")
+    value = results.get(f"eval_{until.metric}", results.get(f"eval_reward_{until.metric}"))
     if value is None:
-        known = ", ".join(sorted(key.removeprefix("eval_") for key in results if key.startswith("eval_"))) or "none"
+        known = ", ".join(sorted(estimates(results))) or "none"
         raise UserError(f"{name}: until: stage {until.stage} has no metric {until.metric!r}; its metrics are {known}")
     return value > until.above if until.above is not None else value < until.below  # type: ignore[operator]
 

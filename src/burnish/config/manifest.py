@@ -17,6 +17,7 @@ import pydantic
 from burnish import files
 from burnish.config.schema import STAGE_NAME, Recipe, Stage
 from burnish.errors import UserError
+from burnish.report.metrics import from_json, to_json
 
 MANIFEST = "manifest.json"
 REMOVING = ".manifest.json.removing"
@@ -32,7 +33,8 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
         UserError: if the folder contains a run of another recipe or Burnish version, or stages without a manifest.
     """
     path = recipe.folder / MANIFEST
-    resolved = recipe.resolved()
+    # As they are read back: JSON has no numbers for NaN and infinities.
+    resolved, loops = to_json(recipe.resolved()), to_json(_loops(recipe))
     if path.is_file():
         manifest = read_manifest(path)
         if manifest.get("format") != FORMAT:
@@ -41,11 +43,14 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
                 "folder with out=FOLDER"
             )
         _move(manifest, recipe)
-        different = next(_differences(manifest["recipe"], resolved, ""), None)
-        if different is not None:
-            moved = re.match(r"stages\.\d+\.(data|model|reward)\b", different)
+        different = [
+            *_differences(manifest["recipe"], resolved, ""),
+            *_differences(manifest.get("loops", {}), loops, "loops"),
+        ]
+        if different:
+            moved = re.match(r"stages\.\d+\.(data|model|reward)\b", different[0])
             raise UserError(
-                f"{recipe.folder} holds a run of another recipe: {different}; start over with --fresh, name another "
+                f"{recipe.folder} holds a run of another recipe: {different[0]}; start over with --fresh, name another "
                 "folder with out=FOLDER, or restore this setting to resume: only out= may change, if the run was moved"
                 + (", and a file that was moved needs a link at its old path" if moved else "")
             )
@@ -61,11 +66,17 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
         "name": recipe.name,
         "state": "running",
         "recipe": resolved,
+        "loops": loops,
         "versions": _versions(),
         "machine": _machine(),
         "stages": [pending(stage) for stage in recipe.stages],
         "checksums": {},
     }
+
+
+def _loops(recipe: Recipe) -> dict[str, Any]:
+    """The settings of the loops. Their stages are in the recipe, once for each round."""
+    return {name: loop.model_dump(mode="json", exclude={"name", "stages"}) for name, loop in recipe.loops.items()}
 
 
 def _move(manifest: dict[str, Any], recipe: Recipe) -> None:
@@ -139,6 +150,7 @@ class _Manifest(pydantic.BaseModel):
     name: str
     state: Literal["running", "done"]
     recipe: dict[str, Any]
+    loops: dict[str, dict[str, Any]] = {}
     versions: dict[str, str]
     machine: dict[str, str | int]
     stages: list[_Entry]
@@ -166,12 +178,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a valid manifest ({what}): {advice}") from error
     if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(STAGE_NAME, name))]:
         raise UserError(f"{path}: {wrong[0]!r} cannot be the name of a stage: restore the file, or remove the folder")
+    for entry in manifest["stages"]:
+        if "results" in entry:
+            entry["results"] = from_json(entry["results"])
     return manifest
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of a run atomically."""
-    files.write_text(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False))
+    """Write the manifest of a run atomically. NaN and infinities are written as strings, as in metrics.jsonl."""
+    text = json.dumps(to_json(manifest), indent=1, ensure_ascii=False, allow_nan=False)
+    files.write_text(folder / MANIFEST, text)
 
 
 def clear(folder: Path) -> None:

@@ -11,8 +11,9 @@ from burnish import files
 from burnish.config import loops
 from burnish.config.inputs import from_stages
 from burnish.config.manifest import pending, write_manifest
-from burnish.config.schema import Recipe, Stage, StageModel
+from burnish.config.schema import Recipe, Stage
 from burnish.errors import UserError, did_you_mean
+from burnish.models.settings import StageModel
 
 FORGOTTEN = "forgotten"
 """Key of a stage's entry in the manifest: its folder is still to be removed."""

@@ -6,17 +6,18 @@ from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import PackageModel, Recipe, RewardFromFunction, RewardSource, StageModel
+from burnish.config.schema import Recipe, RewardFromFunction, RewardSource
 from burnish.errors import UserError
 from burnish.models import loading
+from burnish.models.settings import ModelSource, PackageModel, StageModel
 from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
-from burnish.types import Config, Reward
+from burnish.types import Reward
 
 
-def model_reference(source: str | Config, folder: Path) -> str:
+def model_reference(source: ModelSource, folder: Path) -> str:
     """The folder or hub id of a model. For a package that is not installed, the hub id."""
     if isinstance(source, StageModel):
         return str(folder / source.stage / "model")

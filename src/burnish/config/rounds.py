@@ -22,7 +22,6 @@ import pydantic
 from pydantic import Field
 
 from burnish.errors import did_you_mean
-from burnish.methods import ROW_METHODS
 from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.types import Config
 
@@ -105,7 +104,7 @@ class WrittenOut:
     places: list[Keys]
     """The path of each stage in the recipe that was given."""
     moved: dict[Keys, Keys]
-    """Paths below stages that the recipe that was given has elsewhere, such as those of settings by round."""
+    """Paths below stages and loops that the recipe that was given has elsewhere, such as those of settings by round."""
 
     def original(self, problems: Iterable[Problem]) -> list[Problem]:
         """The problems with paths of the recipe that was given. One that all rounds have is there only once."""
@@ -179,22 +178,16 @@ def write_out(recipe: dict[str, Any]) -> tuple[WrittenOut, list[Problem]]:
 
 
 def _problems(loop: Loop, at: Keys) -> Iterator[Problem]:
-    stages = {stage.get("name"): stage for stage in loop.stages}
+    names = [stage.get("name") for stage in loop.stages]
     for index, stage in enumerate(loop.stages):
         if is_loop(stage):
             yield Problem((*at, "stages", index), "a loop cannot be inside another loop")
         elif not isinstance(stage.get("name"), str):
             yield Problem((*at, "stages", index, "name"), "this key is missing")
         yield from _name_problems(stage, (*at, "stages", index))
-    if (until := loop.until) is None:
-        return
-    if (stage := stages.get(until.stage)) is None:
-        near = did_you_mean(until.stage, [name for name in stages if name])
-        yield Problem((*at, "until", "stage"), f"{until.stage!r} is not a stage of this loop{near}")
-    elif "run" in stage:
-        yield Problem((*at, "until", "stage"), f"{until.stage!r} runs a function, which has no metrics")
-    elif find(stage, ("method", "name")) not in ROW_METHODS and find(stage, ("data", "eval")) is None:
-        yield Problem((*at, "until", "stage"), f"{until.stage!r} evaluates nothing: its data.eval is missing")
+    if loop.until is not None and loop.until.stage not in names:
+        near = did_you_mean(loop.until.stage, [name for name in names if name])
+        yield Problem((*at, "until", "stage"), f"{loop.until.stage!r} is not a stage of this loop{near}")
 
 
 def _name_problems(stage: Any, at: Keys) -> Iterator[Problem]:
@@ -244,6 +237,7 @@ class _Writer:
 
     def add_loop(self, loop: Loop, index: int) -> None:
         """Add the stages of all rounds of a loop."""
+        self.moved[("stages", loop.name, "until")] = ("stages", index, "until")
         seed = self.recipe.get("seed", 0)
         for number in range(1, loop.rounds + 1):
             for i, stage in enumerate(loop.stages):

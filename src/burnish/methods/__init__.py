@@ -4,6 +4,7 @@ from typing import get_args
 
 from burnish.methods.settings import (
     DPOConfig,
+    EvalConfig,
     FilterConfig,
     GRPOConfig,
     PPOConfig,
@@ -12,6 +13,7 @@ from burnish.methods.settings import (
     RewardConfig,
     RLOOConfig,
     SampleConfig,
+    ScoreConfig,
     SFTConfig,
     StepValueConfig,
 )
@@ -60,14 +62,40 @@ _ROW_SPECS = (
         outputs={"samples.jsonl": (Conversation, Scored), "ranked.jsonl": (Ranking,)},
         needs=("model",),
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        measures=("length", "stopped", "empty"),
+        measures_with_rewards=("score", "length", "stopped", "empty"),
         implementation="burnish.methods.sample:Sample",
+    ),
+    RowMethodSpec(
+        "score",
+        ScoreConfig,
+        (Conversation,),
+        outputs={"scored.jsonl": (Conversation, Scored)},
+        needs=("model", "reward"),
+        takes=("template", "trust_remote_code"),
+        implementation="burnish.methods.score:Score",
     ),
     RowMethodSpec(
         "filter",
         FilterConfig,
         get_args(Row),
         outputs={"rows.jsonl": get_args(Row), "failed.jsonl": ()},
+        measures=("passed",),
         implementation="burnish.methods.filter:Filter",
+    ),
+    RowMethodSpec(
+        "eval",
+        EvalConfig,
+        (Text, Conversation, Preference, Ranking, Prompt),
+        outputs={"measures.jsonl": (), "samples.jsonl": ()},
+        needs=("model",),
+        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        models=("against", "reference"),
+        kinds_with_rewards=(Prompt,),
+        measures=("perplexity", "nll", "accuracy", "margin", "kl", "log_ratio", "win_rate", "length", "stopped"),
+        measures_with_rewards=("score", "kl", "log_ratio", "win_rate", "length", "stopped"),
+        held_out=True,
+        implementation="burnish.methods.eval:Eval",
     ),
 )
 

@@ -15,11 +15,11 @@ from burnish.models.limits import check_room
 from burnish.protocols import Made, RowMethod, RowRun
 from burnish.render.renderer import Renderer
 from burnish.rl.collect import sample_and_score
-from burnish.rl.metrics import sample_rows
-from burnish.types import Prompt, Row, Trajectory
+from burnish.rl.metrics import completed_row, sample_rows
+from burnish.types import Prompt, Row
 
 SHOWN = 4
-"""Number of trajectories of a chunk that a person can read in the report."""
+"""Number of prompts of a chunk whose first completion a person can read in the report."""
 
 
 class Sample(RowMethod):
@@ -60,7 +60,7 @@ class Sample(RowMethod):
             everyone = trajectories[start : start + samples]
             group = zip(everyone, requests[start : start + samples], strict=True)
             mine = [
-                _row(trajectory, request, scored, f"{first + start // samples}-{g}")
+                {**completed_row(trajectory), "seed": request.seed, "id": f"{first + start // samples}-{g}"}
                 for g, (trajectory, request) in enumerate(group)
                 if trajectory.text
             ]
@@ -77,19 +77,7 @@ class Sample(RowMethod):
                 for name in everyone[0].rewards:
                     measured.setdefault(f"reward_{name}", []).append(fmean(t.rewards[name] for t in everyone))
         files = {"samples.jsonl": written, "ranked.jsonl": ranked}
-        return Made(files, counts, measured, sample_rows(trajectories[:SHOWN], "train"))
-
-
-def _row(trajectory: Trajectory, request: Request, scored: bool, name: str) -> dict[str, Any]:
-    prompt = trajectory.prompt
-    row: dict[str, Any] = {
-        "prompt": prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else list(prompt),
-        "completion": trajectory.text,
-    }
-    if scored:
-        row |= {"score": trajectory.score, "rewards": dict(trajectory.rewards)}
-    meta = {"meta": dict(trajectory.columns)} if trajectory.columns else {}
-    return row | {"finish_reason": trajectory.finish_reason, "seed": request.seed, "id": name} | meta
+        return Made(files, counts, measured, sample_rows(trajectories[::samples][:SHOWN], "train"))
 
 
 def _ranking(samples: list[dict[str, Any]]) -> dict[str, Any] | None:

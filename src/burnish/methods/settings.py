@@ -14,6 +14,7 @@ from burnish.math.choices import (
     Estimate,
     PreferenceLoss,
 )
+from burnish.models.settings import ModelSource
 from burnish.types import Config
 
 
@@ -45,6 +46,10 @@ class SampleConfig(Config):
     """Settings of ``sample``, which completes prompts. ``generation:`` has the number of samples and the others."""
 
 
+class ScoreConfig(Config):
+    """Settings of ``score``, which scores completions that exist with the stage's rewards. It has none of its own."""
+
+
 class FilterConfig(Config):
     """Settings of ``filter``, which keeps rows that pass."""
 
@@ -52,6 +57,18 @@ class FilterConfig(Config):
         description="file.py:name (beside the recipe) or package.module:name of a function of a row's columns; it "
         "returns True for a row that passes, and False or the reason for one that does not"
     )
+
+
+class EvalConfig(Config):
+    """Settings of ``eval``, which measures a model."""
+
+    against: ModelSource | None = Field(
+        None, description="a second model, measured on the same rows with the same seeds; differences are paired"
+    )
+    reference: ModelSource | None = Field(
+        None, description="the reference policy of the KL and of the implicit rewards of pairs"
+    )
+    resamples: int = Field(2000, gt=0, le=1_000_000, description="number of bootstrap samples for each 95 % interval")
 
 
 class RewardConfig(Config):

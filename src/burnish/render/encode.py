@@ -36,6 +36,14 @@ CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
 
 
+class AllSkippedError(UserError):
+    """No row could be encoded. ``changed`` has the reason of each."""
+
+    def __init__(self, text: str, changed: list[Changed]) -> None:
+        super().__init__(text)
+        self.changed = changed
+
+
 def encode(
     rows: list[Row], function: ToExamples, truncation: Truncation, cache_key: str | None = None, completion: int = 0
 ) -> Encoded:
@@ -81,7 +89,8 @@ def encode(
     if rows and all(change.reason.startswith(SKIPPED) for change in encoded.changed) and not encoded.examples:
         first = encoded.changed[0]
         reason = first.reason.removeprefix(SKIPPED)
-        raise UserError(f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}")
+        text = f"all {len(rows)} rows were skipped, the first as {first.source}: {reason}"
+        raise AllSkippedError(text, encoded.changed)
     if path is not None and len({tuple(s.arrays) for example in encoded.examples for s in example.sequences}) <= 1:
         _write(encoded, origins, path)
     return _logged(_with_prompts(encoded, origins, rows))

@@ -7,16 +7,36 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from burnish.report.metrics import NOT_FINITE, describe, headline, is_timing, number, order
+from burnish.report.metrics import NOT_FINITE, Metric, describe, headline, is_timing, number, order
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 POINTS = 400
 # Placeholder colors for matplotlib, and the CSS variables that replace them, so that light and dark themes work.
-INK = {"#010101": "var(--muted)", "#020202": "var(--rule)", "#030303": "var(--train)", "#040404": "var(--eval)"}
-TEXT, RULE, TRAIN, EVAL = INK
+INK = {
+    "#010101": "var(--muted)",
+    "#020202": "var(--rule)",
+    "#030303": "var(--train)",
+    "#040404": "var(--eval)",
+    "#050505": "var(--third)",
+    "#060606": "var(--fourth)",
+}
+TEXT, RULE, *COLORS = INK
+TRAIN, EVAL = COLORS[:2]
+MARKERS = {
+    "o": "\N{BLACK CIRCLE}",
+    "s": "\N{BLACK SQUARE}",
+    "^": "\N{BLACK UP-POINTING TRIANGLE}",
+    "D": "\N{BLACK DIAMOND}",
+}
+FLAT = 0.08
+"""A line looks flat if it covers less than this part of the axis."""
 
 Points = list[tuple[int, float]]
 
@@ -112,23 +132,9 @@ def _panel(stage: str, name: str, train: Points, evals: list[tuple[int, Estimate
 
 
 def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]], share: bool) -> str:
-    """One metric over optimizer steps, in training and in evaluations, as an SVG element in the page's colors.
+    """One metric over optimizer steps, in training and in evaluations. A ``share`` is shown as a percentage."""
 
-    ``salt`` keeps the ids of the element different from those of other figures on the page. A ``share`` is shown as a
-    percentage.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": salt,
-        "font.size": 9,
-        "axes.formatter.limits": (-3, 5),
-    }
-    with rc_context(settings):
-        figure = Figure(figsize=(4.2, 2.3), layout="constrained")
+    def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         if train:
             x, y = zip(*train, strict=True)
@@ -142,17 +148,110 @@ def _draw(salt: str, train: Points, evals: list[tuple[int, Estimate]], share: bo
             for step, estimate in evals:
                 if estimate.interval:
                     axes.plot([step, step], estimate.interval, color=EVAL, linewidth=1.4)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(RULE)
-        axes.grid(axis="y", color=RULE, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=0, colors=TEXT, labelcolor=TEXT)
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        if share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.get_offset_text().set_color(TEXT)
-        axes.margins(x=0.03, y=0.08)
+        _style(axes, share)
+
+    return _svg(salt, draw)
+
+
+# --- rounds of a loop ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """A metric by round: ``Line("held-out", [(1, Estimate(0.6, (0.5, 0.7))), (2, Estimate(0.8, (0.7, 0.9)))])``."""
+
+    name: str
+    points: list[tuple[int, Estimate]]
+
+
+def round_panel(salt: str, metric: Metric, lines: Sequence[Line], rounds: int) -> dict[str, Any]:
+    """A panel with a line for each stage or reward over this many rounds of a loop, with 95 % intervals.
+
+    The lines share an axis if none of them looks flat on it. Otherwise each has its own, one under the other.
+    """
+    from markupsafe import Markup
+
+    drawn = [Line(line.name, [(x, e) for x, e in line.points if math.isfinite(e.value)]) for line in lines]
+    drawn = [line for line in drawn if line.points]
+    ends = [(line.name, *(number(line.points[i][1].value, metric.share) for i in (0, -1))) for line in drawn]
+    key = [
+        {"name": line.name, "marker": MARKERS[marker], "color": INK[color]}
+        for line, color, marker in zip(drawn, itertools.cycle(COLORS), itertools.cycle(MARKERS))
+    ]
+    return {
+        "metric": metric,
+        "key": key,
+        "summary": "; ".join(f"{name} from {first} to {last}" for name, first, last in ends),
+        "svg": Markup(_draw_rounds(salt, drawn, rounds, metric.share)),
+    }
+
+
+def _draw_rounds(salt: str, lines: Sequence[Line], rounds: int, share: bool) -> str:
+    together = _comparable(lines)
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(1 if together else len(lines), 1, sharex=True, squeeze=False)
+        styles = zip(itertools.cycle(COLORS), itertools.cycle(MARKERS))
+        for i, (line, (color, marker)) in enumerate(zip(lines, styles, strict=False)):
+            axes = grid[0 if together else i][0]
+            # Next to each other, so that no interval hides another one.
+            shift = 0.05 * (i - (len(lines) - 1) / 2) if together else 0.0
+            x, y = [number + shift for number, _ in line.points], [e.value for _, e in line.points]
+            axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.6, markeredgewidth=0)
+            for place, (_, estimate) in zip(x, line.points, strict=True):
+                if estimate.interval:
+                    axes.plot([place, place], estimate.interval, color=color, linewidth=1.4)
+        for axes in grid[:, 0]:
+            _style(axes, share)
+            axes.set_xlim(1 - 0.03 * rounds, rounds + 0.03 * rounds)
+
+    return _svg(salt, draw, height=2.3 if together else 0.5 + 1.25 * len(lines))
+
+
+def _comparable(lines: Sequence[Line]) -> bool:
+    """Whether no line, with its intervals, would look flat on an axis of all of them, unless it is constant."""
+    ends = [[end for _, e in line.points for end in (e.value, *(e.interval or ()))] for line in lines]
+    spans = [max(values) - min(values) for values in ends]
+    whole = max(map(max, ends)) - min(map(min, ends)) if ends else 0.0
+    return all(span == 0 or span >= FLAT * whole for span in spans)
+
+
+# --- SVG ----------------------------------------------------------------------------------------------------------
+
+
+def _style(axes: Axes, share: bool) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, colors=TEXT, labelcolor=TEXT)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    if share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.get_offset_text().set_color(TEXT)
+    axes.margins(x=0.03, y=0.08)
+
+
+def _svg(salt: str, draw: Callable[[Figure], None], height: float = 2.3) -> str:
+    """A figure as an SVG element in the page's colors.
+
+    ``salt`` keeps the ids of the element different from those of other figures on the page.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "font.size": 9,
+        "axes.formatter.limits": (-3, 5),
+    }
+    with rc_context(settings):
+        figure = Figure(figsize=(4.2, height), layout="constrained")
+        draw(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()

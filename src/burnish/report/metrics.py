@@ -70,7 +70,7 @@ class Recorder:
                 file.truncate(size)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        lines = "".join(json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         with files.storing(self.folder / name), (self.folder / name).open("ab") as file:
             # A lone surrogate cannot be UTF-8; backslashreplace turns it into its JSON escape.
             file.write(lines.encode("utf-8", "backslashreplace"))
@@ -108,10 +108,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: if a line is damaged.
     """
-    return [
-        {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
-        for line in read_lines(folder / METRICS_FILE)
-    ]
+    return [from_json(line) for line in read_lines(folder / METRICS_FILE)]
 
 
 def is_timing(key: str) -> bool:
@@ -119,17 +116,26 @@ def is_timing(key: str) -> bool:
     return key.endswith(("seconds", "per_second"))
 
 
-def _plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A value that JSON can represent: numbers from 0-d tensors and numpy, and strings for NaN and infinities."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_json(item) for item in value]
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def from_json(value: Any) -> Any:
+    """A value with the strings that `to_json` writes for NaN and infinities as floats again."""
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 # --- what a metric is called and means ----------------------------------------------------------------------------
@@ -156,7 +162,12 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "score": Metric("Score", "mean reward of a completion, before any KL penalty", "higher", headline=True),
     "win_rate": Metric(
-        "Win rate", "completions that score higher than those before training", "higher", True, True, start=0.5
+        "Win rate",
+        "completions that score higher than those before training, or of the other model",
+        "higher",
+        True,
+        True,
+        start=0.5,
     ),
     "accuracy": Metric("Accuracy", "pairs in which the preferred answer scores higher", "higher", True, True),
     "sign_accuracy": Metric(
@@ -175,6 +186,9 @@ METRICS: dict[str, Metric] = {
     "preference": Metric("Preference loss", "-log sigmoid(margin) per pair", "lower"),
     "margin": Metric("Margin", "score of the preferred answer minus that of the other", "higher", headline=True),
     "kl": Metric("KL to the reference model", "nats per completion; how far the policy has moved", headline=True),
+    "log_ratio": Metric(
+        "Log-ratio to the reference model", "nats per completion, which top-k, top-p or greedy decoding sampled"
+    ),
     "kl_coef": Metric("KL coefficient", "price of one nat of KL, in units of score"),
     "rlhf_reward": Metric("Score minus KL penalty", "score - coefficient * KL: what PPO maximizes", "higher"),
     "entropy": Metric("Entropy", "nats per token; near 0 the policy repeats itself", headline=True),
@@ -205,6 +219,8 @@ METRICS: dict[str, Metric] = {
     ),
     "length": Metric("Completion length", "tokens", headline=True),
     "stopped": Metric("Stopped", "completions that ended with a stop token", None, True),
+    "empty": Metric("Empty", "completions without text", "lower", True),
+    "passed": Metric("Passed", "rows for which the function returned True", None, True, True),
     "chosen": Metric("Score of preferred answers", "mean"),
     "rejected": Metric("Score of other answers", "mean"),
     "score_mean": Metric("Mean score", "over all answers; only differences between scores have a meaning"),
@@ -257,12 +273,15 @@ def describe(key: str) -> Metric:
     """The metric's name and meaning. A prefix ``eval_`` is ignored; an unknown key is its own name."""
     key = key.removeprefix("eval_")
     if key.startswith("reward_"):
-        return Metric(
-            f"Reward: {key.removeprefix('reward_')}",
-            "mean over completions, before its weight",
-            "higher",
-            headline=True,
-        )
+        name = key.removeprefix("reward_")
+        if match := re.fullmatch(r"(.+)_(pass@|best_of_)(\d+)", name):
+            name, kind, k = match.groups()
+            if kind == "pass@":
+                return Metric(
+                    f"Reward: {name}, pass@{k}", f"prompts with a 1 among {k} completions", "higher", share=True
+                )
+            return Metric(f"Reward: {name}, best of {k}", f"of {k} completions, the one with the best score", "higher")
+        return Metric(f"Reward: {name}", "mean over completions, before its weight", "higher", headline=True)
     return METRICS.get(key) or Metric(re.sub(r"[_/]+", " ", key).strip().capitalize())
 
 

@@ -25,16 +25,26 @@ from burnish.report.metrics import (
     counted,
     describe,
     duration,
+    from_json,
     headline,
     number,
     order,
     read_lines,
     read_metrics,
 )
+from burnish.report.rounds import Rounds, grouped, written_rows
 
 SHOWN_SAMPLES = 6
 MOST_SAMPLES = 48
-METHODS = {
+MOST_ROUNDS = 10
+"""Rounds of a loop whose stages are shown in full: the first one and the last ones."""
+ROW_METHODS = {
+    "sample": "samples and scores completions",
+    "score": "scores rows",
+    "filter": "keeps the rows that pass a function",
+    "eval": "evaluation",
+}
+METHODS = ROW_METHODS | {
     "pretrain": "continued pre-training",
     "sft": "supervised fine-tuning",
     "reward": "reward model",
@@ -45,6 +55,8 @@ METHODS = {
     "rloo": "REINFORCE with a leave-one-out baseline (RLOO)",
     "grpo": "group relative policy optimization (GRPO)",
 }
+STATES = {"pending": "not started", "skipped": "not run"}
+"""Descriptions of states. The others need none."""
 # Descriptions of finish reasons. "stop" needs none.
 FINISH_REASONS = {
     "length": "cut off at the length limit",
@@ -192,16 +204,67 @@ def headline_changes(compared: list[Change]) -> list[Change]:
 
 
 def results(manifest: Mapping[str, Any]) -> Table:
-    """Each stage's metrics on held-out rows before and after training, as a table for the terminal."""
+    """Each stage's headline metrics before and after it, as a table for the terminal.
+
+    A stage of a loop is compared with itself: its results in the first round with those in the last one.
+    """
     rows = [("stage", "held out", "before", "after", "")]
-    for entry in manifest["stages"]:
-        evaluations = entry.get("results") or {}
-        shown = changes(evaluations.get("before", {}), evaluations.get("after", {}))
-        for i, change in enumerate(headline_changes(shown)):
-            before, after = (with_interval(side, change.metric.share) for side in (change.before, change.after))
-            name = entry["name"] if i == 0 else ""
-            rows.append((name, change.metric.label, before, after, change.verdict.lower()))
-    return table_of(rows, box=SIMPLE_HEAD, title="Results", title_justify="left")
+    caption = None
+    for item in grouped(manifest):
+        if isinstance(item, Rounds):
+            of_loop = over_rounds(item)
+            named = [(compared.name, compared.changes) for compared in of_loop]
+            if any(compared.rounds[0] < compared.rounds[1] for compared in of_loop):
+                caption = "For stages of a loop, before is the first round in their name and after is the last one."
+        else:
+            named = [(item["name"], _compared(item))]
+        for name, compared in named:
+            for i, change in enumerate(headline_changes(compared)):
+                before, after = (with_interval(side, change.metric.share) for side in (change.before, change.after))
+                rows.append((name if i == 0 else "", change.metric.label, before, after, change.verdict.lower()))
+    return table_of(
+        rows, box=SIMPLE_HEAD, title="Results", title_justify="left", caption=caption, caption_justify="left"
+    )
+
+
+@dataclass(frozen=True)
+class OverRounds:
+    """The results of a loop's stage in the first round that has results, and in the last one."""
+
+    stage: str
+    rounds: tuple[int, int]
+    changes: list[Change]
+
+    @property
+    def name(self) -> str:
+        """The stage with its rounds: ``loop/1-3/held-out``, or ``loop/1/held-out`` if there is only one."""
+        first, last = self.rounds
+        loop, _, inner = self.stage.partition("/")
+        return f"{loop}/{first}-{last}/{inner}" if last > first else f"{loop}/{first}/{inner}"
+
+
+def over_rounds(loop: Rounds) -> list[OverRounds]:
+    """How the results of each stage of a loop change over rounds.
+
+    If a stage has results in one round only, these are its changes in that round.
+    """
+    compared = []
+    for stage in loop.stages:
+        if not (found := loop.results(stage)):
+            continue
+        first, last = min(found), max(found)
+        if first == last:
+            listed = _compared(loop.entries[first][stage])
+        else:
+            keys = sorted({**found[first], **found[last]}, key=order)
+            listed = [Change(key, found[first].get(key), found[last].get(key)) for key in keys]
+        compared.append(OverRounds(f"{loop.name}/{stage}", (first, last), listed))
+    return compared
+
+
+def _compared(entry: Mapping[str, Any]) -> list[Change]:
+    evaluations = entry.get("results") or {}
+    return changes(evaluations.get("before") or {}, evaluations.get("after") or {})
 
 
 def table_of(rows: Sequence[Sequence[str]], **settings: Any) -> Table:
@@ -255,12 +318,25 @@ def _numbered(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any
     numbered = {}
     for row in rows:
         source = row.get("source", row.get("prompt", ""))
-        score = float(row["score"]) if row.get("score") is not None else None
-        rewards = [f"{name} {_typeset(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
-        shown = {"score": score, "rewards": rewards if len(rewards) > 1 else [], "ending": _ending(row)}
-        numbered[source, seen[source]] = {**row, **shown}
+        numbered[source, seen[source]] = _shown(row)
         seen[source] += 1
     return numbered
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    score = float(row["score"]) if row.get("score") is not None else None
+    rewards = [f"{name} {_typeset(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
+    return {**row, "score": score, "rewards": rewards if len(rewards) > 1 else [], "ending": _ending(row)}
+
+
+def _alone(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Samples of a stage that makes rows, which have none before them. Each prompt stands beside its first sample."""
+    joined, last = [], None
+    for row in rows:
+        prompt = {"prompt": row.get("prompt", ""), "source": row.get("source", "")}
+        joined.append({**(prompt if prompt != last else {}), "before": None, "after": _shown(row)})
+        last = prompt
+    return joined
 
 
 def _ending(row: Mapping[str, Any]) -> str:
@@ -293,7 +369,10 @@ def as_yaml(value: Any) -> str:
 
 
 def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
-    stages = [_stage(entry, folder / entry["name"]) for entry in manifest.get("stages", [])]
+    items = grouped(manifest)
+    sections = [
+        _loop(item, folder) if isinstance(item, Rounds) else _stage(item, folder / item["name"]) for item in items
+    ]
     seconds = sum(entry.get("seconds") or 0 for entry in manifest.get("stages", []))
     machine = manifest.get("machine", {})
     hashes = {
@@ -308,8 +387,9 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         "machine": " · ".join(
             value if isinstance(value, str) else counted(value, key.removesuffix("s")) for key, value in machine.items()
         ),
-        "stages": stages,
-        "recipe": as_yaml(manifest.get("recipe")),
+        "flow": " → ".join(item.flow if isinstance(item, Rounds) else item["name"] for item in items),
+        "sections": sections,
+        "recipe": as_yaml(from_json(manifest.get("recipe"))),
         "versions": manifest.get("versions", {}),
         "hashes": as_yaml({name: kinds for name, kinds in hashes.items() if kinds}),
         "number": _typeset,
@@ -322,7 +402,38 @@ def _typeset(value: float, share: bool = False, digits: int = 4) -> str:
     return number(value, share, digits).replace("-", "\N{MINUS SIGN}")
 
 
-def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _loop(loop: Rounds, folder: Path) -> dict[str, Any]:
+    """A section with the metrics of a loop by round, and the stages of its rounds."""
+    curves, other_curves = loop.panels()
+    full = loop.ran if len(loop.ran) <= MOST_ROUNDS else [loop.ran[0], *loop.ran[1 - MOST_ROUNDS :]]
+    rounds = []
+    for round_number in full:
+        entries = loop.entries[round_number].values()
+        stages = [_stage(entry, folder / entry["name"]) for entry in entries]
+        seconds = sum(entry.get("seconds") or 0 for entry in entries)
+        rounds.append({"number": round_number, "stages": stages, "time": duration(seconds)})
+    cards = []
+    for compared in over_rounds(loop):
+        first, last = compared.rounds
+        change = _most_telling(compared.changes)
+        verdict = f": {change.verdict.lower()}" if change is not None and change.verdict else ""
+        note = f"round {first} to {last}{verdict}" if last > first else f"round {first}{verdict}"
+        cards.append({"name": compared.stage, "change": change, "note": note})
+    return {
+        "name": loop.name,
+        "state": loop.state,
+        "flow": " → ".join(loop.stages),
+        "ran": loop.ran,
+        "rounds": rounds,
+        "left_out": len(loop.ran) - len(full),
+        "table": loop.table(folder),
+        "curves": curves,
+        "other_curves": other_curves,
+        "cards": cards or [{"name": loop.name, "change": None, "big": loop.state, "note": " → ".join(loop.stages)}],
+    }
+
+
+def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     lines = read_metrics(folder)
     evaluations = [line for line in lines if any(key.startswith("eval_") for key in line)]
     training = [line for line in lines if line not in evaluations]
@@ -331,26 +442,50 @@ def _stage(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     after = results.get("after") or (evaluations[-1] if evaluations else {})
     compared = changes({} if before.get("step", -1) == after.get("step", -2) else before, after)
     matter = headline_changes(compared) or compared
-    samples, steps = before_and_after(read_lines(folder / SAMPLES_FILE))
     method = entry.get("method") or ""
-    return {
+    makes_rows = method in ROW_METHODS
+    samples = read_lines(folder / SAMPLES_FILE)
+    joined, steps = (_alone(samples), []) if makes_rows else before_and_after(samples)
+    stage = {
         "name": entry["name"],
         "state": entry.get("state", "unknown"),
         "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training),
         "so_far": not results and bool(evaluations),
+        "makes_rows": makes_rows,
+        "unchanged": "train" in (rows := entry.get("rows") or {}) and not rows["train"]["rows"],
         "changes": matter,
         "other_changes": [change for change in compared if change not in matter],
-        "card": next((change for change in compared if change.direction), compared[0] if compared else None),
-        **panels(entry["name"], lines),
-        "samples": samples[:MOST_SAMPLES],
-        "sample_count": len(samples),
+        **panels(entry["name"], [] if makes_rows else lines),
+        "samples": joined[:MOST_SAMPLES],
+        "sample_count": len(joined),
         "sample_steps": steps,
-        "rows": _rows(entry.get("rows") or {}),
+        "rows": _rows(rows),
+        "written": written_rows(entry, folder),
         "data": entry.get("data") or ({} if method else entry.get("files") or {}),
+        "files": entry.get("files") or {},
     }
+    return stage | {"cards": [_card(stage, _most_telling(compared))]}
 
 
-def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
+def _card(stage: Mapping[str, Any], change: Change | None) -> dict[str, Any]:
+    """The card of a stage: one metric, or else its state."""
+    if change is None:
+        state = "the model stays as it is" if stage["unchanged"] else STATES.get(stage["state"], stage["state"])
+        note = "nothing selected" if stage["unchanged"] else " · ".join(stage["facts"]) or "nothing written yet"
+        return {"name": stage["name"], "change": None, "big": state, "note": note}
+    alone = change.after or change.before
+    interval = alone.interval if alone is not None else None
+    share = change.metric.share
+    ends = f"95 % interval: {_typeset(interval[0], share)} to {_typeset(interval[1], share)}" if interval else ""
+    return {"name": stage["name"], "change": change, "note": change.verdict or ("so far" if stage["so_far"] else ends)}
+
+
+def _most_telling(compared: list[Change]) -> Change | None:
+    """The first metric that was measured twice, or else the first one."""
+    return next((change for change in compared if change.direction), compared[0] if compared else None)
+
+
+def _facts(entry: Mapping[str, Any], training: list[dict[str, Any]]) -> list[str]:
     """The size of a stage: optimizer steps, time, tokens, and tokens per second of training."""
     paced = [line for line in training if "tokens" in line and line.get("seconds")]
     spent = sum(line["seconds"] for line in paced)
@@ -362,5 +497,5 @@ def _facts(entry: dict[str, Any], training: list[dict[str, Any]]) -> list[str]:
 
 def _rows(splits: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The number of rows that each split uses, and which are not: lists of ``"train.jsonl:17: no answer"``."""
-    none: dict[str, Any] = {"rows": 0, "skipped": [], "dropped": [], "shortened": []}
+    none: dict[str, Any] = {"rows": 0, "skipped": [], "dropped": [], "shortened": [], "left_out": {}, "counts": {}}
     return [{"split": split, **none, **counts} for split, counts in splits.items()]

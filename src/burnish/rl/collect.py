@@ -110,7 +110,20 @@ def sample_and_score(
                     scorer.add(group, trajectories[group * size : (group + 1) * size])
             scorer.advance()
         scores = scorer.finish()
-    return [t for group in sorted(scores) for t in _scored(scorer.groups[group], scores[group])]
+    return [t for group in sorted(scores) for t in _with_scores(scorer.groups[group], scores[group])]
+
+
+def scored(trajectories: list[Trajectory], rewards: list[NamedReward], seed: tuple[int, ...]) -> list[Trajectory]:
+    """The trajectories with their scores, in order. A reward is called on at most ``SCORED_TOGETHER`` of them at once.
+
+    ``seed`` seeds the random numbers of rewards, together with the group and the reward's name.
+    """
+    with Scorer(rewards, seed) as scorer:
+        for group, start in enumerate(range(0, len(trajectories), SCORED_TOGETHER)):
+            scorer.add(group, trajectories[start : start + SCORED_TOGETHER])
+            scorer.advance()
+        scores = scorer.finish()
+    return [t for group in sorted(scores) for t in _with_scores(scorer.groups[group], scores[group])]
 
 
 def _group_size(samples: int) -> int:
@@ -121,7 +134,7 @@ def _text(tokenizer: Any, completion: Completion) -> str:
     return tokenizer.decode(completion.tokens, skip_special_tokens=True).strip()
 
 
-def _scored(trajectories: list[Trajectory], scores: Scores) -> list[Trajectory]:
+def _with_scores(trajectories: list[Trajectory], scores: Scores) -> list[Trajectory]:
     """The trajectories with their scores."""
     return [
         with_scores(

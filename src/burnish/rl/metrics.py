@@ -123,3 +123,16 @@ def sample_rows(trajectories: list[Trajectory], kind: str) -> list[dict[str, Any
         }
         for t in trajectories
     ]
+
+
+def completed_row(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory of one turn as a row to train on: prompt, completion, score, rewards, and columns in ``meta``."""
+    prompt = trajectory.prompt
+    row: dict[str, Any] = {
+        "prompt": prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else list(prompt),
+        "completion": trajectory.text,
+    }
+    if trajectory.rewards:
+        row |= {"score": trajectory.score, "rewards": dict(trajectory.rewards)}
+    row["finish_reason"] = trajectory.finish_reason
+    return row | ({"meta": dict(trajectory.columns)} if trajectory.columns else {})

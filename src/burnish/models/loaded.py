@@ -1,0 +1,69 @@
+"""A model for sampling and scoring: its weights on a device, and its tokenizer with a chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import TaskType
+from transformers import PreTrainedTokenizerBase
+
+from burnish.models import loading
+from burnish.render.templates import prepare_template, set_template
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model: ``Loaded("runs/tiny/ppo", model, tokenizer)``."""
+
+    reference: str
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    is_reward_model: bool = False
+    """Whether the model scores sequences. Otherwise, it is a language model."""
+
+
+def load(
+    reference: str,
+    template: str | None = None,
+    dtype: loading.DType = "auto",
+    *,
+    trust_remote_code: bool = False,
+    reward_model: bool = False,
+) -> Loaded:
+    """Load a model and its tokenizer, on the GPU if there is one.
+
+    Args:
+        reference: the folder of a model, adapter or stage, a .gguf file or a hub id.
+        template: name of a plain template that replaces the stored one.
+        dtype: dtype of the weights.
+        trust_remote_code: run the code that comes with the model.
+        reward_model: load a sequence classifier with one label instead of a language model.
+
+    Raises:
+        UserError: if the model cannot be loaded, or there is no such template.
+    """
+    tokenizer = load_tokenizer(reference, template, trust_remote_code)
+    load_weights = loading.load_reward_model if reward_model else loading.load_policy
+    model: Any = load_weights(reference, dtype=loading.choose_dtype(dtype), trust_remote_code=trust_remote_code)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Loaded(reference, model.to(device).eval(), tokenizer, reward_model)
+
+
+def load_tokenizer(reference: str, template: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and prepare its template, or the plain template of this name."""
+    tokenizer = loading.load_tokenizer(reference, trust_remote_code=trust_remote_code)
+    if template is not None:
+        set_template(tokenizer, template)
+    prepare_template(tokenizer)
+    return tokenizer
+
+
+def is_reward_model(reference: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether a model is a sequence classifier, by its config."""
+    folder = loading.resolve(reference)
+    if loading.is_adapter(folder):
+        return loading.adapter_config(folder).task_type == TaskType.SEQ_CLS
+    architectures = loading.load_config(reference, trust_remote_code=trust_remote_code).architectures
+    return any(name.endswith("ForSequenceClassification") for name in architectures or [])
