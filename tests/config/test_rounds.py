@@ -354,7 +354,7 @@ def test_a_mistake_is_named_once_with_its_place(folder: Path, old: str, new: str
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (((EVAL, "limit: 3"),), "10: stages.loop.until.metric: stage 'values' has no data.eval"),
+        (((f", {EVAL}", ""),), "10: stages.loop.until.metric: stage 'values' has no data.eval"),
         ((("{stage: make, file: steps.jsonl}}", "{stage: make, file: s, from_rounds: all}}"),),
          "23: stages.last.data.train.from_rounds: loop has until:, so its number of rounds is not known"),
         (((LAST, "    model: {stage: loop/2/values}"),),
