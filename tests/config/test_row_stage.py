@@ -13,6 +13,7 @@ from burnish.config import run as pipeline
 from burnish.config.row_stage import _State
 from burnish.data.readers import load as load_rows
 from burnish.errors import UserError
+from burnish.report.metrics import number
 from burnish.types import Conversation, Prompt, Ranking
 from tiny_runs import Killed
 
@@ -111,6 +112,15 @@ def test_rounds_sample_from_the_improved_model(whole: Path) -> None:
         entry(whole, "loop/2/improve")["rows"]["train"]["rows"]
         > entry(whole, "loop/1/improve")["rows"]["train"]["rows"]
     )
+
+
+def test_the_report_has_every_metric_by_round(whole: Path) -> None:
+    page = (whole / "report.html").read_text("utf-8")
+    for label in ("Rewards in grow", "Score", "Completion length", "Reward: length", "Stopped", "Empty"):
+        assert f'aria-label="{label} by round, ' in page
+    first, second = (entry(whole, f"loop/{k}/grow")["results"]["after"]["eval_score"] for k in (1, 2))
+    assert f'aria-label="Score by round, grow from {number(first)} to {number(second)}"' in page
+    assert page.count('<details class="round" open>') == 1 and page.count('<details class="round"') == 2
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])

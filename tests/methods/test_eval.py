@@ -72,6 +72,10 @@ stages:
         reward: {REWARD}
         generation: {{max_new_tokens: 6, samples: 4}}
     until: {{stage: check, metric: accuracy, above: -1}}
+  - name: last
+    method: {{name: eval, against: {{stage: tune}}, resamples: 200}}
+    model: {{stage: prepare}}
+    data: {{rows: {{stage: prepare, file: sft-eval.jsonl}}}}
 """
 
 
@@ -95,17 +99,22 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def quickly(patch: pytest.MonkeyPatch, home: Path) -> None:
+    """Work in a folder, in small chunks, and write no report."""
+    patch.chdir(home)
+    patch.setattr(row_stage, "CHUNK", 4)
+    patch.setattr(pipeline.report, "write", lambda folder: None)
+
+
 @pytest.fixture(autouse=True)
 def _in_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(row_stage, "CHUNK", 4)
+    quickly(monkeypatch, home)
 
 
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setattr(row_stage, "CHUNK", 4)
+        quickly(patch, home)
         return pipeline.run(load("measure.yaml", ["out=whole"])).resolve()
 
 
@@ -239,6 +248,7 @@ def test_a_loop_ends_on_an_evaluation(home: Path) -> None:
     assert [found[f"loop/{k}/check"]["state"] for k in (1, 2, 3)] == ["done", "skipped", "skipped"]
     check = found["loop/1/check"]
     assert {"loop/1/tune/model/model.safetensors", "prepare/model/model.safetensors"} <= set(check["inputs"])
+    assert "loop/1/tune/model/model.safetensors" in found["last"]["inputs"]
     assert check["results"]["after"]["eval_win_rate"] == 0.5
     assert check["results"]["after"]["eval_length"] == check["results"]["before"]["eval_length"]
 
@@ -257,7 +267,7 @@ def test_rows_that_earlier_stages_train_on_are_reported(home: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "change", "says"),
     [
-        ("measure.yaml", "stages.chat.method.against={stage: nothing}", "stages.chat.method.against.stage: 'nothing' is not a stage"),
+        ("measure.yaml", "stages.chat.method.against={stage: nothing}", "method.against.stage: 'nothing' is not"),
         ("measure.yaml", "stages.chat.method.against={stage: prompts}", "'prompts' is not an earlier stage"),
         ("measure.yaml", "stages.prompts.method.against={stage: chat}", "stage 'chat' makes rows and no model"),
         ("measure.yaml", "stages.chat.method.against=./three", "stages.chat.method.against: no such model"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -77,7 +78,7 @@ def test_rounds_are_drawn_at_their_values_beside_one_another() -> None:
     panel = round_panel("loop/score", describe("score"), [line("grow", 0.2, 0.4, 0.6), line("held", 0.2, 0.3, 0.4)], 3)
     grow, held = marks(panel["svg"], "train"), marks(panel["svg"], "eval")
     assert len(grow) == len(held) == 3
-    rise = [a[1] - b[1] for a, b in zip(grow, grow[1:], strict=False)]
+    rise = [a[1] - b[1] for a, b in itertools.pairwise(grow)]
     assert math.isclose(rise[0], rise[1], abs_tol=0.02) and rise[0] > 0  # SVG counts from the top
     assert math.isclose(grow[0][1], held[0][1], abs_tol=0.02)  # equal values on one axis
     assert all(0 < b[0] - a[0] < 8 for a, b in zip(grow, held, strict=True))  # next to each other
@@ -97,7 +98,6 @@ def test_rounds_are_drawn_at_their_values_beside_one_another() -> None:
 )
 def test_lines_that_would_look_flat_have_an_axis_of_their_own(other: Line, axes: int) -> None:
     svg = round_panel("loop/rewards", describe("score"), [line("score", 0.2, 0.5, 0.8), other], 3)["svg"]
-    assert len(re.findall('id="[a-z0-9]+"', svg)) >= axes
     assert svg.count('<clipPath id="') == axes
 
 

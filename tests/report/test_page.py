@@ -9,6 +9,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -248,7 +249,7 @@ def test_results_are_compared_in_words(page: tuple[str, Page]) -> None:
     assert "Perplexity exp(loss per token); 1 is best 44.70 15.18 \N{MINUS SIGN}29.52 Better" in text
     assert "50.0 % 44.0 % to 56.0 % 79.0 % 74.0 % to 83.0 % +29.0 points Clearly better" in text
     assert "24.00 22.00 to 26.00 24.50 22.40 to 26.60 +0.5000 No clear change" in text
-    assert "Win rate completions that score higher than those before training 50.0 % 86.0 % 80.0 % to 91.0 %" in text
+    assert "or of the other model 50.0 % 86.0 % 80.0 % to 91.0 %" in text
 
 
 def test_values_that_are_not_finite_are_reported(page: tuple[str, Page]) -> None:
@@ -426,9 +427,184 @@ def test_without_evaluations_the_last_samples_of_training_are_shown() -> None:
 
 
 def test_every_method_and_finish_reason_has_a_description() -> None:
-    assert set(report.METHODS) == {*METHODS, *ROW_METHODS, "eval", "score"}
+    assert set(report.METHODS) == {*METHODS, *ROW_METHODS}
     assert set(report.FINISH_REASONS) == {"length", "context", "turns", "done", "error"}
     rows = [{"step": 1, "kind": "eval", "prompt": reason, "completion": "", "finish_reason": reason}
             for reason in ("stop", "context")]  # fmt: skip
     samples, _ = report.before_and_after(rows)
     assert [sample["after"]["ending"] for sample in samples] == ["", "cut off: the context window was full"]
+
+
+# --- loops and stages that make rows ------------------------------------------------------------------------------
+
+
+def evaluation(**values: float) -> dict[str, float]:
+    """An evaluation with intervals of 0.05 on both sides."""
+    ends = {f"eval_{k}_{end}": v + d for k, v in values.items() for end, d in (("low", -0.05), ("high", 0.05))}
+    return {f"eval_{key}": value for key, value in values.items()} | ends
+
+
+def sampled(name: str, **values: float) -> dict[str, Any]:
+    files = {"data/ranked.jsonl": "cd" * 32, "data/samples.jsonl": "ef" * 32}
+    counts = {"made": 62, "skipped: every completion is empty": 2}
+    rows = {"rows": 64, "skipped": [], "dropped": [], "shortened": [], "left_out": {"duplicate": 5}, "counts": counts}
+    return {"name": name, "method": "sample", "state": "done", "seconds": 2.0, "files": files, "thinned": True,
+            "rows": {"rows": rows}, "results": {"after": evaluation(**values)}}  # fmt: skip
+
+
+def make_loop(folder: Path, ran: int = 3, rounds: int = 3) -> dict[str, Any]:
+    """A loop in which the proxy that is selected by rises, and the gold reward falls. Round 3 selects nothing."""
+    stages: list[dict[str, Any]] = [{"name": "prepare", "method": None, "state": "done", "seconds": 1.0, "files": {}}]
+    for k in range(1, rounds + 1):
+        names = [f"loop/{k}/{stage}" for stage in ("grow", "improve", "held-out")]
+        if k > ran:
+            stages += [{"name": name, "method": "sft", "state": "skipped", "seconds": 0.0} for name in names]
+            continue
+        left_out = {"not above 0.7": 40 if k < 3 else 64, "duplicate": 3}
+        train = {"rows": 24 if k < 3 else 0, "skipped": [], "dropped": [], "shortened": [], "left_out": left_out}
+        stages += [
+            sampled(names[0], score=0.2 * k, reward_proxy=0.2 * k, reward_gold=0.5 - 0.1 * k),
+            {"name": names[1], "method": "sft", "state": "done", "seconds": 3.0, "files": {}, "model": {"class": "L"},
+             "thinned": k < ran, "rows": {"train": train}, "results": {}},
+            sampled(names[2], score=0.1 + 0.2 * k, reward_proxy=0.1 + 0.2 * k, reward_gold=0.4),
+        ]  # fmt: skip
+        data = folder / names[0] / "data"
+        data.mkdir(parents=True)
+        (data / "samples.jsonl").write_text('{"prompt": "1+1"}\n' * 248)
+        Recorder(folder / names[0]).samples(
+            {
+                "step": 64 * i,
+                "kind": "train",
+                "prompt": "1+1",
+                "completion": f"<{k}.{i}>",
+                "score": 1.0,
+                "source": "p:1",
+            }
+            for i in range(3)
+        )
+    rewards = [{"weight": 1.0, "name": "proxy"}, {"weight": 0.0, "name": "gold"}]
+    recipe = {"stages": [{"name": stage["name"], "reward": rewards if stage["method"] == "sample" else []}
+                         for stage in stages]}  # fmt: skip
+    until = {"stage": "held-out", "metric": "score", "above": 0.45, "below": None}
+    loops = {"loop": {"rounds": rounds, "until": until, "keep": "last"}}
+    return {"name": "rest", "state": "done", "recipe": recipe, "loops": loops, "stages": stages}
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The page of a loop: its HTML and its text."""
+    folder = tmp_path_factory.mktemp("loops") / "rest"
+    text = small_run(folder, make_loop(folder))
+    return (folder / "report.html").read_text("utf-8"), text
+
+
+def test_a_loop_is_one_section_with_a_card_for_each_measured_stage(loop: tuple[str, str]) -> None:
+    html, text = loop
+    assert "prepare → loop (3 rounds: grow → improve → held-out)" in text
+    assert html.count('<a class="card"') == 3 and html.count("<section") == 3
+    assert "loop/grow · Score 0.2000 → 0.6000 round 1 to 3: clearly better" in text
+    assert "2. loop 3 rounds" in text
+
+
+def test_metrics_are_shown_by_round(loop: tuple[str, str]) -> None:
+    html, text = loop
+    assert 'aria-label="Score by round, grow from 0.2000 to 0.6000; held-out from 0.3000 to 0.7000"' in html
+    assert "Stage Metric Round 1 Round 2 Round 3 grow Rows in samples.jsonl 248 248 248" in text
+    assert "Score 0.2000 0.1500 to 0.2500 0.4000 0.3500 to 0.4500 0.6000 0.5500 to 0.6500" in text
+    assert "Rows used for training 24 24 0 nothing selected" in text
+
+
+def test_rewards_that_are_not_trained_on_are_shown_beside_the_score(loop: tuple[str, str]) -> None:
+    html, _ = loop
+    summary = "score from 0.2000 to 0.6000; gold (weight 0) from 0.4000 to 0.2000"
+    assert f'aria-label="Rewards in grow by round, {summary}"' in html
+    assert html.index("Rewards in grow by round") < html.index("Score by round")
+
+
+def test_rounds_are_closed_except_the_last_one(loop: tuple[str, str]) -> None:
+    html, _ = loop
+    assert html.count('<details class="round"') == 3 and html.count('<details class="round" open>') == 1
+    assert html.index('<details class="round" open>') < html.index("loop/3/grow</h3>")
+    assert html.index('<details class="round" open>') > html.index("loop/2/held-out</h3>")
+
+
+def test_a_stage_that_makes_rows_accounts_for_them(loop: tuple[str, str]) -> None:
+    html, text = loop
+    part = text[text.index("loop/3/grow samples") : text.index("loop/3/improve")]
+    assert "read 64 made 62 skipped: every completion is empty 2 left out by data.select: duplicate 5" in part
+    assert "data/samples.jsonl · 248 rows sha256 efefefefefef" in part
+    assert "Metric Value Score mean reward" in part and "Before" not in part and "Curves" not in part
+    assert "All 3, in the order of the file. p:1 1+1 score 1.00 <3.0> score 1.00 <3.1>" in part
+    assert "Optimizer step" not in html and "no comparison" not in html
+
+
+def test_a_training_stage_says_what_selection_left_out(loop: tuple[str, str]) -> None:
+    _, text = loop
+    assert "train 24 0 0 0 40 left out by data.select: not above 0.7 3 left out by data.select: duplicate" in text
+    assert text.count("data.select left no row to train on, so the model stays as it is.") == 1
+    assert text.count("model removed after the next round (keep: last)") == 2  # a stage without a model has none
+
+
+def test_a_loop_that_ended_early_says_why(tmp_path: Path) -> None:
+    text = small_run(tmp_path / "rest", make_loop(tmp_path / "rest", ran=2, rounds=5))
+    assert "2. loop ended after round 2 of 5: held-out score 0.5000 > 0.45" in text
+    assert "loop (2 of 5 rounds: grow" in text and "skipped" not in text.replace("skipped: every", "").lower()[:400]
+    assert "loop/3" not in text[: text.index("Manifest")]
+
+
+def test_a_loop_that_has_begun(tmp_path: Path) -> None:
+    manifest = make_loop(tmp_path / "rest", ran=1)
+    for entry in manifest["stages"][3:]:
+        entry["state"] = "pending"
+    text = small_run(tmp_path / "rest", manifest)
+    assert "round 1 of 3" in text and "by round" in text
+    assert "round 1: 95 % interval 0.1500 to 0.2500" in text
+    for entry in manifest["stages"][1:]:
+        entry |= {"state": "pending", "results": {}}
+    assert "3 rounds, not started" in small_run(tmp_path / "rest", manifest)
+
+
+def test_of_many_rounds_the_first_and_the_last_are_shown_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "MOST_ROUNDS", 2)
+    text = small_run(tmp_path / "rest", make_loop(tmp_path / "rest"))
+    assert "1 round between the first and the last ones is not shown in full" in text
+    assert "loop/1/grow samples" in text and "loop/2/grow samples" not in text and "loop/3/grow samples" in text
+
+
+def test_a_stage_that_measures_once_shows_its_interval(tmp_path: Path) -> None:
+    stage = sampled("sample", score=0.25)
+    text = small_run(tmp_path / "run", {"name": "run", "state": "done", "stages": [stage]})
+    assert "sample · Score 0.2500 95 % interval 0.2000 to 0.3000" in text
+
+
+def test_the_terminal_shows_a_stage_of_a_loop_once(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(report.results(make_loop(tmp_path)))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert "loop/1-3/grow Score 0.2000 [0.1500, 0.2500] 0.6000 [0.5500, 0.6500] clearly better" in lines
+    assert "Reward: gold 0.4000 [0.3500, 0.4500] 0.2000 [0.1500, 0.2500] clearly worse" in lines
+    assert [line.split()[0] for line in lines if line.startswith("loop/")] == ["loop/1-3/grow", "loop/1-3/held-out"]
+    assert any(line.startswith("For stages of a loop") for line in lines)
+    console = Console(file=io.StringIO(), width=140)
+    console.print(report.results(make_loop(tmp_path / "one", ran=1)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "loop/1/grow" in shown and "For stages of a loop" not in shown
+
+
+def test_an_evaluation_of_two_models_names_them(tmp_path: Path) -> None:
+    after = evaluation(score=0.6) | {"eval_score_change_low": 0.1, "eval_score_change_high": 0.3}
+    results = {"before": {"step": 0} | evaluation(score=0.4), "after": {"step": 9} | after}
+    stage = sampled("held-out", score=0.6) | {"method": "eval", "results": results, "overlap": "2 rows were trained on"}
+    Recorder(tmp_path / "run" / "held-out").samples(
+        {"step": step, "kind": "eval", "prompt": "1+1", "completion": text, "score": score, "source": "p:1"}
+        for step, text, score in ((0, "<3>", 0.0), (1, "<2>", 1.0))
+    )
+    text = small_run(tmp_path / "run", {"name": "run", "state": "done", "stages": [stage]})
+    assert "Metric Other model Model Change Score" in text and "+0.2000 +0.1000 to +0.3000 Clearly better" in text
+    assert "p:1 1+1 Other model score 0 <3> Model score 1.00 <2>" in text
+    assert "2 rows were trained on" in text
+    alone = stage | {"results": {"after": {"step": 9} | evaluation(score=0.6)}}
+    (tmp_path / "run" / "held-out" / "samples.jsonl").unlink()
+    assert "Other model" not in small_run(tmp_path / "run", {"name": "run", "state": "done", "stages": [alone]})

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from burnish.errors import UserError
-from burnish.generate.protocol import Generator, Request, request_seed
+from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
-from burnish.generate.stopping import eos_ids
 from burnish.math.statistics import FEWEST_ROWS, best_of_k, bootstrap, pass_at_k
 from burnish.methods import ROW_METHODS
 from burnish.methods.pretrain import Pretrain
@@ -33,7 +32,6 @@ from burnish.methods.settings import EvalConfig
 from burnish.methods.sft import SFT
 from burnish.models.forward import SamplingTransform, evaluating, scores, unwrap
 from burnish.models.layout import Layout
-from burnish.models.limits import check_room
 from burnish.models.loaded import Loaded
 from burnish.models.logprobs import TOKEN_BUDGET, logprobs
 from burnish.protocols import Made, RowMethod, RowRun
@@ -42,7 +40,7 @@ from burnish.render.renderer import Renderer
 from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
-from burnish.rl.collect import sample_and_score
+from burnish.rl.collect import sample_prompts
 from burnish.rl.metrics import sample_rows
 from burnish.types import (
     Changed,
@@ -58,7 +56,9 @@ from burnish.types import (
 )
 
 SHOWN = 4
-"""Number of completions of a chunk that a person can read in the report."""
+"""Number of prompts of a chunk whose first completion a person can read in the report."""
+LARGEST_NLL = 700.0
+"""Of a perplexity, so that its exponential is finite."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,9 @@ class Eval(RowMethod):
         shown = [
             {"step": int(name == "model")} | sample
             for name, side in sides.items()
-            for sample in [s for one in side for s in one.samples if "completion" in s][:SHOWN]
+            for one in side[:SHOWN]
+            for sample in one.samples[:1]
+            if "completion" in sample
         ]
         counts = Counter(_outcome(one) for one in sides["model"])
         return Made({"measures.jsonl": lines, "samples.jsonl": samples}, counts, {}, shown)
@@ -319,26 +321,11 @@ def _of_pairs(pairs: list[dict[str, Any]]) -> Measured:
 
 def _completions(prompts: list[Prompt], first: int, loaded: Loaded, setup: Setup) -> list[Measured]:
     sampling, rewards = setup.sampling, setup.rewards
-    tokens = Renderer(loaded.tokenizer).prompts(prompts)
-    check_room(loaded.model, prompts, tokens)
-    ends, n = frozenset(eos_ids(loaded.model, loaded.tokenizer)), sampling.samples
-    requests = [
-        Request(ids, request_seed(setup.seed, first + i, g, 0), sampling, ends)
-        for i, ids in enumerate(tokens)
-        for g in range(n)
-    ]
-    generator = setup.generator_of(loaded)
-    trajectories = sample_and_score(
-        [row for row in prompts for _ in range(n)],
-        requests,
-        rewards,
-        generator,
-        loaded.tokenizer,
-        seed=(setup.seed, first),
+    _, trajectories = sample_prompts(
+        prompts, first, loaded.model, loaded.tokenizer, setup.generator_of(loaded), sampling, rewards, setup.seed
     )
-    generator.drop_cache()
     ratios = None if setup.reference is None else log_ratios(loaded, setup.reference, trajectories, sampling)
-    measured = []
+    measured, n = [], sampling.samples
     for start in range(0, len(trajectories), n):
         mine = trajectories[start : start + n]
         values = _of_completions(mine, rewards)
@@ -487,7 +474,7 @@ def compare(sides: list[list[Measured]], resamples: int, seed: int) -> dict[str,
         def of(side: int, name: str) -> Tensor:
             place = places[side, "nll" if name == "perplexity" else name]
             ratio = means[:, place] / means[:, place + 1]
-            return ratio.exp() if name == "perplexity" else ratio
+            return ratio.clamp(max=LARGEST_NLL).exp() if name == "perplexity" else ratio
 
         parts = {"": lambda name: of(0, name), "against": lambda name: of(1, name)}
         parts["difference"] = lambda name: of(0, name) - of(1, name)

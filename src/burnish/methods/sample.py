@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from burnish.generate.protocol import Request, request_seed
-from burnish.generate.stopping import eos_ids
 from burnish.methods import ROW_METHODS
 from burnish.methods.settings import SampleConfig
-from burnish.models.limits import check_room
 from burnish.protocols import Made, RowMethod, RowRun
-from burnish.render.renderer import Renderer
-from burnish.rl.collect import sample_and_score
+from burnish.rl.collect import sample_prompts
 from burnish.rl.metrics import completed_row, sample_rows
 from burnish.types import Prompt, Row
 
@@ -39,19 +35,10 @@ class Sample(RowMethod):
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Complete and score a chunk of prompts."""
         prompts = [row for row in rows if isinstance(row, Prompt)]
-        tokens = Renderer(run.tokenizer).prompts(prompts)
-        check_room(run.model, prompts, tokens)
-        ends, samples = frozenset(eos_ids(run.model, run.tokenizer)), run.sampling.samples
-        requests = [
-            Request(ids, request_seed(run.seed, first + i, g, 0), run.sampling, ends)
-            for i, ids in enumerate(tokens)
-            for g in range(samples)
-        ]
-        repeated = [row for row in prompts for _ in range(samples)]
-        trajectories = sample_and_score(
-            repeated, requests, run.rewards, run.generator, run.tokenizer, seed=(run.seed, first)
+        requests, trajectories = sample_prompts(
+            prompts, first, run.model, run.tokenizer, run.generator, run.sampling, run.rewards, run.seed
         )
-        run.generator.drop_cache()
+        samples = run.sampling.samples
         written, ranked = [], []
         counts: Counter[str] = Counter()
         measured: dict[str, list[float]] = {"length": [], "stopped": [], "empty": []}

@@ -19,7 +19,7 @@ class Loaded:
 
     reference: str
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     is_reward_model: bool = False
     """Whether the model scores sequences. Otherwise, it is a language model."""
 

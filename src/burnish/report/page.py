@@ -55,6 +55,8 @@ METHODS = ROW_METHODS | {
     "rloo": "REINFORCE with a leave-one-out baseline (RLOO)",
     "grpo": "group relative policy optimization (GRPO)",
 }
+TWO_MODELS = ("Other model", "Model")
+"""What an evaluation of two models compares, instead of before and after."""
 STATES = {"pending": "not started", "skipped": "not run"}
 """Descriptions of states. The others need none."""
 # Descriptions of finish reasons. "stop" needs none.
@@ -416,9 +418,9 @@ def _loop(loop: Rounds, folder: Path) -> dict[str, Any]:
     for compared in over_rounds(loop):
         first, last = compared.rounds
         change = _most_telling(compared.changes)
-        verdict = f": {change.verdict.lower()}" if change is not None and change.verdict else ""
-        note = f"round {first} to {last}{verdict}" if last > first else f"round {first}{verdict}"
-        cards.append({"name": compared.stage, "change": change, "note": note})
+        span = f"round {first} to {last}" if last > first else f"round {first}"
+        said = _in_words(change) if change is not None else ""
+        cards.append({"name": compared.stage, "change": change, "note": ": ".join(filter(None, (span, said.lower())))})
     return {
         "name": loop.name,
         "state": loop.state,
@@ -445,11 +447,18 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     method = entry.get("method") or ""
     makes_rows = method in ROW_METHODS
     samples = read_lines(folder / SAMPLES_FILE)
-    joined, steps = (_alone(samples), []) if makes_rows else before_and_after(samples)
+    if makes_rows and method != "eval":
+        joined, heads = _alone(samples), [""]
+    else:
+        joined, steps = before_and_after(samples)
+        heads = [f"Optimizer step {step:,}" for step in steps]
+    if method == "eval":
+        heads = list(TWO_MODELS) if len(heads) > 1 else [""]
+    removed = ["model removed after the next round (keep: last)"] if entry.get("thinned") and entry.get("model") else []
     stage = {
         "name": entry["name"],
         "state": entry.get("state", "unknown"),
-        "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training),
+        "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training) + removed,
         "so_far": not results and bool(evaluations),
         "makes_rows": makes_rows,
         "unchanged": "train" in (rows := entry.get("rows") or {}) and not rows["train"]["rows"],
@@ -458,7 +467,9 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         **panels(entry["name"], [] if makes_rows else lines),
         "samples": joined[:MOST_SAMPLES],
         "sample_count": len(joined),
-        "sample_steps": steps,
+        "sample_heads": heads,
+        "sides": TWO_MODELS if method == "eval" else ("Before", "After"),
+        "overlap": entry.get("overlap", ""),
         "rows": _rows(rows),
         "written": written_rows(entry, folder),
         "data": entry.get("data") or ({} if method else entry.get("files") or {}),
@@ -473,11 +484,17 @@ def _card(stage: Mapping[str, Any], change: Change | None) -> dict[str, Any]:
         state = "the model stays as it is" if stage["unchanged"] else STATES.get(stage["state"], stage["state"])
         note = "nothing selected" if stage["unchanged"] else " · ".join(stage["facts"]) or "nothing written yet"
         return {"name": stage["name"], "change": None, "big": state, "note": note}
-    alone = change.after or change.before
-    interval = alone.interval if alone is not None else None
-    share = change.metric.share
-    ends = f"95 % interval: {_typeset(interval[0], share)} to {_typeset(interval[1], share)}" if interval else ""
-    return {"name": stage["name"], "change": change, "note": change.verdict or ("so far" if stage["so_far"] else ends)}
+    said = _in_words(change) if change.verdict or not stage["so_far"] else "so far"
+    return {"name": stage["name"], "change": change, "note": said}
+
+
+def _in_words(change: Change) -> str:
+    """The verdict of a change, or the interval of the only value: ``95 % interval 0.1349 to 0.1854``."""
+    only = change.after or change.before
+    if change.verdict or only is None or only.interval is None:
+        return change.verdict
+    low, high = (_typeset(end, change.metric.share) for end in only.interval)
+    return f"95 % interval {low} to {high}"
 
 
 def _most_telling(compared: list[Change]) -> Change | None:

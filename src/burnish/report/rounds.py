@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,19 +102,24 @@ class Rounds:
                 shown.setdefault(key, []).append(stage)
             for key in others:
                 rest.setdefault(key, []).append(stage)
-        metrics = [[self._panel(key, found[key]) for key in sorted(found, key=order)] for found in (shown, rest)]
-        return [*self._rewards(), *metrics[0]], metrics[1]
+        drawn = [self._panels(shown), self._panels(rest)]
+        return [*self._rewards(), *drawn[0]], drawn[1]
 
-    def _panel(self, key: str, stages: Sequence[str]) -> dict[str, Any]:
-        return round_panel(
-            f"{self.name}/{key}", describe(key), [self._line(stage, key, stage) for stage in stages], len(self.ran)
-        )
+    def _panels(self, stages: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+        """A panel for each metric, with a line for each of its stages."""
+        panels = []
+        for key in sorted(stages, key=order):
+            lines = [self._line(stage, key, stage) for stage in stages[key]]
+            if any(math.isfinite(e.value) for line in lines for _, e in line.points):
+                panels.append(round_panel(f"{self.name}/{key}", describe(key), lines, len(self.ran)))
+        return panels
 
     def _rewards(self) -> Iterator[dict[str, Any]]:
         """For every stage with rewards that the score does not use: the score beside them."""
         for stage, weights in self.weights.items():
             values = next(iter(self.results(stage).values()), {})
-            rewards = [key for key in values if key.startswith("reward_")]  # in the order of the recipe
+            # In the order of the recipe. Measures of a reward such as pass@k are no headline metrics.
+            rewards = [key for key in values if key.startswith("reward_") and describe(key).headline]
             if len(rewards) != len(weights) or not 0 < weights.count(0) < len(weights):
                 continue
             lines = [self._line(stage, "score", "score")]

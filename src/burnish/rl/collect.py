@@ -8,7 +8,9 @@ from burnish import progress
 from burnish.generate.protocol import Completion, Generator, Request, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
+from burnish.models.limits import check_room
 from burnish.protocols import Engine, Run
+from burnish.render.renderer import Renderer
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
 from burnish.rl.trajectory import begin, with_scores, with_turn
@@ -66,6 +68,41 @@ def collect(
         for k in range(len(indices))
         for g in samples
     ]
+
+
+def sample_prompts(
+    prompts: list[Prompt],
+    first: int,
+    model: Any,
+    tokenizer: Any,
+    generator: Generator,
+    sampling: Sampling,
+    rewards: list[NamedReward],
+    seed: int,
+) -> tuple[list[Request], list[Trajectory]]:
+    """Sample ``sampling.samples`` completions of each prompt, and score them.
+
+    The seeds follow from the index of the first prompt, so that a chunk of prompts always gives the same completions,
+    whether or not this process has sampled the chunks before it.
+
+    Returns:
+        The requests and their trajectories, in the order of prompts and then of samples.
+
+    Raises:
+        UserError: if a prompt leaves no room for a completion.
+    """
+    tokens = Renderer(tokenizer).prompts(prompts)
+    check_room(model, prompts, tokens)
+    ends = frozenset(eos_ids(model, tokenizer))
+    requests = [
+        Request(ids, request_seed(seed, first + i, g, 0), sampling, ends)
+        for i, ids in enumerate(tokens)
+        for g in range(sampling.samples)
+    ]
+    rows = [row for row in prompts for _ in range(sampling.samples)]
+    trajectories = sample_and_score(rows, requests, rewards, generator, tokenizer, seed=(seed, first))
+    generator.drop_cache()
+    return requests, trajectories
 
 
 def sample_and_score(
