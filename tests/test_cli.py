@@ -106,8 +106,8 @@ def pipeline(monkeypatch):
 
 
 def test_run_passes_the_recipe_to_the_pipeline(here, pipeline):
-    def run(recipe, *, fresh):
-        pipeline.calls.append((recipe.name, recipe.seed, fresh))
+    def run(recipe, *, fresh, start):
+        pipeline.calls.append((recipe.name, recipe.seed, fresh, start))
         recipe.folder.mkdir(parents=True, exist_ok=True)
         stage = {"name": "reward", "results": {"before": {"eval_accuracy": 0.5}, "after": {"eval_accuracy": 0.82}}}
         (recipe.folder / "manifest.json").write_text(json.dumps({"stages": [stage]}))
@@ -115,8 +115,8 @@ def test_run_passes_the_recipe_to_the_pipeline(here, pipeline):
 
     pipeline.run = run
     assert call("run", "tiny.yaml", "seed=3", "--fresh").exit_code == 0
-    result = call("run", "tiny.yaml")
-    assert pipeline.calls == [("tiny", 3, True), ("tiny", 0, False)]
+    result = call("run", "tiny.yaml", "--from", "after")
+    assert pipeline.calls == [("tiny", 3, True, None), ("tiny", 0, False, "after")]
     assert "runs/tiny" in result.stdout
     assert "50.0 %" in result.stdout and "82.0 %" in result.stdout
 
@@ -170,7 +170,7 @@ def test_run_trains_a_model_that_generates(here):
     (KeyboardInterrupt(), 130, "stopped; run the same command again to resume\n"),
 ])  # fmt: skip
 def test_mistakes_and_interrupts_have_one_message_and_an_exit_code(here, pipeline, raised, code, text):
-    def run(recipe, *, fresh):
+    def run(recipe, *, fresh, start):
         raise raised
 
     pipeline.run = run
@@ -179,7 +179,7 @@ def test_mistakes_and_interrupts_have_one_message_and_an_exit_code(here, pipelin
 
 
 def test_an_error_in_burnish_shows_its_traceback_and_exits_with_1(here, pipeline):
-    def run(recipe, *, fresh):
+    def run(recipe, *, fresh, start):
         raise ZeroDivisionError("ours")
 
     pipeline.run = run

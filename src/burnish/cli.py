@@ -95,6 +95,12 @@ def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="STAGE", help="Run this stage and all later ones again, such as ppo or loop/2/improve."
+        ),
+    ] = None,
 ) -> None:
     """Run a recipe. An unfinished run of the same recipe resumes where it stopped."""
     from burnish.config import load
@@ -105,7 +111,7 @@ def run(
     from burnish.report.page import results
 
     refuse_processes()
-    folder = pipeline.run(loaded, fresh=fresh)
+    folder = pipeline.run(loaded, fresh=fresh, start=start)
     table = results(json.loads((folder / "manifest.json").read_text("utf-8")))
     if table.row_count:
         _print_table(table)

@@ -235,7 +235,7 @@ def test_methods_and_rewards_may_come_from_any_module(folder, monkeypatch):
 def test_the_schema_knows_methods_and_training_arguments():
     made = json_schema()
     names = [block["properties"]["name"].get("const") for block in made["$defs"]["MethodChoice"]["oneOf"]]
-    assert names[-1] is None and {"pretrain", "sft", "reward", "ppo"} <= set(names)
+    assert names[-1] is None and {"pretrain", "sft", "ppo", "sample", "filter"} <= set(names)
     trainer = made["$defs"]["TrainerConfig"]["properties"]
     assert "learning_rate" in trainer and "output_dir" not in trainer
     assert [set(way["required"]) for way in made["anyOf"]] == [{"stages"}, set()]

@@ -191,7 +191,9 @@ def test_output_of_a_finished_stage_is_checked_before_it_is_used(
     run_until(run, "ppo", 1, monkeypatch)
     shutil.copytree("runs/small/sft", "kept")
     harm(path)
-    with pytest.raises(UserError, match=f"{path} {wrong} stage sft wrote it: restore it, or remove"):
+    with pytest.raises(
+        UserError, match=f"{path} {wrong} stage sft wrote it: restore it, or run that stage and all later"
+    ):
         run()
     shutil.rmtree("runs/small/sft")
     shutil.copytree("kept", "runs/small/sft", copy_function=shutil.copy)  # with other modification times

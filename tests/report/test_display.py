@@ -200,6 +200,48 @@ def test_a_long_pass_is_reported_every_few_seconds_and_a_short_one_is_not() -> N
     assert shown(display) == ["[train] sampling 20/80, 24 s left", "[train] sampling 40/80, 16 s left"]
 
 
+def rows_with_samples(display: Display, clock: Clock, chunks: range) -> None:
+    """Report chunks of 64 of 100,000 rows, for each of which completions are sampled for 4 seconds."""
+    for chunk in chunks:
+        for done in (1, 128, 256):
+            display.progress("sampling", done, 256)
+            clock.now += 2.0 if done < 256 else 0.0
+        display.progress("sample rows", 64 * (chunk + 1), 100_000)
+
+
+def test_a_pass_over_many_rows_shows_what_is_left_although_each_chunk_has_passes_of_its_own() -> None:
+    clock = Clock()
+    display = Display(console(), interval=5.0, clock=clock)
+    rows_with_samples(display, clock, range(4))
+    lines = shown(display)
+    assert lines == [
+        "[train] sample rows 192/100,000, 1 h 43 min left",  # 64 rows take 4 seconds
+    ]
+    clock.now += 60.0  # one of the completions is long
+    display.progress("sampling", 1, 256)
+    clock.now += 10.0
+    display.progress("sampling", 2, 256)
+    assert shown(display)[-1] == "[train] sample rows 256/100,000, 1 h 43 min left, sampling 2/256, 42 min 20 s left"
+
+
+def test_the_time_left_of_a_stage_that_resumes_is_that_of_the_rows_since_then() -> None:
+    clock = Clock()
+    display = Display(console(), interval=5.0, clock=clock)
+    rows_with_samples(display, clock, range(1000, 1004))
+    assert shown(display) == ["[train] sample rows 64,192/100,000, 37 min 18 s left"]
+
+
+def test_a_stage_that_only_reports_progress_leaves_no_live_view() -> None:
+    clock = Clock()
+    with Display(console(terminal=True), live=True, interval=5.0, clock=clock) as display:
+        display.stage("loop/1/grow", 1, 2)
+        rows_with_samples(display, clock, range(4))
+        assert display.view.live.is_started and "sample rows 256/100,000" in display.view.status()
+        display.stage("loop/1/improve", 2, 2)
+        assert not display.view.live.is_started and display.view.status() == "starting"
+        assert not display.console._live_stack
+
+
 def test_plain_output_has_no_control_characters_whatever_is_shown() -> None:
     display = Display(console(), clock=Clock())
     display.stage("ppo", 3, 3)

@@ -1,7 +1,8 @@
-"""Shows a recipe's rows as the model sees them: tokens, loss masks, lengths, truncation, memory and time."""
+"""Shows a recipe's plan, and its rows as the model sees them: tokens, loss masks, lengths, memory and time."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, groupby
@@ -16,8 +17,11 @@ from rich.text import Text
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from burnish.commands.plan import is_shown, show_plan
 from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
+from burnish.config.rounds import round_of
+from burnish.config.row_stage import RowStage
 from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
@@ -30,6 +34,7 @@ from burnish.models.layout import default_budget
 from burnish.models.limits import limits_of
 from burnish.models.settings import AdapterConfig
 from burnish.render.encode import account
+from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.metrics import duration
 from burnish.terminal import visible
@@ -37,6 +42,7 @@ from burnish.types import Encoded, Example, Prompt, Sequence
 
 SHOWN_ROWS = 2
 SHOWN_TOKENS = 20_000  # of a longer row, half of these from each end
+SHOWN_CHARACTERS = 2_000  # of a row that is not shown as tokens
 SHOWN_CHANGES = 5
 BINS = 8
 BAR = 40
@@ -47,32 +53,54 @@ CHECKPOINTED = 2
 
 
 def show(recipe: Recipe, row: int | None, console: Console) -> None:
-    """Print every stage whose inputs exist, and the missing inputs of the others.
+    """Print every stage whose inputs exist, and the missing inputs of the others. If there are loops, also the plan.
 
     Raises:
         UserError: if rows or a tokenizer cannot be read, or there is no row ``row``.
     """
+    if recipe.loops:
+        console.rule("plan", align="left")
+        show_plan(recipe, console)
+    shown: list[Stage] = []
+    waiting: list[str] = []
     for stage in recipe.stages:
+        if not is_shown(recipe, stage):
+            continue
+        lacking = None if stage.run else _lacking(recipe, stage)
+        if lacking and recipe.loops:
+            waiting.append(stage.name)
+            continue
         console.rule(f"{stage.name}: {stage.method.name if stage.method else stage.run}", align="left")
+        same = next((one for one in shown if _same_rows(one, stage)), None)
         if stage.run:
             console.print(f"runs {stage.run}; its rows go to {recipe.folder / stage.name / 'data'}")
-            continue
-        lacking = _lacking(recipe, stage)
-        if lacking:
+        elif lacking:
             console.print(f"waits for {lacking}, which burnish run creates")
-            continue
-        _show_stage(recipe, stage, row, console)
+        elif same is not None:
+            console.print(f"reads the same rows as {same.name}", markup=False)
+        else:
+            (_show_row_stage if stage.makes_rows else _show_stage)(recipe, stage, row, console)
+            shown.append(stage)
+    if waiting:
+        console.rule("waiting", align="left")
+        console.print(f"rows that burnish run creates are needed by {', '.join(waiting)}", markup=False)
+
+
+def _same_rows(one: Stage, other: Stage) -> bool:
+    """Whether two stages are the same stage of different rounds, which reads the same rows in both."""
+    first, second = round_of(one.name), round_of(other.name)
+    return first is not None and second is not None and first[::2] == second[::2] and one.data == other.data
 
 
 def _lacking(recipe: Recipe, stage: Stage) -> str | None:
     """The first missing input that an earlier stage must create before this stage's rows can be shown, or None."""
     assert stage.data is not None
-    for part in stage.data.parts("train") + stage.data.parts("eval"):
+    for part in (part for split in stage.data.splits for part in stage.data.parts(split)):
         place = sources.data_reference(part.source, recipe.folder)
         if isinstance(part.source, StageData) and not Path(place).exists():
             return place
     reference, _ = _origin(recipe, stage)
-    return None if reference else f"the model of stage {getattr(stage.model, 'stage', '')}"
+    return None if reference or stage.model is None else f"the model of stage {getattr(stage.model, 'stage', '')}"
 
 
 def _origin(recipe: Recipe, stage: Stage) -> tuple[str | None, str | None]:
@@ -80,24 +108,31 @@ def _origin(recipe: Recipe, stage: Stage) -> tuple[str | None, str | None]:
 
     Training changes neither tokenizer nor template, so a stage that has not run yet has those of its initial model.
     """
-    if not isinstance(stage.model, StageModel):
-        return (None, None) if stage.model is None else (model_reference(stage.model, recipe.folder), stage.template)
-    made = model_reference(stage.model, recipe.folder)
-    if Path(made).is_dir():
-        return made, stage.template
-    earlier = next(s for s in recipe.stages if s.name == stage.model.stage)
-    reference, template = _origin(recipe, earlier)
-    return reference, stage.template or template
+    by_name = {stage.name: stage for stage in recipe.stages}
+    template = stage.template
+    while isinstance(stage.model, StageModel):
+        made = model_reference(stage.model, recipe.folder)
+        if Path(made).is_dir():
+            return made, template
+        stage = by_name[stage.model.stage]
+        template = template or stage.template
+    return (None, template) if stage.model is None else (model_reference(stage.model, recipe.folder), template)
+
+
+def _tokenizer(reference: str, template: str | None, stage: Stage) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with the stage's chat template."""
+    tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
+    if template is not None:
+        set_template(tokenizer, template)
+    prepare_template(tokenizer)
+    return tokenizer
 
 
 def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
     assert stage.method is not None and stage.data is not None
     reference, template = _origin(recipe, stage)
     assert reference is not None
-    tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
-    if template is not None:
-        set_template(tokenizer, template)
-    prepare_template(tokenizer)
+    tokenizer = _tokenizer(reference, template, stage)
     spec = method_spec(stage.method.name)
     settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:
@@ -131,6 +166,38 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
     _show_rows(examples, tokenizer, row, console)
     console.print(_cost(reference, stage, examples))
+
+
+def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
+    """Print the input of a stage that makes rows, and the names of the files that it writes."""
+    making = RowStage(recipe, stage)
+    read, spec = making.read(), making.spec
+    table = Table("", "rows", box=None, pad_edge=False)
+    table.add_row("rows", f"{len(read.rows):,}")
+    table.add_row("skipped", ", ".join(f"{count} x {reason}" for reason, count in read.reasons.items()) or "0")
+    if read.left_out:
+        table.add_row("left out", ", ".join(f"{count} x {reason}" for reason, count in read.left_out.items()))
+    prompts = [one for one in read.rows if isinstance(one, Prompt)] if "generation" in spec.takes else []
+    reference, template = _origin(recipe, stage)
+    if reference is not None and prompts:
+        table.add_row("completions", f"{len(prompts) * stage.generation.samples:,}")
+    table.add_row("writes", f"{', '.join(spec.outputs)} in {making.folder / 'data'}")
+    console.print(table)
+    _list(console, "skipped", [skipped.message for skipped in read.skipped])
+    if reference is not None and prompts:
+        tokenizer = _tokenizer(reference, template, stage)
+        examples = [
+            Example((Sequence(ids, [False] * len(ids), prompt.source),))
+            for prompt, ids in zip(prompts, Renderer(tokenizer).prompts(prompts), strict=True)
+        ]
+        console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
+        _show_rows(examples, tokenizer, row, console)
+        return
+    for index in _shown_rows(len(read.rows), row):
+        title = visible(f"row {index} ({read.rows[index].source}):")
+        console.print(title, style="bold", markup=False)
+        text = json.dumps(read.records[index], ensure_ascii=False)
+        console.print(visible(text[:SHOWN_CHARACTERS] + "..." * (len(text) > SHOWN_CHARACTERS)), markup=False)
 
 
 def _read(recipe: Recipe, stage: Stage, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
@@ -212,13 +279,19 @@ def _histogram(lengths: list[int]) -> Table:
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
+def _shown_rows(count: int, row: int | None) -> list[int]:
+    """The indices of the first rows, or of the one that was asked for."""
+    if row is not None and row >= count:
+        raise UserError(f"--row {row}: there are only {count} rows, counting from 0")
+    return list(range(count))[:SHOWN_ROWS] if row is None else [row]
+
+
 def _show_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase, row: int | None, console: Console) -> None:
-    if row is not None and row >= len(examples):
-        raise UserError(f"--row {row}: there are only {len(examples)} rows, counting from 0")
+    indices = _shown_rows(len(examples), row)
     colors = console.is_terminal and console.color_system is not None
     if not colors and any(s.loss_mask.any() for e in examples for s in e.sequences):
         console.print("learned tokens are in [[double brackets]]", markup=False)
-    for index in range(len(examples))[:SHOWN_ROWS] if row is None else [row]:
+    for index in indices:
         example = examples[index]
         for number, sequence in enumerate(example.sequences):
             place = f", sequence {number + 1} of {len(example.sequences)}" if len(example.sequences) > 1 else ""

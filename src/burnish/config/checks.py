@@ -149,21 +149,22 @@ def _sources(stage: Stage) -> Iterator[tuple[Keys, Any]]:
 
 def reference_problems(recipe: Recipe) -> Iterator[Problem]:
     """Stages that do not exist, come later or share a name; unknown templates; settings without effect."""
-    names = [stage.name for stage in recipe.stages]
+    names = {name for stage in recipe.stages for name in (stage.name, _short(stage.name))}
+    earlier: dict[str, Stage] = {}
     for index, stage in enumerate(recipe.stages):
-        earlier = names[:index]
         if stage.name in earlier:
             yield Problem(("stages", index, "name"), f"two stages are called {stage.name!r}")
         for path, source in _sources(stage):
             if not isinstance(source, StageModel | StageData):
                 continue
             if source.stage in earlier:
-                if text := _output_problem(source, recipe.stages[names.index(source.stage)], stage, path):
+                if text := _output_problem(source, earlier[source.stage], stage, path):
                     yield Problem(("stages", index, *path), text)
                 continue
-            have = f"earlier stages are {', '.join(earlier)}" if earlier else "this is the first stage"
+            known = dict.fromkeys(map(_short, earlier))
+            have = f"earlier stages are {', '.join(known)}" if known else "this is the first stage"
             late = "is not an earlier stage" if source.stage in names else "is not a stage"
-            text = f"{source.stage!r} {late}{did_you_mean(source.stage, earlier)}; {have}"
+            text = f"{source.stage!r} {late}{did_you_mean(source.stage, known)}; {have}"
             yield Problem(("stages", index, *path, "stage"), text)
         templates: list[tuple[Keys, str | None]] = [(("template",), stage.template)]
         templates += reward_templates(stage.reward)
@@ -191,6 +192,7 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 ("stages", index, "trainer", "eval_strategy"), "there are no rows to evaluate: data.eval is missing"
             )
+        earlier.setdefault(stage.name, stage)
     yield from until_problems(recipe)
 
 
@@ -227,6 +229,11 @@ def _until_problem(metric: str, name: str, stage: Stage) -> str | None:
 
 NEEDS = {"kl": "reference", "log_ratio": "reference", "win_rate": "against"}
 """Metrics of an evaluation that need another model, and the setting that names it."""
+
+
+def _short(name: str) -> str:
+    """The name of a stage as recipes write it, without its loop and round."""
+    return name.rpartition("/")[2]
 
 
 def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage, path: Keys) -> str | None:

@@ -66,8 +66,8 @@ def verify(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapping[str, Any]
             if not path.is_file() or checksums.of(path) != checksum:
                 wrong = "has changed since" if path.is_file() else "is missing;"
                 raise UserError(
-                    f"{path} {wrong} stage {source.stage} wrote it: restore it, or remove {folder} to run that stage "
-                    "again"
+                    f"{path} {wrong} stage {source.stage} wrote it: restore it, or run that stage and all later ones "
+                    f"again with --from {source.stage}"
                 )
 
 
@@ -83,7 +83,7 @@ def check_still_current(recipe: Recipe, stage: Stage, entries: Mapping[str, Mapp
             if read.get(f"{source.stage}/{name}", checksum) != checksum:
                 raise UserError(
                     f"{recipe.folder / stage.name} was made from another {source.stage}/{name}: that stage ran again "
-                    f"and wrote something else: remove {recipe.folder / stage.name} to run {stage.name} again"
+                    f"and wrote something else: run {stage.name} and all later ones again with --from {stage.name}"
                 )
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.checks import file_problems, reference_problems, shape_problems
-from burnish.config.rounds import write_out
+from burnish.config.rounds import NAME, Loop, write_out
 from burnish.config.schema import Recipe
 from burnish.config.yaml import LONGEST, Document, complain, override, read
 from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded
-from burnish.methods import METHODS
+from burnish.methods import METHODS, ROW_METHODS
 from burnish.mistakes import find, shown
+from burnish.types import Config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -36,12 +37,12 @@ def load(reference: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for text in overrides:
         written = override(written, text)
     written = _with_stages(written, file.stem)
-    written, loops, problems = write_out(written)
+    whole, problems = write_out(written.value)
     complain(written, problems)
-    complain(written, list(shape_problems(written.value)))
-    recipe = Recipe.model_validate(written.value)
-    recipe._home, recipe._loops = file.parent.resolve(), loops
-    complain(written, [*reference_problems(recipe), *file_problems(recipe)])
+    complain(written, whole.original(shape_problems(whole.value)))
+    recipe = Recipe.model_validate(whole.value)
+    recipe._home, recipe._loops = file.parent.resolve(), whole.loops
+    complain(written, whole.original([*reference_problems(recipe), *file_problems(recipe)]))
     return recipe
 
 
@@ -94,19 +95,51 @@ def _with_stages(document: Document, name: str) -> Document:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, including the settings of every method."""
+    """The JSON schema of recipes, including loops and the settings of every method."""
     whole = Recipe.model_json_schema()
     blocks = whole["$defs"]
     methods = []
-    for name in METHODS:
-        block = METHODS[name].config.model_json_schema(ref_template="#/$defs/{model}")
-        blocks |= block.pop("$defs", {})
+    for name, spec in {**METHODS, **ROW_METHODS}.items():
+        block = _block(spec.config, blocks)
         block["properties"] = {"name": {"const": name}, **block.get("properties", {})}
         methods.append(block | {"required": ["name", *block.get("required", [])]})
     own = {"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"], "type": "object"}
     blocks["MethodChoice"] = {"oneOf": [*methods, own]}
     stage = blocks["Stage"]
+    stage["properties"]["name"]["pattern"] = f"^{NAME}$"
+    _add_loops(blocks)
+    whole["properties"]["stages"]["items"] = {"anyOf": [{"$ref": "#/$defs/Stage"}, {"$ref": "#/$defs/Loop"}]}
     top = {name: value for name, value in whole["properties"].items() if name != "stages"}
     flat = stage | {"title": "Recipe of one stage", "properties": stage["properties"] | top, "required": []}
     several = {key: value for key, value in whole.items() if key != "$defs"} | {"required": ["stages"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": blocks, "anyOf": [several, flat]}
+
+
+def _block(config: type[Config], blocks: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a block of settings. Those of its inner blocks are added to ``blocks``."""
+    block = config.model_json_schema(ref_template="#/$defs/{model}")
+    blocks |= block.pop("$defs", {})
+    return block
+
+
+def _add_loops(blocks: dict[str, Any]) -> None:
+    """Add loops, and the keys that `write_out` replaces, which the classes of written-out stages do not have."""
+    loop, stage = _block(Loop, blocks), blocks["Stage"]
+    by_round = {
+        "type": "object",
+        "additionalProperties": {"type": "array"},
+        "description": "Settings with one value a round: {trainer.learning_rate: [4.0e-5, 2.0e-5]}.",
+    }
+    blocks["LoopStage"] = stage | {"title": "LoopStage", "properties": stage["properties"] | {"by_round": by_round}}
+    loop["properties"]["stages"]["items"] = {"$ref": "#/$defs/LoopStage"}
+    blocks["Loop"] = loop
+    for name, kinds in (("StageModel", ("StageModel", "PackageModel")), ("StageData", ("StageData",))):
+        blocks[name]["properties"]["initial"] = {
+            "anyOf": [{"type": "string"}, *({"$ref": f"#/$defs/{kind}"} for kind in kinds)],
+            "description": "In a loop: what the first round reads, if the stage comes later in the round.",
+        }
+    blocks["StageData"]["properties"]["from_rounds"] = {
+        "enum": ["this", "earlier", "all"],
+        "default": "this",
+        "description": "The rounds of a loop whose rows are read. After the loop: all.",
+    }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.inputs import from_stages
-from burnish.config.rounds import Loop
+from burnish.config.rounds import Loop, round_of
 from burnish.config.schema import Recipe, Stage
 from burnish.errors import UserError
 from burnish.models.settings import StageModel
@@ -19,13 +19,6 @@ THINNED = ("model", "adapter", "base", "checkpoint-*")
 """What is removed from the stages of old rounds. Rows, metrics and samples stay."""
 
 
-def round_of(name: str) -> tuple[str, int, str] | None:
-    """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
-    loop, slash, rest = name.partition("/")
-    number, _, inner = rest.partition("/")
-    return (loop, int(number), inner) if slash else None
-
-
 def ended(recipe: Recipe, entries: Entries) -> dict[str, int]:
     """The last round of each loop that a result has ended early.
 
@@ -34,23 +27,26 @@ def ended(recipe: Recipe, entries: Entries) -> dict[str, int]:
     """
     last = {}
     for name, loop in recipe.loops.items():
-        for number in range(1, loop.rounds):
-            if _done(name, number, entries) and _reached(name, loop, number, entries):
+        for number in range(1, loop.rounds if loop.until else 1):
+            if not _done(name, loop, number, entries):
+                break
+            if _reached(name, loop, number, entries):
                 last[name] = number
                 break
     return last
 
 
-def _done(loop: str, number: int, entries: Entries) -> bool:
+def _done(name: str, loop: Loop, number: int, entries: Entries) -> bool:
     """Whether a loop has this round, and it is done."""
-    states = [entry["state"] for name, entry in entries.items() if (round_of(name) or ())[:2] == (loop, number)]
-    return bool(states) and set(states) == {"done"}
+    return number <= loop.rounds and all(
+        entries[f"{name}/{number}/{stage['name']}"]["state"] == "done" for stage in loop.stages
+    )
 
 
 def _reached(name: str, loop: Loop, number: int, entries: Entries) -> bool:
     """Whether the result that ends a loop was reached in a round."""
-    if (until := loop.until) is None:
-        return False
+    until = loop.until
+    assert until is not None
     results = entries[f"{name}/{number}/{until.stage}"].get("results", {}).get("after", {})
     value = results.get(f"eval_{until.metric}", results.get(f"eval_reward_{until.metric}"))
     if value is None:
@@ -88,21 +84,26 @@ def with_last_rounds(stage: Stage, recipe: Recipe, last: Mapping[str, int]) -> S
     return Stage.model_validate(renamed(stage.model_dump(by_alias=True, exclude_unset=True)))
 
 
-def thin(recipe: Recipe, entries: Entries) -> Iterator[Path]:
-    """Mark the stages of old rounds whose models no unfinished stage reads, and yield what is to be removed of them."""
-    needed = {
-        source.stage
-        for stage in recipe.stages
-        if entries[stage.name]["state"] != "done"
-        for source in from_stages(stage)
-        if isinstance(source, StageModel)
-    }
+def thin(recipe: Recipe, entries: Entries) -> list[str]:
+    """Mark the stages of old rounds whose models no unfinished stage reads, and return their names."""
+    old = []
     for stage in recipe.stages:
         place, entry = round_of(stage.name), entries[stage.name]
-        if place is None or stage.method is None or entry["state"] != "done" or stage.name in needed:
+        if place is None or stage.method is None or entry["state"] != "done" or entry.get("thinned"):
             continue
-        loop, number, _ = place
-        if recipe.loops[loop].keep == "last" and _done(loop, number + 1, entries):
-            entry["thinned"] = True
-            for pattern in THINNED:
-                yield from sorted((recipe.folder / stage.name).glob(pattern))
+        loop = recipe.loops[place[0]]
+        if loop.keep == "last" and _done(place[0], loop, place[1] + 1, entries):
+            old.append(stage.name)
+    if old:
+        unfinished = [stage for stage in recipe.stages if entries[stage.name]["state"] != "done"]
+        needed = {s.stage for stage in unfinished for s in from_stages(stage) if isinstance(s, StageModel)}
+        old = [name for name in old if name not in needed]
+    for name in old:
+        entries[name]["thinned"] = True
+    return old
+
+
+def without_models(folder: Path) -> Iterator[Path]:
+    """What is removed from the folder of a stage of an old round, if it is still there."""
+    for pattern in THINNED:
+        yield from sorted(folder.glob(pattern))

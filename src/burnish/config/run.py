@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from burnish import files, progress, user_functions
-from burnish.config import Recipe, Stage, StageData, loops
+from burnish.config import Recipe, Stage, StageData, loops, repeat
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
@@ -30,14 +30,24 @@ from burnish.terminal import visible
 from burnish.user_code import user_code
 
 
-def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) -> Path:
+def run(recipe: Recipe, *, fresh: bool = False, start: str | None = None, display: Display | None = None) -> Path:
     """Run a recipe to its end, write its report, and return the run's folder.
 
     Finished stages do not run again. A stage that was interrupted resumes from its last complete checkpoint.
 
+    Args:
+        recipe: the recipe.
+        fresh: start over: remove what the run has made.
+        start: the name of a stage: remove what it and all later stages have made, and run them again.
+        display: shows the run. Default: the terminal, or plain lines.
+
     Raises:
         UserError: if the folder contains a run of another recipe, or a stage cannot start.
     """
+    if start is not None:
+        if fresh:
+            raise UserError("--from keeps the earlier stages, and --fresh removes them: use only one of the two")
+        repeat.check_name(recipe, start)
     folder = recipe.folder
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -52,6 +62,9 @@ def run(recipe: Recipe, *, fresh: bool = False, display: Display | None = None) 
         if fresh or (folder / REMOVING).is_file():
             clear(folder)
         manifest = open_manifest(recipe)
+        if start is not None:
+            repeat.forget(recipe, manifest, start)
+        repeat.remove_forgotten(recipe, manifest)
         with display or Display() as screen, _warnings_on(screen):
             if other := other_versions(manifest):
                 screen.message(f"this run started with {other}: results may differ in the last digits")
@@ -98,6 +111,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
     """Run every unfinished stage, in order."""
     folder, checksums = recipe.folder, Checksums(manifest["checksums"])
     entries = {entry["name"]: entry for entry in manifest["stages"]}
+    _remove_models(folder, [name for name, entry in entries.items() if entry.get("thinned")])
     for number, planned in enumerate(recipe.stages, start=1):
         last = loops.ended(recipe, entries)
         entry = entries[planned.name]
@@ -115,7 +129,10 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             entry.clear()
             entry |= pending(stage)
             manifest["state"] = "running"
+        if place := loops.round_of(stage.name):
+            screen.message(f"round {place[1]} of {recipe.loops[place[0]].rounds}")
         began = time.monotonic()
+        repeat.check_models(recipe, stage, entries)
         verify(recipe, stage, entries, checksums)
         kind = RowStage if stage.makes_rows else TrainingStage
         running = None if stage.run else kind(recipe, stage)
@@ -127,20 +144,18 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             checksums.note(folder / stage.name / name, checksum)
         entry |= outcome | {"state": "done", "seconds": round(entry["seconds"] + time.monotonic() - began, 1)}
         write_manifest(folder, manifest)
-        _thin(recipe, manifest)
+        if old := loops.thin(recipe, entries):
+            write_manifest(folder, manifest)  # first, so that they are not missed if the process is killed now
+            _remove_models(folder, old)
     for name, number in loops.ended(recipe, entries).items():
         screen.message(f"{name} ended after round {number} of {recipe.loops[name].rounds}")
 
 
-def _thin(recipe: Recipe, manifest: dict[str, Any]) -> None:
-    """Remove the models and checkpoints of old rounds that no later stage reads."""
-    for entry in manifest["stages"]:
-        if entry.get("thinned"):
-            files.remove_leftovers(recipe.folder / entry["name"])
-    paths = list(loops.thin(recipe, {entry["name"]: entry for entry in manifest["stages"]}))
-    if paths:
-        write_manifest(recipe.folder, manifest)  # first, so that they are not missed if the process is killed now
-        for path in paths:
+def _remove_models(folder: Path, names: list[str]) -> None:
+    """Remove the models and checkpoints of stages of old rounds, and what a killed process has left of them."""
+    for name in names:
+        files.remove_leftovers(folder / name)
+        for path in loops.without_models(folder / name):
             files.remove(path)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Discriminator, Field, Tag
 
-from burnish.config.rounds import Loop
+from burnish.config.rounds import NAME, Loop, not_reserved
 from burnish.data.selection import Select
 from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded
@@ -26,11 +26,8 @@ from burnish.render.truncate import Truncation
 from burnish.training.arguments import TrainerConfig
 from burnish.types import Config
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 STAGE_NAME = rf"^{NAME}(/[0-9]+/{NAME})?$"
 """The name of a stage: ``sft``, or ``loop/2/values`` for the second round of one in a loop."""
-RESERVED = ("manifest.json", "report.html", "run.lock")
-"""Files of a run's folder, beside the folders of its stages."""
 
 
 class StageData(Config, use_attribute_docstrings=True):
@@ -254,7 +251,7 @@ RewardSource = Annotated[
 class Stage(Config, use_attribute_docstrings=True):
     """One stage of a pipeline. It trains with a method, or runs a function that makes rows or a model."""
 
-    name: str = Field(pattern=STAGE_NAME)
+    name: Annotated[str, Field(pattern=STAGE_NAME), pydantic.AfterValidator(not_reserved)]
     seed: int | None = Field(None, ge=0, lt=2**32)
     """Seed of this stage. Default: the seed of the recipe, and another one in every later round of a loop."""
     run: str | None = None
@@ -280,13 +277,6 @@ class Stage(Config, use_attribute_docstrings=True):
     is the same. Default: packed where it is faster."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """Learning rate, batch size, checkpoints and other fields of transformers.TrainingArguments."""
-
-    @pydantic.field_validator("name")
-    @classmethod
-    def _not_reserved(cls, name: str) -> str:
-        if name.lower() in RESERVED:
-            raise ValueError(f"{name} is a file in the folder of every run: choose another name for this stage")
-        return name
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Stage:

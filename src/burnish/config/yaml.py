@@ -214,6 +214,11 @@ def _step(root: Any, path: Keys, key: str, text: str) -> str | int:
         if re.fullmatch("[0-9]{1,9}", key) and int(key) < len(block):
             return int(key)
         known = [str(name) for name in names if name]
+        loop, slash, _ = key.partition("/")
+        if slash and loop in known:
+            every = text.replace(key, f"{loop}.stages.{key.rpartition('/')[2]}", 1)
+            hint = f"this sets all rounds: {every}; by_round: sets a value for each of them"
+            raise UserError(f"{OVERRIDE}: {text}: {hint}")
         have = f"its entries are {', '.join(known)}" if known else f"it has {len(block)} entries, counted from 0"
         raise UserError(f"{OVERRIDE}: {text}: {dotted(path, root)} has no {key!r}{did_you_mean(key, known)}; {have}")
     if block is not None and not isinstance(block, dict):

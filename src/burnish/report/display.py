@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -247,6 +247,14 @@ def _trend(values: Sequence[float]) -> str:
 # --- where it is shown --------------------------------------------------------------------------------------------
 
 
+class _Pass(NamedTuple):
+    """A pass over rows: when it began, with how many rows done, and what is shown of it."""
+
+    began: float
+    done: int
+    shown: str = ""
+
+
 class Display:
     """Displays a run: live if the console is a terminal, otherwise as a plain line every ``interval`` seconds.
 
@@ -268,8 +276,8 @@ class Display:
         self._interval = interval
         self._clock = clock
         self._last_line = float("-inf")
-        self._pass: tuple[str, float] = ("", 0.0)
-        self.stage("train")
+        self._passes: dict[str, _Pass] = {}
+        self.view = self._view("[train]")
 
     def __enter__(self) -> Display:
         return self
@@ -281,8 +289,12 @@ class Display:
 
     def stage(self, name: str, part: int = 1, parts: int = 1) -> None:
         """Start to show stage ``name``, which is number ``part`` of ``parts``."""
-        title = f"[{part}/{parts} {name}]" if parts > 1 else f"[{name}]"
-        self.view = StageView(title, console=self.console, clock=self._clock, live=self._is_live)
+        self.view.stop()
+        self._passes = {}
+        self.view = self._view(f"[{part}/{parts} {name}]" if parts > 1 else f"[{name}]")
+
+    def _view(self, title: str) -> StageView:
+        return StageView(title, console=self.console, clock=self._clock, live=self._is_live)
 
     def begin(self, step: int, last_step: int, steps_per_iteration: int = 1) -> None:
         """Training starts, or resumes after ``step``. It will end with ``last_step``."""
@@ -310,17 +322,23 @@ class Display:
             self._print_progress()
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show the progress of a pass over rows (``progress.report``), if it takes longer than a few seconds."""
+        """Show the progress of a pass over rows (``progress.report``), if it takes longer than a few seconds.
+
+        A pass can consist of others: completions are sampled for each chunk of a stage's rows. The outer one is shown
+        first.
+        """
         now = self._clock()
-        if what != self._pass[0] or done >= total:
-            self._pass = (what if done < total else "", now)
-            self.view.passing = ""
+        first = self._passes.setdefault(what, _Pass(now, done))
+        spent = now - first.began
+        if done >= total:
+            del self._passes[what]
+        elif spent >= self._interval:
+            more = done - first.done
+            left = f", {duration(spent / more * (total - done))} left" if more else ""
+            self._passes[what] = first._replace(shown=f"{what} {done:,}/{total:,}{left}")
+        self.view.passing = ", ".join(one.shown for one in self._passes.values() if one.shown)
+        if not self.view.passing:
             return
-        spent = now - self._pass[1]
-        if spent < self._interval:
-            return
-        left = f", {duration(spent / done * (total - done))} left" if done else ""
-        self.view.passing = f"{what} {done:,}/{total:,}{left}"
         if self._is_live:
             self.view.start()
         elif now - self._last_line >= self._interval:
