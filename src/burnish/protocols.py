@@ -181,6 +181,8 @@ class RowMethodSpec:
     """Keys that a stage with this method must have besides ``data``."""
     takes: tuple[str, ...] = ()
     """Keys that a stage with this method may have besides these."""
+    truncates: bool = False
+    """Whether it reads ``data.max_length`` and ``data.too_long``."""
     models: tuple[str, ...] = ()
     """Settings that name a model."""
     kinds_with_rewards: tuple[type, ...] = ()

@@ -153,6 +153,17 @@ def test_nothing_selected_ends_a_stage_with_a_message_and_its_model(home: Path, 
     assert load_weights(folder / "loop/2/improve/model") == start
 
 
+def test_prompts_that_are_too_long_are_left_out_and_counted(home: Path, whole: Path) -> None:
+    prompts = [{"prompt": "1+" * n + "1", "answer": "2"} for n in (1, 9, 2, 9, 3)]
+    (home / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    data = f"stages.loop.stages.grow.data={{rows: {home / 'long.jsonl'}, max_length: 14, too_long: drop}}"
+    folder = pipeline.run(load(home / "rest.yaml", [f"out={home / 'long'}", data, "stages.loop.rounds=1"]))
+    made = entry(folder, "loop/1/grow")["rows"]["rows"]["counts"]
+    assert made == {"made": 3, "dropped: too long": 2}
+    samples = rows(folder / "loop/1/grow/data/samples.jsonl")
+    assert {sample["id"].partition("-")[0] for sample in samples} == {"0", "2", "4"}  # the indices of their rows
+
+
 def load_weights(folder: Path) -> dict[str, bytes]:
     from safetensors.torch import load_file
 
@@ -180,6 +191,11 @@ data: {rows: chat.jsonl}
     [
         ("stages.loop.stages.grow.data.train=a.jsonl", "data.train: the method 'sample' reads data.rows"),
         ("stages.loop.stages.grow.trainer={max_steps: 1}", "trainer: the method 'sample' does not use this"),
+        (
+            "stages.loop.stages.grow={name: grow, method: {name: filter, function: 'mine.py:short'}, "
+            "data: {rows: {stage: prepare, file: sft.jsonl}, max_length: 9}}",
+            "data.max_length: the method 'filter' reads rows of any length",
+        ),
         ("stages.loop.stages.improve.data.rows=a.jsonl", "data.rows: the method 'sft' reads data.train"),
         (
             "stages.loop.stages.improve.data.train.file=sampels.jsonl",

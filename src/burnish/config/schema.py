@@ -323,6 +323,9 @@ class Stage(Config, use_attribute_docstrings=True):
             raise ValueError(f"{', '.join(wrong)}: the method {name!r} reads data.{split}")
         if spec is not None and (extra := given - {"name", "seed", "method", *needs, *spec.takes}):
             raise ValueError(f"{', '.join(sorted(extra))}: the method {name!r} does not use this")
+        lengths = sorted(self.data.model_fields_set & {"max_length", "too_long"})
+        if spec is not None and lengths and not spec.truncates:
+            raise ValueError(f"data.{', data.'.join(lengths)}: the method {name!r} reads rows of any length")
 
 
 class Recipe(Config, use_attribute_docstrings=True):

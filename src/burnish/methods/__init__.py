@@ -64,6 +64,7 @@ _ROW_SPECS = (
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
         measures=("length", "stopped", "empty"),
         measures_with_rewards=("score", "length", "stopped", "empty"),
+        truncates=True,
         implementation="burnish.methods.sample:Sample",
     ),
     RowMethodSpec(
@@ -73,6 +74,7 @@ _ROW_SPECS = (
         outputs={"scored.jsonl": (Conversation, Scored)},
         needs=("model", "reward"),
         takes=("template", "trust_remote_code"),
+        measures=("score",),
         implementation="burnish.methods.score:Score",
     ),
     RowMethodSpec(
@@ -95,6 +97,7 @@ _ROW_SPECS = (
         measures=("perplexity", "nll", "accuracy", "margin", "kl", "log_ratio", "win_rate", "length", "stopped"),
         measures_with_rewards=("score", "kl", "log_ratio", "win_rate", "length", "stopped"),
         held_out=True,
+        truncates=True,
         implementation="burnish.methods.eval:Eval",
     ),
 )

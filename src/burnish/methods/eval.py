@@ -35,7 +35,7 @@ from burnish.models.layout import Layout
 from burnish.models.loaded import Loaded
 from burnish.models.logprobs import TOKEN_BUDGET, logprobs
 from burnish.protocols import Made, RowMethod, RowRun
-from burnish.render.encode import DROPPED, SKIPPED, AllSkippedError, encode
+from burnish.render.encode import AllSkippedError, encode, outcome
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.rewards.functions import NamedReward
@@ -171,12 +171,8 @@ def _read(row: Mapping[str, Any]) -> Measured:
 
 def _outcome(measured: Measured) -> str:
     """What became of a row, for counts: measured, shortened, dropped or skipped."""
-    if not measured.changed:
-        return "measured"
-    for prefix, outcome in ((DROPPED, "dropped"), (SKIPPED, "skipped")):
-        if measured.changed.startswith(prefix):
-            return outcome
-    return "measured, shortened"
+    what = outcome(measured.changed) if measured.changed else ""
+    return {"": "measured", "shortened": "measured, shortened"}.get(what, what)
 
 
 def _ends(name: str, interval: Mapping[str, float]) -> dict[str, float]:
@@ -321,22 +317,23 @@ def _of_pairs(pairs: list[dict[str, Any]]) -> Measured:
 
 def _completions(prompts: list[Prompt], first: int, loaded: Loaded, setup: Setup) -> list[Measured]:
     sampling, rewards = setup.sampling, setup.rewards
-    _, trajectories = sample_prompts(
-        prompts, first, loaded.model, loaded.tokenizer, setup.generator_of(loaded), sampling, rewards, setup.seed
+    done, changed = sample_prompts(
+        prompts, first, loaded, setup.generator_of(loaded), sampling, setup.truncation, rewards, setup.seed
     )
-    ratios = None if setup.reference is None else log_ratios(loaded, setup.reference, trajectories, sampling)
-    measured, n = [], sampling.samples
-    for start in range(0, len(trajectories), n):
-        mine = trajectories[start : start + n]
+    everyone = [t for one in done for t in one.trajectories]
+    ratios = iter(log_ratios(loaded, setup.reference, everyone, sampling) if setup.reference is not None else ())
+    measured: list[Measured] = [Measured({})] * len(prompts)
+    for index, _, mine in done:
         values = _of_completions(mine, rewards)
-        if ratios is not None:
+        if setup.reference is not None:
             # with top-k or top-p, or greedily, completions are not samples from p, and the mean is no KL
             whole = sampling.temperature > 0 and sampling.top_k is None and sampling.top_p is None
-            values["kl" if whole else "log_ratio"] = fmean(ratios[start : start + n])
+            values["kl" if whole else "log_ratio"] = fmean(next(ratios) for _ in mine)
         values["length"] = fmean(len(t.tokens) for t in mine)
         values["stopped"] = fmean(float(t.stopped) for t in mine)
-        measured.append(Measured(values, samples=sample_rows(mine, "eval")))
-    return measured
+        measured[index - first] = Measured(values, samples=sample_rows(mine, "eval"))
+    reasons = dict(changed)
+    return [replace(one, changed=reasons.get(row.source, "")) for row, one in zip(prompts, measured, strict=True)]
 
 
 def _of_completions(mine: list[Trajectory], rewards: list[NamedReward]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
@@ -10,12 +10,16 @@ from typing import Any
 from burnish.methods import ROW_METHODS
 from burnish.methods.settings import SampleConfig
 from burnish.protocols import Made, RowMethod, RowRun
+from burnish.render.encode import outcome
 from burnish.rl.collect import sample_prompts
 from burnish.rl.metrics import completed_row, sample_rows
-from burnish.types import Prompt, Row
+from burnish.types import Prompt, Row, Trajectory
 
 SHOWN = 4
 """Number of prompts of a chunk whose first completion a person can read in the report."""
+
+OUTCOMES = {"skipped": "skipped: cannot be encoded", "dropped": "dropped: too long"}
+"""What the counts say of prompts that are not completed."""
 
 
 class Sample(RowMethod):
@@ -35,36 +39,41 @@ class Sample(RowMethod):
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Complete and score a chunk of prompts."""
         prompts = [row for row in rows if isinstance(row, Prompt)]
-        requests, trajectories = sample_prompts(
-            prompts, first, run.model, run.tokenizer, run.generator, run.sampling, run.rewards, run.seed
+        done, changed = sample_prompts(
+            prompts, first, run.load(), run.generator, run.sampling, run.truncation, run.rewards, run.seed
         )
-        samples = run.sampling.samples
+        reasons = dict(changed)
         written, ranked = [], []
-        counts: Counter[str] = Counter()
-        measured: dict[str, list[float]] = {"length": [], "stopped": [], "empty": []}
-        scored = bool(run.rewards)
-        for start in range(0, len(trajectories), samples):
-            everyone = trajectories[start : start + samples]
-            group = zip(everyone, requests[start : start + samples], strict=True)
+        counts = Counter(OUTCOMES[what] for what in map(outcome, reasons.values()) if what in OUTCOMES)
+        measured: dict[str, list[float]] = defaultdict(list)
+        for index, requests, trajectories in done:
             mine = [
-                {**completed_row(trajectory), "seed": request.seed, "id": f"{first + start // samples}-{g}"}
-                for g, (trajectory, request) in enumerate(group)
+                {**completed_row(trajectory), "seed": request.seed, "id": f"{index}-{g}"}
+                for g, (trajectory, request) in enumerate(zip(trajectories, requests, strict=True))
                 if trajectory.text
             ]
             written += mine
-            counts["made" if mine else "skipped: every completion is empty"] += 1
-            ranking = _ranking(mine) if scored else None
-            if ranking is not None:
+            made = "made, for a shortened prompt" if trajectories[0].source in reasons else "made"
+            counts[made if mine else "skipped: every completion is empty"] += 1
+            if run.rewards and (ranking := _ranking(mine)) is not None:
                 ranked.append(ranking)
-            measured["length"].append(fmean(len(t.tokens) for t in everyone))
-            measured["stopped"].append(fmean(float(t.stopped) for t in everyone))
-            measured["empty"].append(fmean(float(not t.text) for t in everyone))
-            if scored:
-                measured.setdefault("score", []).append(fmean(t.score for t in everyone))
-                for name in everyone[0].rewards:
-                    measured.setdefault(f"reward_{name}", []).append(fmean(t.rewards[name] for t in everyone))
+            for name, values in _measures(trajectories).items():
+                measured[name].append(fmean(values))
         files = {"samples.jsonl": written, "ranked.jsonl": ranked}
-        return Made(files, counts, measured, sample_rows(trajectories[::samples][:SHOWN], "train"))
+        shown = [one.trajectories[0] for one in done[:SHOWN]]
+        return Made(files, counts, measured, sample_rows(shown, "train"))
+
+
+def _measures(trajectories: list[Trajectory]) -> dict[str, list[float]]:
+    """The measures of each completion of a prompt."""
+    measures = {
+        "length": [float(len(t.tokens)) for t in trajectories],
+        "stopped": [float(t.stopped) for t in trajectories],
+        "empty": [float(not t.text) for t in trajectories],
+    }
+    if trajectories[0].rewards:
+        measures["score"] = [t.score for t in trajectories]
+    return measures | {f"reward_{name}": [t.rewards[name] for t in trajectories] for name in trajectories[0].rewards}
 
 
 def _ranking(samples: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -142,14 +142,19 @@ class Account(NamedTuple):
 def account(rows: Iterable[Row], changed: Iterable[Changed]) -> Account:
     """Count the rows that are used, and sort the changes."""
     used = Account(0, [], [], [])
+    named = {"skipped": used.skipped, "dropped": used.dropped, "shortened": used.shortened}
     unused = set()
     for source, reason in changed:
-        skipped, dropped = reason.startswith(SKIPPED), reason.startswith(DROPPED)
-        kind = used.skipped if skipped else used.dropped if dropped else used.shortened
-        kind.append(f"{source}: {reason.removeprefix(SKIPPED).removeprefix(DROPPED)}")
-        if skipped or dropped:
+        kind = outcome(reason)
+        named[kind].append(f"{source}: {reason.removeprefix(SKIPPED).removeprefix(DROPPED)}")
+        if kind != "shortened":
             unused.add(source)
     return used._replace(rows=sum(row.source not in unused for row in rows))
+
+
+def outcome(reason: str) -> Literal["skipped", "dropped", "shortened"]:
+    """What became of a row that was changed for a reason."""
+    return "skipped" if reason.startswith(SKIPPED) else "dropped" if reason.startswith(DROPPED) else "shortened"
 
 
 @contextmanager

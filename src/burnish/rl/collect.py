@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import progress
+from burnish.errors import UserError
 from burnish.generate.protocol import Completion, Generator, Request, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
 from burnish.models.limits import check_room
+from burnish.models.loaded import Loaded
 from burnish.protocols import Engine, Run
+from burnish.render.encode import AllSkippedError, encode
 from burnish.render.renderer import Renderer
+from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
 from burnish.rl.trajectory import begin, with_scores, with_turn
-from burnish.types import Prompt, Trajectory
+from burnish.types import Changed, Encoded, Example, Prompt, Row, Sequence, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SCORED_TOGETHER = 64
 """Number of trajectories per call of a reward, rounded up to whole prompts.
@@ -70,39 +77,79 @@ def collect(
     ]
 
 
+class Sampled(NamedTuple):
+    """The completions of a prompt: ``Sampled(17, requests, trajectories)``, with the index of its row."""
+
+    index: int
+    requests: list[Request]
+    trajectories: list[Trajectory]
+
+
 def sample_prompts(
     prompts: list[Prompt],
     first: int,
-    model: Any,
-    tokenizer: Any,
+    loaded: Loaded,
     generator: Generator,
     sampling: Sampling,
+    truncation: Truncation,
     rewards: list[NamedReward],
     seed: int,
-) -> tuple[list[Request], list[Trajectory]]:
+) -> tuple[list[Sampled], list[Changed]]:
     """Sample ``sampling.samples`` completions of each prompt, and score them.
 
     The seeds follow from the index of the first prompt, so that a chunk of prompts always gives the same completions,
     whether or not this process has sampled the chunks before it.
 
     Returns:
-        The requests and their trajectories, in the order of prompts and then of samples.
+        The completions of each prompt, in order, and the prompts that were skipped, dropped or shortened.
 
     Raises:
         UserError: if a prompt leaves no room for a completion.
     """
-    tokens = Renderer(tokenizer).prompts(prompts)
-    check_room(model, prompts, tokens)
-    ends = frozenset(eos_ids(model, tokenizer))
-    requests = [
-        Request(ids, request_seed(seed, first + i, g, 0), sampling, ends)
-        for i, ids in enumerate(tokens)
-        for g in range(sampling.samples)
-    ]
-    rows = [row for row in prompts for _ in range(sampling.samples)]
-    trajectories = sample_and_score(rows, requests, rewards, generator, tokenizer, seed=(seed, first))
+    try:
+        examples, changed = encode_prompts(list(prompts), loaded.tokenizer, truncation, sampling.longest)
+    except AllSkippedError as error:  # other chunks may have prompts that can be encoded
+        examples, changed = [], error.changed
+    kept = [(row, example.sequences[0].tokens) for example in examples if isinstance(row := example.row, Prompt)]
+    check_room(loaded.model, [row for row, _ in kept], [tuple(tokens.tolist()) for _, tokens in kept])
+    ends, requests, indices, at = frozenset(eos_ids(loaded.model, loaded.tokenizer)), [], [], 0
+    for row, tokens in kept:
+        while prompts[at] is not row:  # it was left out
+            at += 1
+        seeds = [request_seed(seed, first + at, g, 0) for g in range(sampling.samples)]
+        requests.append([Request(tuple(tokens.tolist()), one, sampling, ends) for one in seeds])
+        indices.append(first + at)
+        at += 1
+    flat = [request for group in requests for request in group]
+    rows = [row for row, _ in kept for _ in range(sampling.samples)]
+    trajectories = sample_and_score(rows, flat, rewards, generator, loaded.tokenizer, seed=(seed, first))
     generator.drop_cache()
-    return requests, trajectories
+    groups = [trajectories[k : k + sampling.samples] for k in range(0, len(trajectories), sampling.samples)]
+    return [Sampled(*one) for one in zip(indices, requests, groups, strict=True)], changed
+
+
+def encode_prompts(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation, completion: int, key: str | None = None
+) -> Encoded:
+    """Encode prompts, leaving room for a completion of this many tokens. No token of a prompt is learned.
+
+    ``key`` is that of the cache of encoded rows; None disables it.
+
+    Raises:
+        UserError: as in ``encode``; or no room is left for a prompt.
+    """
+    renderer = Renderer(tokenizer)
+
+    def to_examples(rows: list[Prompt]) -> list[Example]:
+        prompts = zip(rows, renderer.prompts(rows), strict=True)
+        return [Example((Sequence(tokens, (False,) * len(tokens), row.source),)) for row, tokens in prompts]
+
+    if truncation.max_length is not None and truncation.max_length <= completion:
+        raise UserError(
+            f"data.max_length: {truncation.max_length} leaves no room for a prompt before a completion "
+            f"of {completion} tokens"
+        )
+    return encode(rows, to_examples, truncation, key, completion)
 
 
 def sample_and_score(

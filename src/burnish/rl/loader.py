@@ -28,16 +28,15 @@ from burnish.math.policy import correction_weights, effective_sample_size
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
 from burnish.protocols import Engine, Run, StepLoader
-from burnish.render.encode import cache_key, encode
-from burnish.render.renderer import Renderer
+from burnish.render.encode import cache_key
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import collect
+from burnish.rl.collect import collect, encode_prompts
 from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary, value_metrics
 from burnish.rl.mismatch import mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
-from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Sequence, Trajectory
+from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Trajectory
 
 if TYPE_CHECKING:
     from burnish.methods.settings import PolicyGradientConfig
@@ -92,19 +91,7 @@ class Sampler:
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Encode prompts, leaving room for the completion. No token of a prompt is learned."""
-        renderer = Renderer(tokenizer)
-
-        def to_examples(rows: list[Prompt]) -> list[Example]:
-            prompts = zip(rows, renderer.prompts(rows), strict=True)
-            return [Example((Sequence(tokens, (False,) * len(tokens), row.source),)) for row, tokens in prompts]
-
-        completion = self.sampling.longest
-        if truncation.max_length is not None and truncation.max_length <= completion:
-            raise UserError(
-                f"data.max_length: {truncation.max_length} leaves no room for a prompt before a completion "
-                f"of {completion} tokens"
-            )
-        return encode(rows, to_examples, truncation, cache_key(tokenizer, "prompts"), completion)
+        return encode_prompts(rows, tokenizer, truncation, self.sampling.longest, cache_key(tokenizer, "prompts"))
 
     def logprobs(
         self, policy: nn.Module, batch: MicroBatch, transform: SamplingTransform, hidden: Tensor | None = None
