@@ -48,8 +48,7 @@ stages:
 """
 PLAN = """\
 prepare: burnish.recipes.tiny:prepare, seed 7
-loop: 20 rounds, until score of grow is above 0.9, and later stages read the last round that ran, keeps the models of \
-the last round
+loop: 20 rounds, or until score of grow is above 0.9; keeps the models of the last round
   round 1 of 20
     loop/1/grow: sample, seed 7
       model: prepare

@@ -450,7 +450,7 @@ def test_threads_share_the_child() -> None:
 PARENT = """\
 import os, signal, sys, time
 from burnish.render import worker
-worker.LIMITS = worker.Limits(seconds=2)
+worker.LIMITS = worker.Limits(seconds=float(sys.argv[2]))
 def batch(template):
     return worker.Batch(template, {}, False, [(({"role": "user", "content": "Hi"},), False)])
 assert worker.render(batch("{{ messages[0].content }}")) == [("Hi", ())]
@@ -471,9 +471,12 @@ if sys.argv[1] == "forks":
 """
 
 
-def start_parent(way: str, *, before: str = "") -> subprocess.Popen[str]:
-    """A program that renders with a child of its own, prints the child's id, and then ends in its own way."""
-    command = ["sh", "-c", f'{before} exec "$0" "$@"', sys.executable, "-c", PARENT, way]
+def start_parent(way: str, *, before: str = "", seconds: int = 2) -> subprocess.Popen[str]:
+    """A program that renders with a child of its own, prints the child's id, and then ends in its own way.
+
+    ``seconds`` is the limit on the child's CPU time.
+    """
+    command = ["sh", "-c", f'{before} exec "$0" "$@"', sys.executable, "-c", PARENT, way, str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -499,7 +502,7 @@ def test_no_child_is_left_when_its_parent_is_killed(way: str) -> None:
 
 
 def test_ctrl_c_prints_nothing_of_the_child() -> None:
-    parent = start_parent("hangs")
+    parent = start_parent("hangs", seconds=60)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     os.killpg(parent.pid, signal.SIGINT)

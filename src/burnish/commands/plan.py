@@ -59,9 +59,9 @@ def _loop(loop: Loop) -> str:
     parts = [f"{loop.rounds} round{'s' * (loop.rounds > 1)}"]
     if (until := loop.until) is not None:
         bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
-        parts.append(f"until {until.metric} of {until.stage} is {bound}, and later stages read the last round that ran")
+        parts[0] += f", or until {until.metric} of {until.stage} is {bound}"
     kept = "all rounds" if loop.keep == "all" else "the last round"
-    return ", ".join([*parts, f"keeps the models of {kept}"])
+    return "; ".join([*parts, f"keeps the models of {kept}"])
 
 
 def _stage(recipe: Recipe, stage: Stage, indent: int) -> Iterator[str]:
