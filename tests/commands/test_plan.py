@@ -73,7 +73,7 @@ loop: 20 rounds, or until score of grow is above 0.9; keeps the models of the la
       train: loop/1/grow/samples.jsonl, loop/2/grow/samples.jsonl (weight 0.5 each), prepare/sft.jsonl (weight 2)
       select: distinct, above 0.2
       trainer.learning_rate: 1e-05 (by_round)
-  rounds 3 to 19: not shown, as round 2 with the rows, models and settings of their own
+  rounds 3 to 19: like round 2, each with its own rows, models and settings
   round 20 of 20
     loop/20/grow: sample, seed 19000064
       model: loop/19/improve

@@ -212,12 +212,12 @@ MISTAKES = {
     "a start with a start": (
         MODEL,
         "model: {stage: values, initial: {stage: sft, initial: base}}",
-        "15: VALUES.model.initial.initial: a start cannot have initial:",
+        "15: VALUES.model.initial.initial: initial: cannot have initial:",
     ),
     "itself": (
         MODEL,
         "model: {stage: values}",
-        "15: VALUES.model.stage: 'values' is this stage itself, so the first round needs a start: {stage:",
+        "15: VALUES.model.stage: 'values' is this stage itself, so set what the first round uses: {stage:",
     ),
     "a later stage": (
         "run: make.py:make",
@@ -270,7 +270,7 @@ MISTAKES = {
     "no earlier round": (
         "from_rounds: all",
         "from_rounds: earlier",
-        "16: VALUES.data.train.from_rounds: there is no earlier round in the first one",
+        "16: VALUES.data.train.from_rounds: the first round has no earlier round",
     ),
     "rounds of a model": (
         MODEL,

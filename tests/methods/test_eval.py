@@ -300,7 +300,7 @@ def test_a_wrong_metric_is_reported_with_its_line(home: Path) -> None:
         ("stages.chat.generation.samples=2", "stages.chat: generation: applies only to prompts"),
         ("stages.chat.method.reference=two", "stages.chat: reference: applies only to a policy"),
         ("stages.scores.data.rows=chat.jsonl", "stages.scores: the model is a reward model, but chat.jsonl:1 is a"),
-        ("stages.prompts.model=rm", "stages.prompts: the model is a reward model, which completes no prompts"),
+        ("stages.prompts.model=rm", "stages.prompts: the model is a reward model, which cannot complete prompts"),
         ("stages.scores.data.rows=[{from: pairs.jsonl}, {from: chat.jsonl}]", "among rows of type"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A stage that makes rows: reads its input in chunks, keeps what is done, and goes on there after a stop."""
+"""A stage that makes rows. It reads its input in chunks and resumes after the last complete chunk."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from burnish.report.metrics import Recorder
 from burnish.rewards.functions import NamedReward
 
 CHUNK = 64
-"""Number of input rows between two points at which a stopped stage can go on. Results depend on it."""
+"""Number of input rows in a chunk, after which a stage can resume. Results depend on it."""
 UNFINISHED = "unfinished"
-"""The folder of the rows until all of them are made."""
+"""The folder of the rows while the stage is incomplete."""
 PROGRESS = "progress.json"
 Z = 1.959964
 
@@ -152,7 +152,7 @@ class RowStage:
 
 @contextlib.contextmanager
 def _outputs(folder: Path, names: list[str], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The files of a stage, open for appending at the places where it stopped."""
+    """The files of a stage, open for appending after the last complete chunk."""
     folder.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         outputs = {}
@@ -161,8 +161,8 @@ def _outputs(folder: Path, names: list[str], sizes: Mapping[str, int]) -> Iterat
             outputs[name] = stack.enter_context((folder / name).open("ab"))
             if outputs[name].tell() < sizes.get(name, 0):
                 raise UserError(
-                    f"{folder / name}: {outputs[name].tell()} bytes, but {sizes[name]} were written: put the file "
-                    "back, or start over with --fresh"
+                    f"{folder / name}: {outputs[name].tell()} bytes, but {sizes[name]} were written: restore the "
+                    "file, or start over with --fresh"
                 )
             outputs[name].truncate(sizes.get(name, 0))
             outputs[name].seek(0, os.SEEK_END)
@@ -189,7 +189,7 @@ class _State:
 
     @classmethod
     def of(cls, folder: Path) -> _State:
-        """The state of a stage that was stopped, or of one that begins.
+        """The state of an interrupted stage, or of a new one.
 
         Raises:
             UserError: the file is damaged.
@@ -295,7 +295,7 @@ class _Run:
             UserError: it is a reward model.
         """
         if loaded.is_reward_model:
-            raise UserError(f"{loaded.reference} is a reward model, which completes no prompts")
+            raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
             self._generators[loaded.reference] = factory(self.stage.generator)(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]

@@ -1,4 +1,4 @@
-"""The rounds of a loop in the report: what became of them, and each metric by round."""
+"""The rounds of a loop in the report: their state, their rows, and each metric by round."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rounds:
 
     @property
     def state(self) -> str:
-        """What became of the loop: ``ended after round 2 of 5: held-out score 0.9300 > 0.9``."""
+        """The state of the loop: ``ended after round 2 of 5: held-out score 0.9300 > 0.9``."""
         planned, last = len(self.entries), max(self.ran, default=0)
         if self.ended:
             return f"ended after round {last} of {planned}{self._reason(last)}"
@@ -128,7 +128,7 @@ class Rounds:
                 for key, weight in zip(rewards, weights, strict=True)
                 if weight == 0
             ]
-            meaning = "the score, which is what is selected by and trained on, beside rewards of weight 0"
+            meaning = "the score, which selection and training use, and rewards of weight 0, which are only measured"
             yield round_panel(
                 f"{self.name}/{stage}/rewards", Metric(f"Rewards in {stage}", meaning), lines, len(self.ran)
             )
@@ -196,7 +196,7 @@ def written_rows(entry: Entry, folder: Path) -> dict[str, int]:
 
 
 def _rows(entry: Entry, folder: Path) -> dict[str, int]:
-    """The numbers of rows of a stage, by what they are. ``folder`` is that of the run."""
+    """The numbers of rows that a stage read or wrote. ``folder`` is that of the run."""
     rows = entry.get("rows") or {}
     trained = {"Rows used for training": rows["train"]["rows"]} if "train" in rows else {}
     return trained | {f"Rows in {name}": count for name, count in written_rows(entry, folder / entry["name"]).items()}
