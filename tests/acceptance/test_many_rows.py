@@ -80,7 +80,7 @@ def test_many_rows(tmp_path: Path, record_property: Callable[[str, object], None
 
     log = second.log.read_text()
     assert "stopped; run the same command again to resume" in log
-    assert (going_on := re.search(r"rows: 100,000, from row ([\d,]+) on", log))
+    assert (going_on := re.search(r"rows: 100,000, resuming at row ([\d,]+)", log))
     assert int(going_on[1].replace(",", "")) >= ROWS // 2
     assert re.search(r"sample rows \d+% .*left", log), "no time left is shown"
     prompts = (tmp_path / "runs/many/sums/data/prompts.jsonl").read_text().count("\n")

@@ -195,7 +195,7 @@ MISTAKES = {
     "a name with a round": (
         "name: last",
         "name: loop/1/last",
-        "18: stages.loop/1/last.name: 'loop/1/last': only a run",
+        "18: stages.loop/1/last.name: 'loop/1/last': names such as loop/1/grow are reserved",
     ),
     # references
     "no such stage": (

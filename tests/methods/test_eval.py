@@ -277,6 +277,8 @@ def test_rows_that_earlier_stages_train_on_are_reported(home: Path) -> None:
         ("loop.yaml", "stages.loop.stages.check.method.against={stage: check}", "'check' is this stage itself"),
         ("loop.yaml", "stages.loop.until.metric=acuracy", "no metric 'acuracy' \\(did you mean 'accuracy'"),
         ("loop.yaml", "stages.loop.until.metric=perplexity", "no metric 'perplexity'"),
+        ("loop.yaml", "stages.loop.until.metric=accuracy_pass@3", "with generation.samples: 4, k is 1, 2, 4$"),
+        ("loop.yaml", "stages.loop.until.metric=reward_accuracy_best_of_8", "samples: 4, k is 2, 4$"),
         ("loop.yaml", "stages.loop.until={stage: tune, metric: loss, below: 1}", "stage 'tune' has no data.eval"),
     ],
 )  # fmt: skip

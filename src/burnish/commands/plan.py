@@ -52,7 +52,7 @@ def plan(recipe: Recipe) -> Iterator[str]:
                     yield from _stage(recipe, stage, 4)
             elif number == shown[1] + 1:
                 left_out = f"rounds {number} to {shown[-1] - 1}" if number < shown[-1] - 1 else f"round {number}"
-                yield f"  {left_out}: like round {shown[1]}, each with its own rows, models and settings"
+                yield f"  {left_out}: like round {shown[1]}, but with other rows, models and settings"
 
 
 def _loop(loop: Loop) -> str:

@@ -102,7 +102,7 @@ class RowStage:
             source = self.read()
             refuse_changes(self.stage, entry["data"], of_rows(self.data, ["rows"], self.recipe.folder, checksums))
             total = len(source.rows)
-            screen.message(f"rows: {total:,}" + (f", from row {state.done + 1:,} on" if state.done else ""))
+            screen.message(f"rows: {total:,}" + (f", resuming at row {state.done + 1:,}" if state.done else ""))
             overlap = in_training(source.rows, self.recipe, self.stage) if self.spec.held_out else None
             if overlap is not None:
                 screen.message(overlap)

@@ -67,10 +67,13 @@ class Rounds:
 
     def _reason(self, last: int) -> str:
         until = self.settings.get("until")
-        value = self.results(until["stage"]).get(last, {}).get(until["metric"]) if until else None
-        if until is None or value is None:
+        if until is None:
             return ""
-        metric = describe(until["metric"])
+        values = self.results(until["stage"]).get(last, {})
+        key = next((key for key in (until["metric"], f"reward_{until['metric']}") if key in values), None)
+        if key is None:
+            return ""
+        metric, value = describe(key), values[key]
         sign, bound = (">", until["above"]) if until.get("above") is not None else ("<", until["below"])
         # The bound as the recipe has it, so that it can be found there.
         return f": {until['stage']} {metric.label.lower()} {number(value.value, metric.share)} {sign} {bound}"
