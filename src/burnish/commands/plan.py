@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from burnish.config import Recipe, Stage, StageData
-from burnish.config.rounds import Loop, round_of
+from burnish.config.rounds import Loop
 from burnish.config.schema import Part
 from burnish.data.selection import Select
 from burnish.mistakes import find
 from burnish.models.settings import ModelSource, PackageModel, StageModel
+from burnish.report.rounds import round_of
 
 LISTED = 4
 """More rounds of a source than this are shown as a range."""

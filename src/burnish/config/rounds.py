@@ -23,6 +23,7 @@ from pydantic import Field
 
 from burnish.errors import did_you_mean
 from burnish.mistakes import Keys, Problem, find, mistakes
+from burnish.report.rounds import round_of
 from burnish.types import Config
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
@@ -82,13 +83,6 @@ class Loop(Config, use_attribute_docstrings=True):
 def is_loop(stage: Any) -> bool:
     """Whether an entry of ``stages:`` is a loop."""
     return isinstance(stage, dict) and bool({"rounds", "stages"} & stage.keys())
-
-
-def round_of(name: str) -> tuple[str, int, str] | None:
-    """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
-    loop, slash, rest = name.partition("/")
-    number, _, inner = rest.partition("/")
-    return (loop, int(number), inner) if slash and re.fullmatch("[0-9]{1,9}", number) else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +177,7 @@ def round_of(name: str) -> tuple[str, int, str] | None:
     """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
     loop, slash, rest = name.partition("/")
     number, _, inner = rest.partition("/")
-    return (loop, int(number), inner) if slash else None
+    return (loop, int(number), inner) if slash and re.fullmatch("[0-9]{1,9}", number) else None
 
 
 def _after(entry: Entry) -> dict[str, Estimate]:
