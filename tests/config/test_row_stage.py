@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from burnish import files
 from burnish.config import load, row_stage
 from burnish.config import run as pipeline
 from burnish.config.row_stage import _State
 from burnish.data.readers import load as load_rows
 from burnish.errors import UserError
+from burnish.files import staging
+from burnish.methods.filter import Filter
 from burnish.report.metrics import number
 from burnish.types import Conversation, Prompt, Ranking
 from tiny_runs import Killed
@@ -40,6 +43,8 @@ stages:
         trainer: {per_device_train_batch_size: 4, max_steps: 2, learning_rate: 1.0e-3}
 """
 MINE = """
+import random
+
 def digits(trajectories):
     return [sum(c.isdigit() for c in t.text) / 4 for t in trajectories]
 
@@ -48,6 +53,15 @@ def length(trajectories):
 
 def short(row):
     return len(row["completion"]) < 4 or "too long"
+
+def coin(row):
+    return random.random() < 0.5
+
+def eats_tags(row):
+    return row["tags"].pop() == "b"
+
+def nothing(row):
+    return False
 """
 
 
@@ -184,6 +198,62 @@ data: {rows: chat.jsonl}
         assert rows(folder / "filter/data/rows.jsonl") == given[:1]
         assert rows(folder / "filter/data/failed.jsonl") == [{**given[1], "reason": "too long"}]
         assert entry(folder, "filter")["rows"]["rows"]["counts"] == {"made": 1, "failed: too long": 1}
+
+
+FILTER = """
+name: filter
+method: {name: filter, function: "mine.py:FUNCTION"}
+data: {rows: [{from: ROWS, weight: 1}, {from: MORE, weight: 4}], keep: [reason, tags]}
+"""
+
+
+def filtered(home: Path, function: str, given: list[dict[str, Any]]) -> Path:
+    """Filter rows in two chunks. The last row is drawn again in the second one."""
+    (home / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    (home / "again.jsonl").write_text(json.dumps(given[-1]) + "\n")
+    text = FILTER.replace("FUNCTION", function).replace("ROWS", str(home / "given.jsonl"))
+    (home / f"{function}.yaml").write_text(text.replace("MORE", str(home / "again.jsonl")))
+    return pipeline.run(load(home / f"{function}.yaml", [f"out={home / function}"])) / "filter/data"
+
+
+def test_a_filter_draws_other_random_numbers_for_each_row(home: Path) -> None:
+    data = filtered(home, "coin", [{"prompt": f"{i}", "completion": "a"} for i in range(12)])
+    kept = rows(data / "rows.jsonl")
+    assert 0 < len(kept) < len(kept) + len(rows(data / "failed.jsonl"))
+
+
+def test_a_filter_cannot_change_rows(home: Path) -> None:
+    data = filtered(home, "eats_tags", [{"prompt": f"{i}", "completion": "a", "tags": ["b"]} for i in range(3)])
+    assert all(row["tags"] == ["b"] for row in rows(data / "rows.jsonl"))
+
+
+def test_a_reason_of_a_row_is_not_replaced(home: Path) -> None:
+    with pytest.raises(UserError, match=r"jsonl:1: did not pass, but its column 'reason' would be lost"):
+        filtered(home, "nothing", [{"prompt": "a", "completion": "b", "reason": "mine"}])
+
+
+def test_a_stage_that_was_killed_while_it_lists_its_checksums_goes_on(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> None:
+        staging(folder / "checksums.json").write_text("{")
+        raise Killed
+
+    given = [{"prompt": f"{i}", "completion": "abc"} for i in range(3)]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(files, "seal", killed)
+        filtered(home, "short", given)
+    data = filtered(home, "short", given)
+    assert files.damage(data) is None and staging(data / "checksums.json").name not in files.listed(data)
+
+
+def test_an_error_of_reading_is_not_one_of_the_output(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "model.safetensors")
+
+    monkeypatch.setattr(Filter, "make", unreadable)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        filtered(home, "length", [{"prompt": "a", "completion": "b"}])
 
 
 @pytest.mark.parametrize(

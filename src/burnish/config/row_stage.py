@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,20 +109,19 @@ class RowStage:
             method = self.method()
             recorder.truncate(state.logs)
             if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
-                with _outputs(self.folder / UNFINISHED, list(self.spec.outputs), state.sizes) as outputs:
-                    start = state.done
-                    for first in range(start, total, CHUNK):
-                        chunk = slice(first, first + CHUNK)
-                        made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
-                        _write(outputs, made)
-                        recorder.samples({"step": first, **sample} for sample in made.samples)
-                        if first == start:
-                            screen.samples(made.samples)
-                        state.add(made, len(source.rows[chunk]))
-                        state.sizes = {name: file.tell() for name, file in outputs.items()}
-                        state.logs = recorder.offsets()
-                        state.save(self.folder)
-                        progress.report(f"{self.spec.name} rows", state.done, total)
+                _prepare(self.folder / UNFINISHED, self.spec.outputs, state.sizes)
+                start = state.done
+                for first in range(start, total, CHUNK):
+                    chunk = slice(first, first + CHUNK)
+                    made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
+                    state.sizes |= _append(self.folder / UNFINISHED, made)
+                    recorder.samples({"step": first, **sample} for sample in made.samples)
+                    if first == start:
+                        screen.samples(made.samples)
+                    state.add(made, len(source.rows[chunk]))
+                    state.logs = recorder.offsets()
+                    state.save(self.folder)
+                    progress.report(f"{self.spec.name} rows", state.done, total)
                 files.seal(self.folder / UNFINISHED)
                 (self.folder / UNFINISHED).rename(self.folder / "data")
                 files.sync(self.folder)
@@ -150,31 +149,32 @@ class RowStage:
         }  # fmt: skip
 
 
-@contextlib.contextmanager
-def _outputs(folder: Path, names: list[str], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The files of a stage, open for appending at the places where it stopped."""
+def _prepare(folder: Path, names: Iterable[str], sizes: Mapping[str, int]) -> None:
+    """Create the files of a stage, or cut them off where it stopped."""
     folder.mkdir(exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        outputs = {}
-        for name in names:
-            stack.enter_context(files.storing(folder / name))
-            outputs[name] = stack.enter_context((folder / name).open("ab"))
-            if outputs[name].tell() < sizes.get(name, 0):
+    for name in names:
+        path, size = folder / name, sizes.get(name, 0)
+        with files.storing(path), path.open("ab") as file:
+            if file.tell() < size:
                 raise UserError(
-                    f"{folder / name}: {outputs[name].tell()} bytes, but {sizes[name]} were written: put the file "
-                    "back, or start over with --fresh"
+                    f"{path}: {file.tell()} bytes, but {size} were written: put the file back, or start over with "
+                    "--fresh"
                 )
-            outputs[name].truncate(sizes.get(name, 0))
-            outputs[name].seek(0, os.SEEK_END)
-        yield outputs
+            file.truncate(size)
+    files.sync(folder)
 
 
-def _write(outputs: Mapping[str, Any], made: Made) -> None:
+def _append(folder: Path, made: Made) -> dict[str, int]:
+    """Append rows to their files, flushed to disk, and return the sizes of these files."""
+    sizes = {}
     for name, rows in made.files.items():
         lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        outputs[name].write(lines.encode("utf-8", "backslashreplace"))
-        outputs[name].flush()
-        os.fsync(outputs[name].fileno())
+        with files.storing(folder / name), (folder / name).open("ab") as file:
+            file.write(lines.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+            sizes[name] = file.tell()
+    return sizes
 
 
 class _State:

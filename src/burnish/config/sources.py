@@ -140,12 +140,13 @@ def _number(data: Data) -> str | None:
 def _selected(reads: list[rows.Rows], select: Select) -> tuple[list[rows.Rows], Mapping[str, int]]:
     """Select from the rows of all sources together. Each source keeps its own."""
     everything = [row for read in reads for row in read.rows]
-    scores = [float(record[select.key]) for read in reads for record in read.records]
+    scores = [float(record[select.key]) for read in reads for record in read.records] if select.reads_scores else []
     kept, left_out = selection.select(everything, scores, select)
     chosen, parts, start = set(kept), [], 0
     for read in reads:
         mine = [i - start for i in range(start, start + len(read.rows)) if i in chosen]
-        parts.append(replace(read, rows=[read.rows[i] for i in mine], records=tuple(read.records[i] for i in mine)))
+        records = tuple(read.records[i] for i in mine) if read.records else ()
+        parts.append(replace(read, rows=[read.rows[i] for i in mine], records=records))
         start += len(read.rows)
     return parts, left_out
 
