@@ -167,6 +167,21 @@ def test_nothing_selected_ends_a_stage_with_a_message_and_its_model(home: Path, 
     assert load_weights(folder / "loop/2/improve/model") == start
 
 
+def test_a_model_that_stays_as_it_is_is_evaluated_and_keeps_its_precision(home: Path, whole: Path) -> None:
+    stage = "stages.loop.stages.improve"
+    settings = [
+        f"{stage}.data.select.above=9",
+        f"{stage}.data.eval={{stage: prepare, file: sft-eval.jsonl}}",
+        f"{stage}.dtype=bfloat16",
+        f"{stage}.adapter={{r: 2}}",
+        "stages.loop.until={stage: improve, metric: perplexity, below: 1}",
+    ]
+    folder = pipeline.run(load(home / "rest.yaml", [f"out={home / 'stays'}", *settings]))
+    results = entry(folder, "loop/2/improve")["results"]
+    assert results["after"] == results["before"] and results["after"]["eval_perplexity"] > 1
+    assert load_weights(folder / "loop/2/improve/model") == load_weights(folder / "prepare/model")
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted(home: Path, whole: Path) -> None:
     prompts = [{"prompt": "1+" * n + "1", "answer": "2"} for n in (1, 9, 2, 9, 3)]
     (home / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
