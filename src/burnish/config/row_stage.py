@@ -25,6 +25,7 @@ from burnish.errors import UserError
 from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import factory
+from burnish.math.statistics import interval_of_mean
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.models.loaded import Loaded, is_reward_model, load, load_tokenizer
 from burnish.models.settings import ModelSource, StageModel
@@ -39,7 +40,6 @@ CHUNK = 64
 UNFINISHED = "unfinished"
 """The folder of the rows until all of them are made."""
 PROGRESS = "progress.json"
-Z = 1.959964
 
 
 class RowStage:
@@ -185,7 +185,7 @@ class _State:
         self.sizes: dict[str, int] = {}
         self.logs: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
-        self.sums: dict[str, list[float]] = {}  # of each measure: n, sum, sum of squares
+        self.sums: dict[str, list[float]] = {}  # of each measure: n, sum, sum of squares, least and greatest value
 
     @classmethod
     def of(cls, folder: Path) -> _State:
@@ -214,18 +214,24 @@ class _State:
         self.done += rows
         self.counts.update(made.counts)
         for name, values in made.measured.items():
-            n, total, squares = self.sums.get(name, (0, 0.0, 0.0))
-            self.sums[name] = [n + len(values), total + math.fsum(values), squares + math.fsum(x * x for x in values)]
+            if values:
+                n, total, squares, least, greatest = self.sums.get(name, (0, 0.0, 0.0, values[0], values[0]))
+                self.sums[name] = [
+                    n + len(values),
+                    total + math.fsum(values),
+                    squares + math.fsum(x * x for x in values),
+                    min(least, *values),
+                    max(greatest, *values),
+                ]
 
     def results(self) -> dict[str, float]:
-        """The mean of each measure over input rows, with its 95 % interval (normal approximation)."""
+        """The mean of each measure over input rows, with its 95 % interval (`interval_of_mean`)."""
         results = {}
-        for name, (n, total, squares) in self.sums.items():
-            mean = total / n
-            results[name] = mean
+        for name, (n, total, squares, least, greatest) in self.sums.items():
+            results[name] = mean = total / n
             if n > 1:
-                half = Z * math.sqrt(max(0.0, squares / n - mean**2) / (n - 1))
-                results |= {f"{name}_low": mean - half, f"{name}_high": mean + half}
+                variance, shares = max(0.0, squares / n - mean**2), least >= 0 and greatest <= 1
+                results[f"{name}_low"], results[f"{name}_high"] = interval_of_mean(mean, variance, n, shares=shares)
         return results
 
 
