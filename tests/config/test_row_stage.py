@@ -248,6 +248,16 @@ def test_a_reason_of_a_row_is_not_replaced(home: Path) -> None:
         filtered(home, "nothing", [{"prompt": "a", "completion": "b", "reason": "mine"}])
 
 
+def test_a_column_that_json_cannot_store_is_named(home: Path) -> None:
+    (home / "nan.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b", "tags": [NaN]}\n'
+    )
+    text = FILTER.replace("FUNCTION", "short").replace("ROWS", "nan.jsonl").replace("MORE", "nan.jsonl")
+    (home / "nan.yaml").write_text(text.replace("nan.jsonl", str(home / "nan.jsonl")))
+    with pytest.raises(UserError, match=r"nan\.jsonl:2: tags: list \[nan\] cannot be written as JSON"):
+        pipeline.run(load(home / "nan.yaml", [f"out={home / 'nan'}"]))
+
+
 def test_a_stage_that_was_killed_while_it_lists_its_checksums_goes_on(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

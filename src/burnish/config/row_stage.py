@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from burnish.render.truncate import Truncation
 from burnish.report.display import Display
 from burnish.report.metrics import Recorder
 from burnish.rewards.functions import NamedReward
+from burnish.types import Row
 
 CHUNK = 64
 """Number of input rows between two points at which a stopped stage can go on. Results depend on it."""
@@ -113,12 +114,15 @@ class RowStage:
                 start = state.done
                 for first in range(start, total, CHUNK):
                     chunk = slice(first, first + CHUNK)
-                    made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
-                    state.sizes |= _append(self.folder / UNFINISHED, made)
+                    rows, records = source.rows[chunk], list(source.records[chunk])
+                    made = method.make(rows, records, first, run)
+                    with _naming_columns(rows, records):
+                        lines = {name: "".join(map(_line, of)) for name, of in made.files.items()}
+                    state.sizes |= _append(self.folder / UNFINISHED, lines)
                     recorder.samples({"step": first, **sample} for sample in made.samples)
                     if first == start:
                         screen.samples(made.samples)
-                    state.add(made, len(source.rows[chunk]))
+                    state.add(made, len(rows))
                     state.logs = recorder.offsets()
                     state.save(self.folder)
                     progress.report(f"{self.spec.name} rows", state.done, total)
@@ -164,17 +168,38 @@ def _prepare(folder: Path, names: Iterable[str], sizes: Mapping[str, int]) -> No
     files.sync(folder)
 
 
-def _append(folder: Path, made: Made) -> dict[str, int]:
-    """Append rows to their files, flushed to disk, and return the sizes of these files."""
+def _append(folder: Path, lines: Mapping[str, str]) -> dict[str, int]:
+    """Append lines to files, flushed to disk, and return the sizes of these files."""
     sizes = {}
-    for name, rows in made.files.items():
-        lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    for name, text in lines.items():
         with files.storing(folder / name), (folder / name).open("ab") as file:
-            file.write(lines.encode("utf-8", "backslashreplace"))
+            file.write(text.encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
             sizes[name] = file.tell()
     return sizes
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def _naming_columns(rows: list[Row], records: list[Mapping[str, Any]]) -> Iterator[None]:
+    """Name the column of a row that cannot be written as JSON, such as a date of a parquet file, or NaN."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for row, record in zip(rows, records, strict=True):
+            for name, value in record.items():
+                try:
+                    _line({name: value})
+                except (TypeError, ValueError):
+                    raise UserError(
+                        f"{row.source}: {name}: {type(value).__name__} {value!r:.60} cannot be written as JSON: remove "
+                        "the column, or convert it to text"
+                    ) from error
+        raise
 
 
 class _State:
