@@ -248,6 +248,30 @@ def test_a_reason_of_a_row_is_not_replaced(home: Path) -> None:
         filtered(home, "nothing", [{"prompt": "a", "completion": "b", "reason": "mine"}])
 
 
+def test_a_filter_that_lets_nothing_pass_does_not_end_the_run(home: Path, whole: Path) -> None:
+    (home / "strict.yaml").write_text(f"""
+name: strict
+threads: 1
+stages:
+  - {{name: strict, method: {{name: filter, function: "mine.py:nothing"}}, data: {{rows: again.jsonl}}}}
+  - name: more
+    method: {{name: filter, function: "mine.py:nothing"}}
+    data: {{rows: {{stage: strict, file: rows.jsonl}}}}
+  - name: improve
+    method: {{name: sft}}
+    model: {whole / "prepare/model"}
+    data: {{train: {{stage: more, file: rows.jsonl}}, eval: {whole / "prepare/data/sft-eval.jsonl"}}}
+""")
+    (home / "again.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        folder = home / pipeline.run(load("strict.yaml"))
+    assert [entry(folder, name)["rows"]["rows"]["rows"] for name in ("strict", "more")] == [1, 0]
+    assert entry(folder, "improve")["results"]["after"]["eval_perplexity"] > 1
+    assert load_weights(folder / "improve/model") == load_weights(whole / "prepare/model")
+    assert "data.train was empty, so the model stays as it is." in (folder / "report.html").read_text("utf-8")
+
+
 def test_a_column_that_json_cannot_store_is_named(home: Path) -> None:
     (home / "nan.jsonl").write_text(
         '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b", "tags": [NaN]}\n'

@@ -116,7 +116,9 @@ def read(
     select = None if split == "eval" else data.select
     number = _number(data) if select is not None else None
     reads = [
-        rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
+        rows.Rows([], [])
+        if split != "eval" and _made_empty(part, name)
+        else rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
         for part, name in zip(parts, names, strict=True)
     ]
     skipped = [one for read in reads for one in read.skipped]
@@ -130,6 +132,11 @@ def read(
     else:
         whole = used[0][0] if used else rows.Rows([], [])
     return replace(whole, skipped=skipped, left_out=left_out)
+
+
+def _made_empty(part: Part, name: str) -> bool:
+    """Whether an earlier stage has made no row, for example because a filter let none pass."""
+    return isinstance(part.source, StageData) and Path(name).is_file() and not Path(name).stat().st_size
 
 
 def _number(data: Data) -> str | None:

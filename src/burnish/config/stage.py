@@ -86,11 +86,12 @@ class TrainingStage:
         screen.message(_model_line(self.source, summary))
         splits = {split: self.rows(split) for split in self.splits}
         self._check_data(entry, checksums)
-        train = splits["train"]
-        nothing_left = isinstance(train, rows.Rows) and not train.rows
-        if nothing_left:
+        nothing_left = False
+        if isinstance(train := splits["train"], rows.Rows) and not train.rows:
+            nothing_left = True
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in train.left_out.items())
-            screen.message(f"data.select leaves no row to train on ({reasons}): the model stays as it is")
+            why = f"data.select leaves no row to train on ({reasons})" if reasons else "data.train is empty"
+            screen.message(f"{why}: the model stays as it is")
         else:
             check_rewards(self.stage, splits)
         if warning := sources.overlap(self.data, self.recipe.folder):
@@ -140,7 +141,7 @@ class TrainingStage:
         """Evaluate the model without training it. Returns the counts of rows for the manifest."""
         if "eval" in splits:
             trainer.evaluate()
-        of = {"train": trainer.train_examples} | ({"eval": trainer.eval_examples} if "eval" in splits else {})
+        of = {"train": Encoded([], [])} | ({"eval": trainer.eval_examples} if "eval" in splits else {})
         return {split: _counts(read, of[split]) for split, read in splits.items() if isinstance(read, rows.Rows)}
 
     def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
