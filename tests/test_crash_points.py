@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from burnish.config import load
+from burnish.config import load, row_stage
 from burnish.config import run as pipeline
 from burnish.report.display import Display
 from burnish.report.metrics import is_timing, read_metrics
@@ -45,7 +45,34 @@ stages:
     generation: {max_new_tokens: 3}
     trainer: {per_device_train_batch_size: 2, save_steps: 2, max_steps: 4, learning_rate: 0.01}
 """
+LOOP = """
+name: crash
+stages:
+  - {name: made, run: "make.py:rows"}
+  - name: loop
+    rounds: 2
+    stages:
+      - name: grow
+        method: {name: sample}
+        model: {stage: sft, initial: base}
+        reward: [{function: "make.py:noise"}]
+        generation: {max_new_tokens: 3, samples: 2}
+        data: {rows: {stage: made, file: prompts.jsonl}}
+      - name: kept
+        method: {name: filter, function: "make.py:coin"}
+        data: {rows: {stage: grow, file: samples.jsonl, from_rounds: all}}
+      - name: sft
+        method: {name: sft}
+        model: {stage: sft, initial: base}
+        data: {train: {stage: kept, file: rows.jsonl}, select: {distinct: true, best: 1}}
+        trainer: {per_device_train_batch_size: 2, max_steps: 1, learning_rate: 0.01}
+      - name: check
+        method: {name: eval, against: {stage: sft}, resamples: 20}
+        model: base
+        data: {rows: {stage: made, file: chat.jsonl}}
+"""
 CODE = """
+import random
 import json
 
 def rows(folder, seed):
@@ -56,6 +83,12 @@ def rows(folder, seed):
 
 def short(answers):
     return [-float(len(answer.tokens)) for answer in answers]
+
+async def noise(answers):
+    return [random.random() for answer in answers]
+
+def coin(row):
+    return random.random() < 0.8
 """
 Tree = dict[str, bytes | None]
 
@@ -91,9 +124,10 @@ def run(*overrides: str, fresh: bool = False) -> None:
 def results(folder: Path) -> dict[str, Any]:
     """Every weight, adapter and sample, the metrics without timings, and the names of all files."""
     contents: dict[str, Any] = {"names": sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))}
-    for path in [*folder.glob("*/*/*.safetensors"), *folder.glob("*/samples.jsonl")]:
+    logs = [path for path in folder.rglob("*.jsonl") if path.name != "metrics.jsonl"]
+    for path in [*folder.rglob("*.safetensors"), *logs, *folder.rglob("progress.json")]:
         contents[str(path.relative_to(folder))] = path.read_bytes()
-    for path in folder.glob("*/metrics.jsonl"):
+    for path in folder.rglob("metrics.jsonl"):
         lines = read_metrics(path.parent)
         contents[str(path.relative_to(folder))] = [
             {k: v for k, v in line.items() if not is_timing(k)} for line in lines
@@ -231,6 +265,30 @@ def test_a_fresh_start_at_one_point_of_each_kind(home: Path, monkeypatch: pytest
     points, expected = record_fresh(home, monkeypatch)
     chosen = one_of_a_kind(points)
     replay(chosen[:: max(1, len(chosen) // 4)], home, expected, fresh=True)
+
+
+@pytest.fixture
+def loop(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run with a loop, whose stages make rows in several chunks."""
+    Path("crash.yaml").write_text(LOOP)
+    monkeypatch.setattr(row_stage, "CHUNK", 2)
+    return home
+
+
+def test_a_loop_resumes_from_one_point_of_each_kind(loop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, expected = record(loop, monkeypatch)
+    chosen = one_of_a_kind(recording.points)
+    assert any("progress.json" in p.kind for p in chosen) and any(
+        "removing" in p.kind or ".old" in p.kind for p in chosen
+    )
+    replay(chosen[:: max(1, len(chosen) // 8)], loop, expected)
+
+
+@pytest.mark.acceptance
+def test_a_loop_resumes_from_every_point(loop: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
+    recording, expected = record(loop, monkeypatch)
+    record_property("different states", len(recording.points))
+    replay(recording.points, loop, expected)
 
 
 @pytest.mark.acceptance

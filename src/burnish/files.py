@@ -190,6 +190,7 @@ def listed(folder: Path) -> dict[str, str]:
 
 def seal(folder: Path) -> None:
     """Write the list of checksums of a folder, and flush the whole folder to disk."""
+    staging(folder / CHECKSUMS).unlink(missing_ok=True)  # left behind if the process was killed here before
     write_text(folder / CHECKSUMS, json.dumps(checksums(folder), indent=1))
     for path in folder.rglob("*"):
         sync(path)

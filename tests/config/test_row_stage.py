@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from burnish import files
 from burnish.config import load, row_stage
 from burnish.config import run as pipeline
 from burnish.config.row_stage import _State
 from burnish.data.readers import load as load_rows
 from burnish.errors import UserError
+from burnish.files import staging
+from burnish.methods.filter import Filter
 from burnish.report.metrics import number
 from burnish.types import Conversation, Prompt, Ranking
 from tiny_runs import Killed
@@ -40,6 +43,8 @@ stages:
         trainer: {per_device_train_batch_size: 4, max_steps: 2, learning_rate: 1.0e-3}
 """
 MINE = """
+import random
+
 def digits(trajectories):
     return [sum(c.isdigit() for c in t.text) / 4 for t in trajectories]
 
@@ -48,6 +53,15 @@ def length(trajectories):
 
 def short(row):
     return len(row["completion"]) < 4 or "too long"
+
+def coin(row):
+    return random.random() < 0.5
+
+def eats_tags(row):
+    return row["tags"].pop() == "b"
+
+def nothing(row):
+    return False
 """
 
 
@@ -101,6 +115,7 @@ def test_every_prompt_is_accounted_for_and_results_have_intervals(whole: Path) -
     assert sum(grown["rows"]["rows"]["counts"].values()) == 10
     after = grown["results"]["after"]
     assert after["eval_score_low"] <= after["eval_score"] <= after["eval_score_high"]
+    assert 0 <= after["eval_stopped_low"] < after["eval_stopped_high"] <= 1
     improved = entry(whole, "loop/2/improve")
     assert sum(improved["rows"]["train"]["left_out"].values()) > 0
 
@@ -177,6 +192,21 @@ def test_nothing_selected_ends_a_stage_with_a_message_and_its_model(home: Path, 
     assert load_weights(folder / "loop/2/improve/model") == start
 
 
+def test_a_model_that_stays_as_it_is_is_evaluated_and_keeps_its_precision(home: Path, whole: Path) -> None:
+    stage = "stages.loop.stages.improve"
+    settings = [
+        f"{stage}.data.select.above=9",
+        f"{stage}.data.eval={{stage: prepare, file: sft-eval.jsonl}}",
+        f"{stage}.dtype=bfloat16",
+        f"{stage}.adapter={{r: 2}}",
+        "stages.loop.until={stage: improve, metric: perplexity, below: 1}",
+    ]
+    folder = pipeline.run(load(home / "rest.yaml", [f"out={home / 'stays'}", *settings]))
+    results = entry(folder, "loop/2/improve")["results"]
+    assert results["after"] == results["before"] and results["after"]["eval_perplexity"] > 1
+    assert load_weights(folder / "loop/2/improve/model") == load_weights(folder / "prepare/model")
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted(home: Path, whole: Path) -> None:
     prompts = [{"prompt": "1+" * n + "1", "answer": "2"} for n in (1, 9, 2, 9, 3)]
     (home / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -208,6 +238,96 @@ data: {rows: chat.jsonl}
         assert rows(folder / "filter/data/rows.jsonl") == given[:1]
         assert rows(folder / "filter/data/failed.jsonl") == [{**given[1], "reason": "too long"}]
         assert entry(folder, "filter")["rows"]["rows"]["counts"] == {"made": 1, "failed: too long": 1}
+
+
+FILTER = """
+name: filter
+method: {name: filter, function: "mine.py:FUNCTION"}
+data: {rows: [{from: ROWS, weight: 1}, {from: MORE, weight: 4}], keep: [reason, tags]}
+"""
+
+
+def filtered(home: Path, function: str, given: list[dict[str, Any]]) -> Path:
+    """Filter rows in two chunks. The last row is drawn again in the second one."""
+    (home / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    (home / "again.jsonl").write_text(json.dumps(given[-1]) + "\n")
+    text = FILTER.replace("FUNCTION", function).replace("ROWS", str(home / "given.jsonl"))
+    (home / f"{function}.yaml").write_text(text.replace("MORE", str(home / "again.jsonl")))
+    return pipeline.run(load(home / f"{function}.yaml", [f"out={home / function}"])) / "filter/data"
+
+
+def test_a_filter_draws_other_random_numbers_for_each_row(home: Path) -> None:
+    data = filtered(home, "coin", [{"prompt": f"{i}", "completion": "a"} for i in range(12)])
+    kept = rows(data / "rows.jsonl")
+    assert 0 < len(kept) < len(kept) + len(rows(data / "failed.jsonl"))
+
+
+def test_a_filter_cannot_change_rows(home: Path) -> None:
+    data = filtered(home, "eats_tags", [{"prompt": f"{i}", "completion": "a", "tags": ["b"]} for i in range(3)])
+    assert all(row["tags"] == ["b"] for row in rows(data / "rows.jsonl"))
+
+
+def test_a_reason_of_a_row_is_not_replaced(home: Path) -> None:
+    with pytest.raises(UserError, match=r"jsonl:1: did not pass, but its column 'reason' would be lost"):
+        filtered(home, "nothing", [{"prompt": "a", "completion": "b", "reason": "mine"}])
+
+
+def test_a_filter_that_lets_nothing_pass_does_not_end_the_run(home: Path, whole: Path) -> None:
+    (home / "strict.yaml").write_text(f"""
+name: strict
+threads: 1
+stages:
+  - {{name: strict, method: {{name: filter, function: "mine.py:nothing"}}, data: {{rows: again.jsonl}}}}
+  - name: more
+    method: {{name: filter, function: "mine.py:nothing"}}
+    data: {{rows: {{stage: strict, file: rows.jsonl}}}}
+  - name: improve
+    method: {{name: sft}}
+    model: {whole / "prepare/model"}
+    data: {{train: {{stage: more, file: rows.jsonl}}, eval: {whole / "prepare/data/sft-eval.jsonl"}}}
+""")
+    (home / "again.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        folder = home / pipeline.run(load("strict.yaml"))
+    assert [entry(folder, name)["rows"]["rows"]["rows"] for name in ("strict", "more")] == [1, 0]
+    assert entry(folder, "improve")["results"]["after"]["eval_perplexity"] > 1
+    assert load_weights(folder / "improve/model") == load_weights(whole / "prepare/model")
+    assert "data.train was empty, so the model stays as it is." in (folder / "report.html").read_text("utf-8")
+
+
+def test_a_column_that_json_cannot_store_is_named(home: Path) -> None:
+    (home / "nan.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b", "tags": [NaN]}\n'
+    )
+    text = FILTER.replace("FUNCTION", "short").replace("ROWS", "nan.jsonl").replace("MORE", "nan.jsonl")
+    (home / "nan.yaml").write_text(text.replace("nan.jsonl", str(home / "nan.jsonl")))
+    with pytest.raises(UserError, match=r"nan\.jsonl:2: tags: list \[nan\] cannot be written as JSON"):
+        pipeline.run(load(home / "nan.yaml", [f"out={home / 'nan'}"]))
+
+
+def test_a_stage_that_was_killed_while_it_lists_its_checksums_goes_on(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> None:
+        staging(folder / "checksums.json").write_text("{")
+        raise Killed
+
+    given = [{"prompt": f"{i}", "completion": "abc"} for i in range(3)]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(files, "seal", killed)
+        filtered(home, "short", given)
+    data = filtered(home, "short", given)
+    assert files.damage(data) is None and staging(data / "checksums.json").name not in files.listed(data)
+
+
+def test_an_error_of_reading_is_not_one_of_the_output(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "model.safetensors")
+
+    monkeypatch.setattr(Filter, "make", unreadable)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        filtered(home, "length", [{"prompt": "a", "completion": "b"}])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from burnish.config import sources
 from burnish.config.schema import Data
 from burnish.errors import UserError
-from burnish.types import Conversation
+from burnish.types import Conversation, Preference, Ranking, Scored
 
 
 def file(folder: Path, name: str, *scores: float | None) -> str:
@@ -60,3 +60,28 @@ def test_any_numeric_column_can_be_the_score(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     selected = read(tmp_path, str(tmp_path / "a.jsonl"), select={"best": 1, "above": 3, "key": "quality"})
     assert prompts(selected) == ["b"]
+
+
+@pytest.mark.parametrize("settings", [{"distinct": True}, {"at_most": 1}])
+def test_rows_are_selected_without_scores(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_text(2 * '{"prompt": "a", "completion": "x"}\n')
+    read_ = read(tmp_path, str(tmp_path / "a.jsonl"), select=settings)
+    assert prompts(read_) == ["a"] and sum(read_.left_out.values()) == 1
+
+
+def test_a_column_can_be_both_the_score_and_part_of_the_row(tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "chosen": "x", "rejected": "y", "margin": margin} for margin in (0.5, 2.0)]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    scored = [{"messages": chat, "reward": reward} for reward in (0.0, 1.0)]
+    for name, rows in (("pairs", pairs), ("scored", scored)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (pair,) = sources.read(
+        Data.model_validate({"train": str(tmp_path / "pairs.jsonl"), "select": {"above": 1, "key": "margin"}}),
+        "train", tmp_path, (Preference, Ranking), 0,
+    ).rows  # fmt: skip
+    assert isinstance(pair, Preference) and pair.margin == 2.0
+    (row,) = sources.read(
+        Data.model_validate({"train": str(tmp_path / "scored.jsonl"), "select": {"best": 1, "key": "reward"}}),
+        "train", tmp_path, (Scored,), 0,
+    ).rows  # fmt: skip
+    assert isinstance(row, Scored) and row.reward == 1.0

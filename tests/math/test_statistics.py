@@ -9,7 +9,16 @@ from statistics import fmean
 import pytest
 import torch
 
-from burnish.math.statistics import RowSums, best_of_k, bootstrap, paired_changes, pass_at_k, perplexity
+from burnish.math.statistics import (
+    RowSums,
+    best_of_k,
+    bootstrap,
+    interval_of_mean,
+    paired_changes,
+    pass_at_k,
+    perplexity,
+    wilson,
+)
 
 
 def test_perplexity_is_one_over_the_geometric_mean_of_probabilities() -> None:
@@ -128,3 +137,16 @@ def test_what_cannot_be_paired_is_left_out() -> None:
     assert paired_changes({"a": sums([1.0] * 7)}, {"a": sums([2.0] * 7)}) == {}
     uncounted = sums([0.0] * 12, [0.0] * 12)
     assert paired_changes({"a": uncounted, "b": some}, {"a": uncounted, "b": some}) == {"b": (0.0, 0.0)}
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0], [0.5], [0.0, 1.0], [0.25, 0.25, 1.0], [1.0] * 49 + [0.0]])
+@pytest.mark.parametrize("n", [2, 50, 10_000])
+def test_the_interval_of_shares_stays_in_0_1_and_agrees_with_the_others(values: list[float], n: int) -> None:
+    mean = fmean(values)
+    variance = fmean((value - mean) ** 2 for value in values)
+    low, high = interval_of_mean(mean, variance, n, shares=True)
+    assert 0 <= low <= mean <= high <= 1
+    if {0.0, 1.0}.issuperset(values):
+        assert (low, high) == pytest.approx(wilson(mean, n)) and low < high
+    if n == 10_000 and variance:
+        assert (low, high) == pytest.approx(interval_of_mean(mean, variance, n, shares=False), abs=1e-3)

@@ -325,3 +325,18 @@ def test_rows_that_are_left_out_are_counted_and_named(home: Path) -> None:
     assert entries(folder)["chat"]["rows"]["rows"]["counts"] == {"measured": 10 - len(dropped), "dropped": len(dropped)}
     assert 0 < len(dropped) < 10
     assert all(line["changed"].startswith("drop: ") for line in lines if not line["values"])
+
+
+def test_rows_of_one_line_that_are_read_with_other_keys_are_measured_on_their_own(home: Path) -> None:
+    save(home / "both.jsonl", [{"q": f"{n}", "good": "ab", "bad": "xyzw"} for n in range(3)])
+    parts = [{"from": "both.jsonl", "keys": {"prompt": "q", "completion": answer}} for answer in ("good", "bad")]
+    stage = {
+        "name": "chat",
+        "method": {"name": "eval"},
+        "model": "one",
+        "data": {"rows": parts, "keep": ["good", "bad"]},
+    }
+    (home / "both.yaml").write_text(json.dumps({"name": "both", "threads": 1, "stages": [stage]}))
+    lines = (pipeline.run(load("both.yaml")) / "chat/data/measures.jsonl").read_text().splitlines()
+    tokens = [json.loads(line)["weights"]["nll"] for line in lines]
+    assert [n - min(tokens) for n in tokens] == [0, 0, 0, 2, 2, 2]  # "ab" and "xyzw"

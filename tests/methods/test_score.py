@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from burnish.config import load
 from burnish.config import run as pipeline
 from burnish.data.readers import load as load_rows
 from burnish.errors import UserError
-from burnish.types import Conversation
+from burnish.methods.score import _trajectory
+from burnish.types import Conversation, Messages, Sequence
 
 MINE = """
 def exact(trajectories):
@@ -104,3 +106,12 @@ def test_what_cannot_be_scored_is_refused(home: Path, monkeypatch: pytest.Monkey
     (home / "own.jsonl").write_text(json.dumps({"prompt": "1+1", "completion": turns, "answer": "2"}) + "\n")
     with pytest.raises(UserError, match=r"own.jsonl:1: the completion has 3 messages: expected one"):
         pipeline.run(load("score.yaml", ["out=refused"]))
+
+
+@pytest.mark.parametrize(
+    ("meta", "columns"), [({"a": 1}, {"a": 1}), ("text", {"meta": "text"}), (None, {}), ({}, {}), (0, {"meta": 0})]
+)
+def test_any_meta_is_a_column(meta: Any, columns: dict[str, Any]) -> None:
+    messages: Messages = ({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"})
+    sequence = Sequence(np.array([3, 4]), (False, True), "chat.jsonl:1")
+    assert dict(_trajectory(Conversation(messages, 1, "chat.jsonl:1"), {"meta": meta}, sequence).columns) == columns

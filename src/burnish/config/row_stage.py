@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from burnish.errors import UserError
 from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import factory
+from burnish.math.statistics import interval_of_mean
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.models.loaded import Loaded, is_reward_model, load, load_tokenizer
 from burnish.models.settings import ModelSource, StageModel
@@ -33,13 +34,13 @@ from burnish.render.truncate import Truncation
 from burnish.report.display import Display
 from burnish.report.metrics import Recorder
 from burnish.rewards.functions import NamedReward
+from burnish.types import Row
 
 CHUNK = 64
 """Number of input rows in a chunk, after which a stage can resume. Results depend on it."""
 UNFINISHED = "unfinished"
 """The folder of the rows while the stage is incomplete."""
 PROGRESS = "progress.json"
-Z = 1.959964
 
 
 class RowStage:
@@ -109,20 +110,22 @@ class RowStage:
             method = self.method()
             recorder.truncate(state.logs)
             if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
-                with _outputs(self.folder / UNFINISHED, list(self.spec.outputs), state.sizes) as outputs:
-                    start = state.done
-                    for first in range(start, total, CHUNK):
-                        chunk = slice(first, first + CHUNK)
-                        made = method.make(source.rows[chunk], list(source.records[chunk]), first, run)
-                        _write(outputs, made)
-                        recorder.samples({"step": first, **sample} for sample in made.samples)
-                        if first == start:
-                            screen.samples(made.samples)
-                        state.add(made, len(source.rows[chunk]))
-                        state.sizes = {name: file.tell() for name, file in outputs.items()}
-                        state.logs = recorder.offsets()
-                        state.save(self.folder)
-                        progress.report(f"{self.spec.name} rows", state.done, total)
+                _prepare(self.folder / UNFINISHED, self.spec.outputs, state.sizes)
+                start = state.done
+                for first in range(start, total, CHUNK):
+                    chunk = slice(first, first + CHUNK)
+                    rows, records = source.rows[chunk], list(source.records[chunk])
+                    made = method.make(rows, records, first, run)
+                    with _naming_columns(rows, records):
+                        lines = {name: "".join(map(_line, of)) for name, of in made.files.items()}
+                    state.sizes |= _append(self.folder / UNFINISHED, lines)
+                    recorder.samples({"step": first, **sample} for sample in made.samples)
+                    if first == start:
+                        screen.samples(made.samples)
+                    state.add(made, len(rows))
+                    state.logs = recorder.offsets()
+                    state.save(self.folder)
+                    progress.report(f"{self.spec.name} rows", state.done, total)
                 files.seal(self.folder / UNFINISHED)
                 (self.folder / UNFINISHED).rename(self.folder / "data")
                 files.sync(self.folder)
@@ -150,31 +153,53 @@ class RowStage:
         }  # fmt: skip
 
 
-@contextlib.contextmanager
-def _outputs(folder: Path, names: list[str], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The files of a stage, open for appending after the last complete chunk."""
+def _prepare(folder: Path, names: Iterable[str], sizes: Mapping[str, int]) -> None:
+    """Create the files of a stage, or cut them off where it stopped."""
     folder.mkdir(exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        outputs = {}
-        for name in names:
-            stack.enter_context(files.storing(folder / name))
-            outputs[name] = stack.enter_context((folder / name).open("ab"))
-            if outputs[name].tell() < sizes.get(name, 0):
+    for name in names:
+        path, size = folder / name, sizes.get(name, 0)
+        with files.storing(path), path.open("ab") as file:
+            if file.tell() < size:
                 raise UserError(
-                    f"{folder / name}: {outputs[name].tell()} bytes, but {sizes[name]} were written: restore the "
-                    "file, or start over with --fresh"
+                    f"{path}: {file.tell()} bytes, but {size} were written: put the file back, or start over with "
+                    "--fresh"
                 )
-            outputs[name].truncate(sizes.get(name, 0))
-            outputs[name].seek(0, os.SEEK_END)
-        yield outputs
+            file.truncate(size)
+    files.sync(folder)
 
 
-def _write(outputs: Mapping[str, Any], made: Made) -> None:
-    for name, rows in made.files.items():
-        lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        outputs[name].write(lines.encode("utf-8", "backslashreplace"))
-        outputs[name].flush()
-        os.fsync(outputs[name].fileno())
+def _append(folder: Path, lines: Mapping[str, str]) -> dict[str, int]:
+    """Append lines to files, flushed to disk, and return the sizes of these files."""
+    sizes = {}
+    for name, text in lines.items():
+        with files.storing(folder / name), (folder / name).open("ab") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+            sizes[name] = file.tell()
+    return sizes
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def _naming_columns(rows: list[Row], records: list[Mapping[str, Any]]) -> Iterator[None]:
+    """Name the column of a row that cannot be written as JSON, such as a date of a parquet file, or NaN."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for row, record in zip(rows, records, strict=True):
+            for name, value in record.items():
+                try:
+                    _line({name: value})
+                except (TypeError, ValueError):
+                    raise UserError(
+                        f"{row.source}: {name}: {type(value).__name__} {value!r:.60} cannot be written as JSON: remove "
+                        "the column, or convert it to text"
+                    ) from error
+        raise
 
 
 class _State:
@@ -185,7 +210,7 @@ class _State:
         self.sizes: dict[str, int] = {}
         self.logs: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
-        self.sums: dict[str, list[float]] = {}  # of each measure: n, sum, sum of squares
+        self.sums: dict[str, list[float]] = {}  # of each measure: n, sum, sum of squares, least and greatest value
 
     @classmethod
     def of(cls, folder: Path) -> _State:
@@ -214,18 +239,24 @@ class _State:
         self.done += rows
         self.counts.update(made.counts)
         for name, values in made.measured.items():
-            n, total, squares = self.sums.get(name, (0, 0.0, 0.0))
-            self.sums[name] = [n + len(values), total + math.fsum(values), squares + math.fsum(x * x for x in values)]
+            if values:
+                n, total, squares, least, greatest = self.sums.get(name, (0, 0.0, 0.0, values[0], values[0]))
+                self.sums[name] = [
+                    n + len(values),
+                    total + math.fsum(values),
+                    squares + math.fsum(x * x for x in values),
+                    min(least, *values),
+                    max(greatest, *values),
+                ]
 
     def results(self) -> dict[str, float]:
-        """The mean of each measure over input rows, with its 95 % interval (normal approximation)."""
+        """The mean of each measure over input rows, with its 95 % interval (`interval_of_mean`)."""
         results = {}
-        for name, (n, total, squares) in self.sums.items():
-            mean = total / n
-            results[name] = mean
+        for name, (n, total, squares, least, greatest) in self.sums.items():
+            results[name] = mean = total / n
             if n > 1:
-                half = Z * math.sqrt(max(0.0, squares / n - mean**2) / (n - 1))
-                results |= {f"{name}_low": mean - half, f"{name}_high": mean + half}
+                variance, shares = max(0.0, squares / n - mean**2), least >= 0 and greatest <= 1
+                results[f"{name}_low"], results[f"{name}_high"] = interval_of_mean(mean, variance, n, shares=shares)
         return results
 
 

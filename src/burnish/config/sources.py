@@ -116,7 +116,9 @@ def read(
     select = None if split == "eval" else data.select
     number = _number(data) if select is not None else None
     reads = [
-        rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
+        rows.Rows([], [])
+        if split != "eval" and _made_empty(part, name)
+        else rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
         for part, name in zip(parts, names, strict=True)
     ]
     skipped = [one for read in reads for one in read.skipped]
@@ -132,6 +134,11 @@ def read(
     return replace(whole, skipped=skipped, left_out=left_out)
 
 
+def _made_empty(part: Part, name: str) -> bool:
+    """Whether an earlier stage has made no row, for example because a filter let none pass."""
+    return isinstance(part.source, StageData) and Path(name).is_file() and not Path(name).stat().st_size
+
+
 def _number(data: Data) -> str | None:
     """The column of scores that ``data.select`` reads, if it reads any."""
     return data.select.key if data.select is not None and data.select.reads_scores else None
@@ -140,12 +147,13 @@ def _number(data: Data) -> str | None:
 def _selected(reads: list[rows.Rows], select: Select) -> tuple[list[rows.Rows], Mapping[str, int]]:
     """Select from the rows of all sources together. Each source keeps its own."""
     everything = [row for read in reads for row in read.rows]
-    scores = [float(record[select.key]) for read in reads for record in read.records]
+    scores = [float(record[select.key]) for read in reads for record in read.records] if select.reads_scores else []
     kept, left_out = selection.select(everything, scores, select)
     chosen, parts, start = set(kept), [], 0
     for read in reads:
         mine = [i - start for i in range(start, start + len(read.rows)) if i in chosen]
-        parts.append(replace(read, rows=[read.rows[i] for i in mine], records=tuple(read.records[i] for i in mine)))
+        records = tuple(read.records[i] for i in mine) if read.records else ()
+        parts.append(replace(read, rows=[read.rows[i] for i in mine], records=records))
         start += len(read.rows)
     return parts, left_out
 

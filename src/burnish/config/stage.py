@@ -86,9 +86,14 @@ class TrainingStage:
         screen.message(_model_line(self.source, summary))
         splits = {split: self.rows(split) for split in self.splits}
         self._check_data(entry, checksums)
+        nothing_left = False
         if isinstance(train := splits["train"], rows.Rows) and not train.rows:
-            return self._unchanged(model, tokenizer, train, summary, entry, screen)
-        check_rewards(self.stage, splits)
+            nothing_left = True
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in train.left_out.items())
+            why = f"data.select leaves no row to train on ({reasons})" if reasons else "data.train is empty"
+            screen.message(f"{why}: the model stays as it is")
+        else:
+            check_rewards(self.stage, splits)
         if warning := sources.overlap(self.data, self.recipe.folder):
             screen.message(warning)
         if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
@@ -98,7 +103,7 @@ class TrainingStage:
             )
         with contextlib.closing(self.method(self._rewards())) as method:
             trainer = self._trainer(method, model, tokenizer, splits, recorder, screen)
-            counts = self._train(trainer, start, splits, screen)
+            counts = self._evaluated(trainer, splits) if nothing_left else self._train(trainer, start, splits, screen)
             recorder.offsets()  # flush to disk what was logged after the last checkpoint
             evaluations = self._evaluations()
             outcome: dict[str, Any] = {
@@ -107,31 +112,6 @@ class TrainingStage:
                 "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             }
             self._save(trainer, {**entry, **outcome})
-        written = files.listed(self.folder / "model")
-        return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
-
-    def _unchanged(
-        self,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        train: rows.Rows,
-        summary: Mapping[str, Any],
-        entry: Mapping[str, Any],
-        screen: Display,
-    ) -> dict[str, Any]:
-        """End the stage without training, because ``data.select`` leaves nothing. Its model stays as it is."""
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in train.left_out.items())
-        screen.message(f"data.select leaves no row to train on ({reasons}): the model stays as it is")
-        outcome = {
-            "model": {**summary, "source": self.source},
-            "rows": {"train": {"rows": 0, "skipped": [], "dropped": [], "shortened": [], "left_out": train.left_out}},
-            "results": {},
-        }
-        plain: Any = model.merge_and_unload() if isinstance(model, PeftModel) else model
-        with files.writing(self.folder / "model") as staging:
-            plain.save_pretrained(staging)
-            tokenizer.save_pretrained(staging)
-            write_card(staging, self.recipe, self.stage, {**entry, **outcome})
         written = files.listed(self.folder / "model")
         return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
 
@@ -156,6 +136,13 @@ class TrainingStage:
             counts = {"train": trainer.loader.counts()} | counts
             screen.message(f"train: {_summary(counts['train'])}")
         return counts
+
+    def _evaluated(self, trainer: Trainer, splits: Mapping[str, rows.Rows | RowStream]) -> dict[str, Any]:
+        """Evaluate the model without training it. Returns the counts of rows for the manifest."""
+        if "eval" in splits:
+            trainer.evaluate()
+        of = {"train": Encoded([], [])} | ({"eval": trainer.eval_examples} if "eval" in splits else {})
+        return {split: _counts(read, of[split]) for split, read in splits.items() if isinstance(read, rows.Rows)}
 
     def check_inputs(self, before: Mapping[str, Any], checksums: Checksums) -> dict[str, dict[str, str]]:
         """Compute the checksums of rows, models and code for the manifest.
@@ -316,7 +303,7 @@ def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
     count["skipped"] = [f"{s.source}: {s.reason}" for s in read.skipped] + count["skipped"]
     if read.left_out:
         count["left_out"] = dict(read.left_out)
-    if isinstance(read.rows[0], Conversation | Scored) and (
+    if any(isinstance(row, Conversation | Scored) for row in read.rows[:1]) and (
         by_turn := sum(len(example.sequences) > 1 for example in encoded.examples)
     ):
         count["by_turn"] = by_turn

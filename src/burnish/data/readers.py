@@ -162,7 +162,7 @@ def read_records(
             try:
                 if isinstance(record, BadRow):
                     raise record
-                row = parse(record, kinds, place, format, keys, keep if number is None else [*keep, number])
+                row = parse(record, kinds, place, format, keys, keep, number)
                 if number is not None:
                     column_number(record, number, place)
             except BadRow as bad:

@@ -71,6 +71,7 @@ def parse(
     format: str | None = None,
     keys: Mapping[str, str] | None = None,
     keep: Collection[str] = (),
+    number: str | None = None,
 ) -> Row:
     """Convert a record to a row.
 
@@ -84,6 +85,7 @@ def parse(
         keys: maps our names of keys to the file's names, ``{"prompt": "question"}``. The names ``role`` and ``content``
             are those of the keys in messages.
         keep: keys to ignore, in the record and in its messages and steps. Prompts keep them among their columns.
+        number: a column that the caller reads. A shape may read it too.
 
     Raises:
         BadRow: the record fits no shape, has a column that nothing reads, or has a wrong value. The message names the
@@ -93,9 +95,10 @@ def parse(
     if not isinstance(record, Mapping):
         raise BadRow(source, "", "not a record", f"expected an object with keys, got {shown(record)}")
     try:
-        return _parse(record, kinds, source, format, keys or {}, keep)
+        return _parse(record, kinds, source, format, keys or {}, keep, number)
     except BadRow as bad:
-        lines = None if keys or bad.reason not in OF_NAMES else _lines(record, kinds, format, keep)
+        kept = keep if number is None else [*keep, number]
+        lines = None if keys or bad.reason not in OF_NAMES else _lines(record, kinds, format, kept)
         if lines is None or lines in bad.detail:
             raise
         if bad.reason in (NO_SHAPE, "missing key") and "[" not in bad.key:
@@ -110,6 +113,7 @@ def _parse(
     format: str | None,
     keys: Mapping[str, str],
     keep: Collection[str],
+    number: str | None = None,
 ) -> Row:
     names = (keys.get("role", "role"), keys.get("content", "content")) if IN_MESSAGES & keys.keys() else None
     if columns := {name: column for name, column in keys.items() if name not in IN_MESSAGES}:
@@ -126,7 +130,7 @@ def _parse(
             detail = "the model would not see them; remove the column, or ignore it with data.keep: [tools]"
             raise at.inside("tools").bad("tools are not supported yet", detail)
         if not isinstance(row, Prompt):
-            _nothing_unread(record, present, kinds, format, at)
+            _nothing_unread(record, present, kinds, format, at, number)
         return replace(row, columns={**row.columns, **kept}) if kept and isinstance(row, Prompt) else row
     if fitting:
         names = ", ".join(shape.name for shape in fitting)
@@ -157,10 +161,15 @@ def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
 
 
 def _nothing_unread(
-    record: Record, present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None, at: At
+    record: Record,
+    present: frozenset[str],
+    kinds: tuple[type[Any], ...],
+    format: str | None,
+    at: At,
+    number: str | None,
 ) -> None:
     """Raise a BadRow for the first column that nothing reads."""
-    unread = _unread(present, kinds, format)
+    unread = _unread(present, kinds, format) - {number}
     if not unread:
         return
     names = [str(name) for name in record if name in unread]  # in the order of the file

@@ -167,3 +167,26 @@ def wilson(share: float, n: float, z: float = 1.959964) -> tuple[float, float]:
     center = (share * n + z * z / 2) / (n + z * z)
     half = z / (n + z * z) * math.sqrt(share * (1 - share) * n + z * z / 4)
     return center - half, center + half
+
+
+def interval_of_mean(
+    mean: float, variance: float, n: float, *, shares: bool, z: float = 1.959964
+) -> tuple[float, float]:
+    """The 95 % interval of the mean of n > 1 independent values: the normal approximation, or that of a proportion.
+
+    Args:
+        mean: the mean of the values.
+        variance: the mean of their squared distances from the mean.
+        n: their number.
+        shares: whether all values are in [0, 1]. Then the interval is too, and it is not a single point if all values
+            are 0 or all are 1. Values in between vary less than zeros and ones, and count as more trials.
+        z: half the width in standard errors.
+    """
+    if not shares:
+        half = z * math.sqrt(variance / (n - 1))
+        return mean - half, mean + half
+    of_trials = mean * (1 - mean)
+    if of_trials > 0 and variance == 0:
+        return mean, mean
+    low, high = wilson(mean, n * of_trials / variance if of_trials > 0 else n, z)
+    return max(0.0, low), min(1.0, high)

@@ -245,11 +245,34 @@ def measure(rows: list[Row], first: int, loaded: Loaded, setup: Setup) -> list[M
     """Measure a model on rows of one kind. ``first`` is the index of the first row, from which come the seeds."""
     if isinstance(rows[0], Prompt):
         return _completions([row for row in rows if isinstance(row, Prompt)], first, loaded, setup)
-    if loaded.is_reward_model:
-        return _reward_pairs(rows, loaded, setup)
-    if setup.reference is not None:
-        return _policy_pairs(rows, loaded, setup.reference, setup)
-    return _likelihoods(rows, loaded, setup)
+    measured: list[Measured] = [Measured({})] * len(rows)
+    for indices in _by_source(rows):
+        group = [rows[i] for i in indices]
+        if loaded.is_reward_model:
+            values = _reward_pairs(group, loaded, setup)
+        elif setup.reference is not None:
+            values = _policy_pairs(group, loaded, setup.reference, setup)
+        else:
+            values = _likelihoods(group, loaded, setup)
+        for i, one in zip(indices, values, strict=True):
+            measured[i] = one
+    return measured
+
+
+def _by_source(rows: list[Row]) -> list[list[int]]:
+    """The indices of rows, in groups in which each source has one row.
+
+    There are several groups only if a file is read more than once, with other ``keys``. Equal rows share a group.
+    """
+    groups: list[tuple[dict[str, Row], list[int]]] = []
+    for i, row in enumerate(rows):
+        for known, indices in groups:
+            if known.setdefault(row.source, row) == row:
+                indices.append(i)
+                break
+        else:
+            groups.append(({row.source: row}, [i]))
+    return [indices for _, indices in groups]
 
 
 def _likelihoods(rows: list[Row], loaded: Loaded, setup: Setup) -> list[Measured]:

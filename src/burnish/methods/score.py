@@ -65,11 +65,16 @@ def _trajectory(row: Conversation, record: Mapping[str, Any], sequence: Sequence
     """The completion of a row as if it had just been sampled."""
     reason = str(record.get("finish_reason") or "stop")
     columns = {key: value for key, value in record.items() if key not in TEXTS | PROVENANCE}
+    meta = record.get("meta")
+    if isinstance(meta, Mapping):
+        columns |= meta
+    elif meta is not None:
+        columns["meta"] = meta
     return Trajectory(
         row.messages[:-1],
         (Turn(row.messages[-1]["content"].strip(), reason),),
         (sequence.with_arrays(sampler_logprobs=np.zeros(len(sequence))),),
         reason,
-        Columns({**columns, **(record.get("meta") or {})}),
+        Columns(columns),
         row.source,
     )

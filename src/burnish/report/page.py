@@ -461,7 +461,7 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "facts": ([METHODS.get(method, method)] if method else []) + _facts(entry, training) + removed,
         "so_far": not results and bool(evaluations),
         "makes_rows": makes_rows,
-        "unchanged": "train" in (rows := entry.get("rows") or {}) and not rows["train"]["rows"],
+        "unchanged": _why_unchanged(entry),
         "changes": matter,
         "other_changes": [change for change in compared if change not in matter],
         **panels(entry["name"], [] if makes_rows else lines),
@@ -470,12 +470,20 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "sample_heads": heads,
         "sides": TWO_MODELS if method == "eval" else ("Before", "After"),
         "overlap": entry.get("overlap", ""),
-        "rows": _rows(rows),
+        "rows": _rows(entry.get("rows") or {}),
         "written": written_rows(entry, folder),
         "data": entry.get("data") or ({} if method else entry.get("files") or {}),
         "files": entry.get("files") or {},
     }
     return stage | {"cards": [_card(stage, _most_telling(compared))]}
+
+
+def _why_unchanged(entry: Mapping[str, Any]) -> str | None:
+    """Why a stage has trained on no row; None if it has trained, or does not train."""
+    train = (entry.get("rows") or {}).get("train")
+    if train is None or train["rows"]:
+        return None
+    return "data.select left no row to train on" if train.get("left_out") else "data.train was empty"
 
 
 def _card(stage: Mapping[str, Any], change: Change | None) -> dict[str, Any]:

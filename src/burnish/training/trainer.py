@@ -173,7 +173,9 @@ class Trainer(transformers.Trainer):
         self._tokens = self._steps_since_log = self._losses_since_log = 0
 
     def _rows(self, rows: Any) -> list[Row]:
-        rows = rows.rows if isinstance(rows, Rows) else list(rows)
+        if isinstance(rows, Rows):
+            return rows.rows
+        rows = list(rows)
         return rows if rows and isinstance(rows[0], Row) else load(rows, self.method.spec.kinds).rows
 
     # --- steps -----------------------------------------------------------------------------------------------------
