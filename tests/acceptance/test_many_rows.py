@@ -34,6 +34,11 @@ stages:
 PATIENCE = 1800
 
 
+def _with_ctrl_c() -> None:
+    """Let Ctrl-C interrupt this process, also if the tests run in the background, where a shell ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Watched:
     """``burnish run`` with its memory over time."""
 
@@ -46,6 +51,7 @@ class Watched:
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                preexec_fn=_with_ctrl_c,
             )
         self.memory: list[tuple[int, float]] = []
         """Rows written and resident memory in MB."""
@@ -80,9 +86,9 @@ def test_many_rows(tmp_path: Path, record_property: Callable[[str, object], None
 
     log = second.log.read_text()
     assert "stopped; run the same command again to resume" in log
-    assert (going_on := re.search(r"rows: 100,000, from row ([\d,]+) on", log))
+    assert (going_on := re.search(r"rows: 100,000, resuming at row ([\d,]+)", log))
     assert int(going_on[1].replace(",", "")) >= ROWS // 2
-    assert re.search(r"sample rows \d+% .*left", log), "no time left is shown"
+    assert re.search(r"sample rows [\d,]+/100,000, .* left", log), "no time left is shown"
     prompts = (tmp_path / "runs/many/sums/data/prompts.jsonl").read_text().count("\n")
     (entry,) = re.findall(r"100,000 rows read: (.*)", log)
     counts = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= made| skipped)", entry)]

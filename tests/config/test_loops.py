@@ -94,9 +94,10 @@ def test_a_run_that_was_killed_in_a_round_ends_with_the_same_bytes(
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_a_result_ends_a_loop_early(recipe: Path) -> None:
+def test_a_result_ends_a_loop_early(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     until = "stages.loop.until={stage: tune, metric: loss, below: 100}"
     folder = pipeline.run(load(recipe, [f"out={recipe.parent / 'early'}", until]))
+    assert "loop ended after round 1 of 3: tune loss " in "".join(capfd.readouterr())
     entries = manifest(folder)
     assert {name: entry["state"] for name, entry in entries.items() if name.startswith("loop")} == {
         "loop/1/more": "done", "loop/1/tune": "done", "loop/2/more": "skipped", "loop/2/tune": "skipped",

@@ -195,7 +195,7 @@ MISTAKES = {
     "a name with a round": (
         "name: last",
         "name: loop/1/last",
-        "18: stages.loop/1/last.name: 'loop/1/last': only a run",
+        "18: stages.loop/1/last.name: 'loop/1/last': names such as loop/1/grow are reserved",
     ),
     # references
     "no such stage": (
@@ -212,12 +212,12 @@ MISTAKES = {
     "a start with a start": (
         MODEL,
         "model: {stage: values, initial: {stage: sft, initial: base}}",
-        "15: VALUES.model.initial.initial: a start cannot have initial:",
+        "15: VALUES.model.initial.initial: initial: cannot have initial:",
     ),
     "itself": (
         MODEL,
         "model: {stage: values}",
-        "15: VALUES.model.stage: 'values' is this stage itself, so the first round needs a start: {stage:",
+        "15: VALUES.model.stage: 'values' is this stage itself, so set what the first round uses: {stage:",
     ),
     "a later stage": (
         "run: make.py:make",
@@ -270,7 +270,7 @@ MISTAKES = {
     "no earlier round": (
         "from_rounds: all",
         "from_rounds: earlier",
-        "16: VALUES.data.train.from_rounds: there is no earlier round in the first one",
+        "16: VALUES.data.train.from_rounds: the first round has no earlier round",
     ),
     "rounds of a model": (
         MODEL,

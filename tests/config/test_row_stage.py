@@ -159,6 +159,30 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(
         assert (recipe.folder / path.relative_to(whole)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ((), "improve.data.train: stage 'loop/1/grow' has no reward:, so its samples have no score for data.select"),
+        (
+            ("stages.loop.stages.improve.method.name=dpo",
+             "stages.loop.stages.improve.data={train: {stage: grow, file: ranked.jsonl}}"),
+            "improve.data.train: stage 'loop/1/grow' has no reward:, so it ranks nothing",
+        ),
+        (
+            ("stages.loop.until={stage: grow, metric: digits_pass@1, above: 1}",
+             'stages.loop.stages.grow.reward=[{function: "mine.py:digits"}]'),
+            "only the method eval measures pass@k",
+        ),
+    ],
+)  # fmt: skip
+def test_scores_that_a_stage_cannot_have_are_an_error_when_the_recipe_is_read(
+    home: Path, changes: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        load(home / "rest.yaml", ["stages.loop.stages.grow.reward=[]", *changes])
+    load(home / "rest.yaml", ["stages.loop.stages.grow.reward=[]", "stages.loop.stages.improve.data.select.above=null"])
+
+
 def test_nothing_selected_ends_a_stage_with_a_message_and_its_model(home: Path, whole: Path) -> None:
     recipe = load(home / "rest.yaml", [f"out={home / 'none'}", "stages.loop.stages.improve.data.select.above=9"])
     folder = pipeline.run(recipe)

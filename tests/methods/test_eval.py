@@ -277,6 +277,8 @@ def test_rows_that_earlier_stages_train_on_are_reported(home: Path) -> None:
         ("loop.yaml", "stages.loop.stages.check.method.against={stage: check}", "'check' is this stage itself"),
         ("loop.yaml", "stages.loop.until.metric=acuracy", "no metric 'acuracy' \\(did you mean 'accuracy'"),
         ("loop.yaml", "stages.loop.until.metric=perplexity", "no metric 'perplexity'"),
+        ("loop.yaml", "stages.loop.until.metric=accuracy_pass@3", "with generation.samples: 4, k is 1, 2, 4$"),
+        ("loop.yaml", "stages.loop.until.metric=reward_accuracy_best_of_8", "samples: 4, k is 2, 4$"),
         ("loop.yaml", "stages.loop.until={stage: tune, metric: loss, below: 1}", "stage 'tune' has no data.eval"),
     ],
 )  # fmt: skip
@@ -300,7 +302,7 @@ def test_a_wrong_metric_is_reported_with_its_line(home: Path) -> None:
         ("stages.chat.generation.samples=2", "stages.chat: generation: applies only to prompts"),
         ("stages.chat.method.reference=two", "stages.chat: reference: applies only to a policy"),
         ("stages.scores.data.rows=chat.jsonl", "stages.scores: the model is a reward model, but chat.jsonl:1 is a"),
-        ("stages.prompts.model=rm", "stages.prompts: the model is a reward model, which completes no prompts"),
+        ("stages.prompts.model=rm", "stages.prompts: the model is a reward model, which cannot complete prompts"),
         ("stages.scores.data.rows=[{from: pairs.jsonl}, {from: chat.jsonl}]", "among rows of type"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from burnish.methods import METHODS, ROW_METHODS
 from burnish.report import curves
 from burnish.report import page as report
 from burnish.report.metrics import Recorder
+from burnish.report.rounds import Rounds
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 PROMPTS = ["Review: I went in expecting little, and", "Review: The first half hour", "Review: <b>Honestly</b> & truly,"]
@@ -550,6 +551,13 @@ def test_a_loop_that_ended_early_says_why(tmp_path: Path) -> None:
     assert "2. loop ended after round 2 of 5: held-out score 0.5000 > 0.45" in text
     assert "loop (2 of 5 rounds: grow" in text and "skipped" not in text.replace("skipped: every", "").lower()[:400]
     assert "loop/3" not in text[: text.index("Manifest")]
+
+
+def test_the_reason_names_a_reward_by_its_short_name() -> None:
+    results = {"after": {"step": 8, "eval_reward_exact": 0.5, "eval_score": 2.0}}
+    entries = {1: {"check": {"state": "done", "results": results}}, 2: {"check": {"state": "skipped"}}}
+    settings = {"until": {"stage": "check", "metric": "exact", "above": 0.4, "below": None}}
+    assert Rounds("loop", entries, settings, {}).state == "ended after round 1 of 2: check reward: exact 0.5000 > 0.4"
 
 
 def test_a_loop_that_has_begun(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from burnish.commands.plan import is_shown, show_plan
 from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import model_reference
-from burnish.config.rounds import round_of
 from burnish.config.row_stage import RowStage
 from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
@@ -37,6 +36,7 @@ from burnish.render.encode import account
 from burnish.render.renderer import Renderer
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.metrics import duration
+from burnish.report.rounds import round_of
 from burnish.terminal import visible
 from burnish.types import Encoded, Example, Prompt, Sequence
 

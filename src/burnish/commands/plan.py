@@ -9,18 +9,19 @@ from typing import Any
 from rich.console import Console
 
 from burnish.config import Recipe, Stage, StageData
-from burnish.config.rounds import Loop, round_of
+from burnish.config.rounds import Loop
 from burnish.config.schema import Part
 from burnish.data.selection import Select
 from burnish.mistakes import find
 from burnish.models.settings import ModelSource, PackageModel, StageModel
+from burnish.report.rounds import round_of
 
 LISTED = 4
 """More rounds of a source than this are shown as a range."""
 
 
 def shown_rounds(loop: Loop) -> list[int]:
-    """The rounds that are shown in full: the first two and the last one. The others differ from these as they do."""
+    """The rounds that are shown in full: the first two and the last one."""
     return sorted({1, min(2, loop.rounds), loop.rounds})
 
 
@@ -52,7 +53,7 @@ def plan(recipe: Recipe) -> Iterator[str]:
                     yield from _stage(recipe, stage, 4)
             elif number == shown[1] + 1:
                 left_out = f"rounds {number} to {shown[-1] - 1}" if number < shown[-1] - 1 else f"round {number}"
-                yield f"  {left_out}: not shown, as round {shown[1]} with the rows, models and settings of their own"
+                yield f"  {left_out}: like round {shown[1]}, but with other rows, models and settings"
 
 
 def _loop(loop: Loop) -> str:
@@ -72,7 +73,7 @@ def _stage(recipe: Recipe, stage: Stage, indent: int) -> Iterator[str]:
 
 
 def _facts(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, str]]:
-    """What is resolved: the models, the rows, and the settings of the round."""
+    """The models, rows and settings that a stage uses in its round."""
     for (key, *rest), model in stage.models.items():
         yield f"method.{rest[0]}" if key == "method" else str(key), _model(model)
     if stage.data is not None:
@@ -120,7 +121,7 @@ def _name(part: Part) -> str:
 
 
 def _select(select: Select) -> str:
-    """The parts of a selection that are set: ``distinct, above 0.7, at_most 4``."""
+    """The keys of a selection that are set: ``distinct, above 0.7, at_most 4``."""
     parts = select.model_dump(exclude_defaults=True)
     return ", ".join(key if value is True else f"{key} {_plain(value)}" for key, value in parts.items())
 

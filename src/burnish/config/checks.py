@@ -219,12 +219,34 @@ def _until_problem(metric: str, name: str, stage: Stage) -> str | None:
     else:
         known = list(dict.fromkeys([*rewards, *(spec.measures_with_rewards if rewards else spec.measures)]))
         possible_metrics = known if spec.measures else []
-    base = re.sub(r"_(pass@|best_of_)[0-9]+$", "", metric.removeprefix("reward_"))
+    of_reward = metric.removeprefix("reward_")
+    base, kind, k = _parts_of_reward(of_reward) if of_reward not in rewards else (of_reward, "", 0)
+    if spec is not None and possible_metrics and kind and base in rewards:
+        return _k_problem(metric, kind, k, name, stage)
     if not possible_metrics or metric in possible_metrics or base in rewards:
         setting = NEEDS.get(metric)
         lacks = setting is not None and spec is not None and setting not in stage.method.settings
         return f"the metric {metric!r} needs method.{setting} in stage {name!r}" if lacks else None
     return f"stage {name!r} has no metric {metric!r}{did_you_mean(metric, known)}; its metrics are {', '.join(known)}"
+
+
+def _parts_of_reward(metric: str) -> tuple[str, str, int]:
+    """The reward, the kind of metric and its k: ``("exact", "pass@", 4)``; of a plain reward ``("exact", "", 0)``."""
+    found = re.fullmatch(r"(.+)_(pass@|best_of_)([0-9]+)", metric)
+    return (found[1], found[2], int(found[3])) if found else (metric, "", 0)
+
+
+def _k_problem(metric: str, kind: str, k: int, name: str, stage: Stage) -> str | None:
+    """Why a stage that makes rows cannot have pass@k or best of k of a reward; None if it can."""
+    assert stage.method is not None
+    if stage.method.name != "eval":
+        return f"stage {name!r} has no metric {metric!r}: only the method eval measures pass@k and best of k"
+    samples = stage.generation.samples
+    known = [2**power for power in range(kind == "best_of_", samples.bit_length())]
+    if k in known:
+        return None
+    listed = f"k is {', '.join(map(str, known))}" if known else "there is no such metric"
+    return f"stage {name!r} has no metric {metric!r}: with generation.samples: {samples}, {listed}"
 
 
 NEEDS = {"kl": "reference", "log_ratio": "reference", "win_rate": "against"}
@@ -241,7 +263,7 @@ def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage,
     if maker.method is None:
         return None
     if maker.makes_rows:
-        return _row_problem(source, maker)
+        return _row_problem(source, maker) or _score_problem(source, maker, reader)
     if maker.method.name not in METHODS:
         return None
     if isinstance(source, StageData):
@@ -255,6 +277,18 @@ def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage,
         return f"stage {maker.name!r} trains a model that gives no score: expected one with method: {{name: reward}}"
     if reward.normalize and maker.data and maker.data.eval is None:
         return f"normalize needs the mean and spread of held-out scores, and stage {maker.name!r} has no data.eval"
+    return None
+
+
+def _score_problem(source: StageModel | StageData, maker: Stage, reader: Stage) -> str | None:
+    """A file of samples without scores, from which a stage reads scores."""
+    if not isinstance(source, StageData) or maker.method is None or maker.method.name != "sample" or maker.reward:
+        return None
+    select = reader.data.select if reader.data else None
+    if source.file == "ranked.jsonl":
+        return f"stage {maker.name!r} has no reward:, so it ranks nothing: {source.file} would be empty"
+    if select is not None and select.reads_scores and select.key == "score":
+        return f"stage {maker.name!r} has no reward:, so its samples have no score for data.select"
     return None
 
 

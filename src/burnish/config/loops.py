@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.inputs import from_stages
-from burnish.config.rounds import Loop, round_of
+from burnish.config.rounds import Loop
 from burnish.config.schema import Recipe, Stage
 from burnish.errors import UserError
 from burnish.models.settings import StageModel
 from burnish.report.curves import estimates
+from burnish.report.rounds import round_of
 
 Entries = Mapping[str, dict[str, Any]]
 """The manifest's stages by name."""

@@ -3,11 +3,11 @@
 After that, a recipe is a list of stages again. The stage ``values`` of the loop ``loop`` is ``loop/2/values`` in the
 second round, which is also its folder. ``{stage: values}`` means
 
-- in the same round, if the stage comes earlier in it;
-- in the round before, if it comes later or is the stage itself; in the first round, its ``initial:``;
-- in the last round, after the loop.
+- the stage of the same round, if it comes earlier in the round;
+- the stage of the previous round, if it comes later or is the stage itself; the first round uses ``initial:`` instead;
+- the stage of the last round, after the loop.
 
-``{stage: loop/1/values}`` always means that round.
+``{stage: loop/1/values}`` always means the stage of the first round.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pydantic import Field
 
 from burnish.errors import did_you_mean
 from burnish.mistakes import Keys, Problem, find, mistakes
+from burnish.report.rounds import round_of
 from burnish.types import Config
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
@@ -53,7 +54,7 @@ class Until(Config, use_attribute_docstrings=True):
     stage: str
     """A stage of the loop."""
     metric: str
-    """A metric of its last evaluation."""
+    """A metric that this stage measures."""
     above: float | None = None
     """The loop ends after the first round in which the metric is greater than this."""
     below: float | None = None
@@ -75,20 +76,13 @@ class Loop(Config, use_attribute_docstrings=True):
     until: Until | None = None
     """Ends the loop early."""
     keep: Literal["last", "all"] = "last"
-    """Rounds whose models and checkpoints stay on disk after the next round. Rows always stay."""
+    """Whose models and checkpoints stay on disk: only those of the last round, or those of all. Rows always stay."""
     stages: list[dict[str, Any]] = Field(min_length=1)
 
 
 def is_loop(stage: Any) -> bool:
     """Whether an entry of ``stages:`` is a loop."""
     return isinstance(stage, dict) and bool({"rounds", "stages"} & stage.keys())
-
-
-def round_of(name: str) -> tuple[str, int, str] | None:
-    """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
-    loop, slash, rest = name.partition("/")
-    number, _, inner = rest.partition("/")
-    return (loop, int(number), inner) if slash and re.fullmatch("[0-9]{1,9}", number) else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,7 @@ def _problems(loop: Loop, at: Keys) -> Iterator[Problem]:
 def _name_problems(stage: Any, at: Keys) -> Iterator[Problem]:
     """A name that looks like that of a stage with its round."""
     if isinstance(name := find(stage, ("name",)), str) and round_of(name):
-        yield Problem((*at, "name"), f"{name!r}: only a run gives such names, to the stages of its loops")
+        yield Problem((*at, "name"), f"{name!r}: names such as loop/1/grow are reserved for the stages of loops")
 
 
 def _same_names(stages: list[Any]) -> Iterator[Problem]:
@@ -335,7 +329,7 @@ class _Writer:
         elif loop is None and name not in self.loops:
             text = f"only for a stage of a loop, and {name!r} is not in one"
         elif loop is not None and not inside and which != "all":
-            text = f"after the loop, expected all, or no from_rounds: to read the last round, got {which!r}"
+            text = f"after the loop, expected all, got {which!r}: to read only the last round, remove from_rounds"
         elif loop is not None and not inside and loop.until is not None:
             text = (
                 f"{loop.name} has until:, so its number of rounds is not known: remove from_rounds: to read the last "
@@ -358,7 +352,7 @@ class _Writer:
             alone = at[-1] == "from" or not found
             found.insert(0, self._initial(source, place, at, at if alone else (*at, 0, "from")))
         if not found:
-            text = "there is no earlier round in the first one: say with initial: what it reads then"
+            text = "the first round has no earlier round: set with initial: what it reads instead"
             self._problem((*at, "from_rounds"), text)
             return [plain]
         return found
@@ -380,7 +374,7 @@ class _Writer:
         if not later:
             return {**plain, "stage": f"{loop.name}/{place.round if inside else loop.rounds}/{name}"}
         if "initial" not in source:
-            text = f"{name!r} {_when(index, place)}, so the first round needs a start: "
+            text = f"{name!r} {_when(index, place)}, so set what the first round uses: "
             self._problem((*at, "stage"), f"{text}{{stage: {name}, initial: ...}}")
             return plain
         if place.round == 1:
@@ -393,13 +387,13 @@ class _Writer:
         self._move(to, (*self._written(at), "initial"))
         for key in ("initial", "from_rounds"):
             if isinstance(start, dict) and key in start:
-                self._problem((*to, key), f"a start cannot have {key}:")
+                self._problem((*to, key), f"initial: cannot have {key}:")
                 return {"stage": source["stage"]}
         name = find(start, ("stage",))
         loop, index = self.homes.get(name, (None, 0)) if isinstance(name, str) else (None, 0)
         if loop is not None and loop is place.loop and index >= place.index:
-            text = f"{name!r} {_when(index, place)}, and the first round needs something that is there before"
-            self._problem((*to, "stage"), f"{text}: a stage before the loop, or one that is earlier in the round")
+            text = f"{name!r} {_when(index, place)}, and the first round needs something that already exists"
+            self._problem((*to, "stage"), f"{text}: name a stage before the loop or earlier in the round")
             return {"stage": source["stage"]}
         return self._resolved(start, place, to)
 

@@ -1,4 +1,4 @@
-"""A stage that makes rows: reads its input in chunks, keeps what is done, and goes on there after a stop."""
+"""A stage that makes rows. It reads its input in chunks and resumes after the last complete chunk."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from burnish.rewards.functions import NamedReward
 from burnish.types import Row
 
 CHUNK = 64
-"""Number of input rows between two points at which a stopped stage can go on. Results depend on it."""
+"""Number of input rows in a chunk, after which a stage can resume. Results depend on it."""
 UNFINISHED = "unfinished"
-"""The folder of the rows until all of them are made."""
+"""The folder of the rows while the stage is incomplete."""
 PROGRESS = "progress.json"
 
 
@@ -103,7 +103,7 @@ class RowStage:
             source = self.read()
             refuse_changes(self.stage, entry["data"], of_rows(self.data, ["rows"], self.recipe.folder, checksums))
             total = len(source.rows)
-            screen.message(f"rows: {total:,}" + (f", from row {state.done + 1:,} on" if state.done else ""))
+            screen.message(f"rows: {total:,}" + (f", resuming at row {state.done + 1:,}" if state.done else ""))
             overlap = in_training(source.rows, self.recipe, self.stage) if self.spec.held_out else None
             if overlap is not None:
                 screen.message(overlap)
@@ -154,15 +154,15 @@ class RowStage:
 
 
 def _prepare(folder: Path, names: Iterable[str], sizes: Mapping[str, int]) -> None:
-    """Create the files of a stage, or cut them off where it stopped."""
+    """Create the files of a stage, or truncate them to the last complete chunk."""
     folder.mkdir(exist_ok=True)
     for name in names:
         path, size = folder / name, sizes.get(name, 0)
         with files.storing(path), path.open("ab") as file:
             if file.tell() < size:
                 raise UserError(
-                    f"{path}: {file.tell()} bytes, but {size} were written: put the file back, or start over with "
-                    "--fresh"
+                    f"{path}: {file.tell()} bytes, but {size} were written: restore the file, or start over "
+                    "with --fresh"
                 )
             file.truncate(size)
     files.sync(folder)
@@ -214,7 +214,7 @@ class _State:
 
     @classmethod
     def of(cls, folder: Path) -> _State:
-        """The state of a stage that was stopped, or of one that begins.
+        """The state of an interrupted stage, or of a new one.
 
         Raises:
             UserError: the file is damaged.
@@ -326,7 +326,7 @@ class _Run:
             UserError: it is a reward model.
         """
         if loaded.is_reward_model:
-            raise UserError(f"{loaded.reference} is a reward model, which completes no prompts")
+            raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
             self._generators[loaded.reference] = factory(self.stage.generator)(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]

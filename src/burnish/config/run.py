@@ -25,6 +25,7 @@ from burnish.errors import UserError
 from burnish.models import quantize
 from burnish.report import page as report
 from burnish.report.display import Display
+from burnish.report.rounds import Rounds, grouped, round_of
 from burnish.rewards.functions import NamedReward
 from burnish.terminal import visible
 from burnish.user_code import user_code
@@ -129,7 +130,7 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             entry.clear()
             entry |= pending(stage)
             manifest["state"] = "running"
-        if place := loops.round_of(stage.name):
+        if place := round_of(stage.name):
             screen.message(f"round {place[1]} of {recipe.loops[place[0]].rounds}")
         began = time.monotonic()
         repeat.check_models(recipe, stage, entries)
@@ -147,8 +148,9 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         if old := loops.thin(recipe, entries):
             write_manifest(folder, manifest)  # first, so that they are not missed if the process is killed now
             _remove_models(folder, old)
-    for name, number in loops.ended(recipe, entries).items():
-        screen.message(f"{name} ended after round {number} of {recipe.loops[name].rounds}")
+    for item in grouped(manifest):
+        if isinstance(item, Rounds) and item.ended:
+            screen.message(f"{item.name} {item.state}")
 
 
 def _remove_models(folder: Path, names: list[str]) -> None:

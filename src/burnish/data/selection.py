@@ -16,16 +16,16 @@ from burnish.types import Config, Conversation, Labelled, Preference, Prompt, Ra
 
 
 class Select(Config, use_attribute_docstrings=True):
-    """Which rows to use: ``{distinct: true, above: 0.7, at_most: 4}``. The parts apply in the order of these keys."""
+    """Which rows to use: ``{distinct: true, above: 0.7, at_most: 4}``. The keys apply in the order below."""
 
     distinct: bool = False
     """Use a row only once if another one has the same prompt and the same completion."""
     above: float | None = Field(None, allow_inf_nan=True)
-    """Use rows whose score is greater than this. ``-.inf`` uses all of them."""
+    """Use rows whose score is greater than this. ``-.inf`` uses all rows."""
     percentile: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    """Use rows whose score is at least this percentile of the scores of the rows that are left."""
+    """Use rows whose score is at least this percentile of the scores of the remaining rows."""
     per: Literal["all", "prompt"] = "all"
-    """Whether the percentile is one of all rows, or of the rows of each prompt."""
+    """Whether to compute the percentile over all rows, or for each prompt over its own rows."""
     best: int | None = Field(None, gt=0)
     """Use this many rows of each prompt, those with the highest scores."""
     at_most: int | None = Field(None, gt=0)
@@ -38,9 +38,9 @@ class Select(Config, use_attribute_docstrings=True):
         if self.above is not None and math.isnan(self.above):
             raise ValueError("above: expected a number, got nan")
         if self.per == "prompt" and self.percentile is None:
-            raise ValueError("per: only for percentile")
+            raise ValueError("per: applies only with percentile")
         if "key" in self.model_fields_set and not self.reads_scores:
-            raise ValueError("key: only for above, percentile and best, which compare scores")
+            raise ValueError("key: applies only with above, percentile or best, which compare scores")
         return self
 
     @property
@@ -55,7 +55,7 @@ class Select(Config, use_attribute_docstrings=True):
 
 
 class Selected(NamedTuple):
-    """The indices of the rows that are used, in order, and how many rows each reason left out.
+    """The indices of the rows that are used, in order, and how many rows were left out for each reason.
 
     ``Selected([0, 2, 3], {"duplicate": 1, "not above 0.7": 12})``
     """
@@ -65,7 +65,7 @@ class Selected(NamedTuple):
 
 
 def select(rows: Sequence[Row], scores: Sequence[float], settings: Select) -> Selected:
-    """Select rows by the settings. Rows with equal scores stay in their order, and the first of them win.
+    """Select rows by the settings. Ties go to the rows that come first.
 
     Args:
         rows: the rows.
@@ -93,7 +93,7 @@ def select(rows: Sequence[Row], scores: Sequence[float], settings: Select) -> Se
         keep(sorted(i for group in ranked for i in group), f"not among the best {best} of its prompt")
     if (at_most := settings.at_most) is not None:
         first = [group[:at_most] for group in _by_prompt(rows, kept)]
-        keep(sorted(i for group in first for i in group), f"more than {at_most} of its prompt")
+        keep(sorted(i for group in first for i in group), f"beyond the first {at_most} of its prompt")
     return Selected(kept, {reason: count for reason, count in left_out.items() if count})
 
 

@@ -90,8 +90,8 @@ class Setup(NamedTuple):
 class Eval(RowMethod):
     """Writes ``measures.jsonl``, a row for each input row, and ``samples.jsonl``, the completions or pairs.
 
-    A row of measures has its source and its values, and the same of the model in ``against``. A row of samples names
-    its model by the key in the recipe: model or against.
+    A row of measures has its source and its values, and those of the model in ``against``. A row of samples says which
+    model it is from: ``model`` or ``against``, as in the recipe.
     """
 
     spec = ROW_METHODS["eval"]
@@ -212,7 +212,7 @@ def check_rows(rows: list[Row], keys: Collection[str], reference: bool, reward_m
         if "reward" not in keys and not reference:
             raise UserError("the rows are prompts: set reward: to score answers, or reference: for the KL")
         if reward_model:
-            raise UserError("the model is a reward model, which completes no prompts: expected a language model")
+            raise UserError("the model is a reward model, which cannot complete prompts: expected a language model")
     elif unused := sorted({"generation", "generator"} & set(keys)):
         raise UserError(f"{', '.join(unused)}: applies only to prompts; nothing is sampled from these rows")
     if reference and (reward_model or kind not in (Prompt, Preference)):

@@ -39,7 +39,7 @@ class Filter(RowMethod):
             if not isinstance(verdict, bool | str):
                 raise UserError(
                     f"filter {self.settings.function} returned {type(verdict).__name__} on {row.source}: expected "
-                    "True, False or the reason as a text"
+                    "True, False or the reason as a string"
                 )
             if verdict is True:
                 passed.append(dict(record))

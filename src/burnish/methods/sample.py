@@ -19,14 +19,14 @@ SHOWN = 4
 """Number of prompts of a chunk whose first completion a person can read in the report."""
 
 OUTCOMES = {"skipped": "skipped: cannot be encoded", "dropped": "dropped: too long"}
-"""What the counts say of prompts that are not completed."""
+"""What the counts call prompts that are not completed."""
 
 
 class Sample(RowMethod):
     """Writes ``samples.jsonl``, a row for each completion, and ``ranked.jsonl``, the distinct ones of each prompt.
 
-    A row of samples has the prompt, the completion, its score, every reward, the reason why it ended, its seed, an id
-    such as ``17-2`` (the third completion of prompt 17, counted from 0), and in ``meta`` the prompt's other columns.
+    A row of samples has the prompt, the completion, its score, every reward, its finish reason, its seed, an id such as
+    ``17-2`` (both numbers count from 0: prompt 17, completion 2), and in ``meta`` the prompt's other columns.
     Empty completions are left out, because no method can learn from them. A prompt is in ``ranked.jsonl`` if its
     completions have at least two different scores.
     """

@@ -1,4 +1,4 @@
-"""Scores completions that exist, as ``sample`` scores its own: the original data of ReST."""
+"""Scores existing completions as ``sample`` scores new ones, such as the original data of ReST."""
 
 from __future__ import annotations
 

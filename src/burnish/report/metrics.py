@@ -65,7 +65,7 @@ class Recorder:
                 if file.tell() < size:
                     raise UserError(
                         f"{path}: {file.tell()} bytes, but the checkpoint was saved when it had {size}; "
-                        "put the file back, or start over with --fresh"
+                        "restore the file, or start over with --fresh"
                     )
                 file.truncate(size)
 

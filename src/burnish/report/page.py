@@ -210,14 +210,14 @@ def results(manifest: Mapping[str, Any]) -> Table:
 
     A stage of a loop is compared with itself: its results in the first round with those in the last one.
     """
-    rows = [("stage", "held out", "before", "after", "")]
+    rows = [("stage", "metric", "before", "after", "")]
     caption = None
     for item in grouped(manifest):
         if isinstance(item, Rounds):
             of_loop = over_rounds(item)
             named = [(compared.name, compared.changes) for compared in of_loop]
             if any(compared.rounds[0] < compared.rounds[1] for compared in of_loop):
-                caption = "For stages of a loop, before is the first round in their name and after is the last one."
+                caption = "For stages of a loop: the first round before, the last one after."
         else:
             named = [(item["name"], _compared(item))]
         for name, compared in named:

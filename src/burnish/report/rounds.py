@@ -1,8 +1,9 @@
-"""The rounds of a loop in the report: what became of them, and each metric by round."""
+"""The rounds of a loop in the report: their state, their rows, and each metric by round."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Rounds:
 
     @property
     def state(self) -> str:
-        """What became of the loop: ``ended after round 2 of 5: held-out score 0.9300 > 0.9``."""
+        """The state of the loop: ``ended after round 2 of 5: held-out score 0.9300 > 0.9``."""
         planned, last = len(self.entries), max(self.ran, default=0)
         if self.ended:
             return f"ended after round {last} of {planned}{self._reason(last)}"
@@ -67,10 +68,13 @@ class Rounds:
 
     def _reason(self, last: int) -> str:
         until = self.settings.get("until")
-        value = self.results(until["stage"]).get(last, {}).get(until["metric"]) if until else None
-        if until is None or value is None:
+        if until is None:
             return ""
-        metric = describe(until["metric"])
+        values = self.results(until["stage"]).get(last, {})
+        key = next((key for key in (until["metric"], f"reward_{until['metric']}") if key in values), None)
+        if key is None:
+            return ""
+        metric, value = describe(key), values[key]
         sign, bound = (">", until["above"]) if until.get("above") is not None else ("<", until["below"])
         # The bound as the recipe has it, so that it can be found there.
         return f": {until['stage']} {metric.label.lower()} {number(value.value, metric.share)} {sign} {bound}"
@@ -128,7 +132,7 @@ class Rounds:
                 for key, weight in zip(rewards, weights, strict=True)
                 if weight == 0
             ]
-            meaning = "the score, which is what is selected by and trained on, beside rewards of weight 0"
+            meaning = "the score, which selection and training use, and rewards of weight 0, which are only measured"
             yield round_panel(
                 f"{self.name}/{stage}/rewards", Metric(f"Rewards in {stage}", meaning), lines, len(self.ran)
             )
@@ -173,7 +177,7 @@ def round_of(name: str) -> tuple[str, int, str] | None:
     """The loop, the round and the name of a stage in a loop: ``("loop", 2, "values")``; None for other stages."""
     loop, slash, rest = name.partition("/")
     number, _, inner = rest.partition("/")
-    return (loop, int(number), inner) if slash else None
+    return (loop, int(number), inner) if slash and re.fullmatch("[0-9]{1,9}", number) else None
 
 
 def _after(entry: Entry) -> dict[str, Estimate]:
@@ -196,7 +200,7 @@ def written_rows(entry: Entry, folder: Path) -> dict[str, int]:
 
 
 def _rows(entry: Entry, folder: Path) -> dict[str, int]:
-    """The numbers of rows of a stage, by what they are. ``folder`` is that of the run."""
+    """The numbers of rows that a stage read or wrote. ``folder`` is that of the run."""
     rows = entry.get("rows") or {}
     trained = {"Rows used for training": rows["train"]["rows"]} if "train" in rows else {}
     return trained | {f"Rows in {name}": count for name, count in written_rows(entry, folder / entry["name"]).items()}
