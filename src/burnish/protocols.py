@@ -181,6 +181,8 @@ class RowMethodSpec:
     """Keys that a stage with this method must have besides ``data``."""
     takes: tuple[str, ...] = ()
     """Keys that a stage with this method may have besides these."""
+    any_column: bool = False
+    """Whether rows may have any columns, which functions of the user read."""
     truncates: bool = False
     """Whether it reads ``data.max_length`` and ``data.too_long``."""
     models: tuple[str, ...] = ()

@@ -234,7 +234,7 @@ data: {rows: chat.jsonl}
     (home / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        folder = pipeline.run(load("filter.yaml", ["out=filtered", "data.keep=[extra]"]))
+        folder = pipeline.run(load("filter.yaml", ["out=filtered"]))
         assert rows(folder / "filter/data/rows.jsonl") == given[:1]
         assert rows(folder / "filter/data/failed.jsonl") == [{**given[1], "reason": "too long"}]
         assert entry(folder, "filter")["rows"]["rows"]["counts"] == {"made": 1, "failed: too long": 1}

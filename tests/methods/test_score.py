@@ -44,7 +44,7 @@ stages:
     method: {name: score}
     model: {stage: prepare}
     reward: *rewards
-    data: {rows: own.jsonl, keep: [answer]}
+    data: {rows: own.jsonl}
 """
 OWN = [
     {"prompt": "12+30", "completion": "42", "answer": "42"},

@@ -77,7 +77,7 @@ class RowStage:
         """
         folder, seed, spec = self.recipe.folder, self.recipe.seed_of(self.stage), self.spec
         kinds = spec.kinds_with_rewards if self.stage.reward and spec.kinds_with_rewards else spec.kinds
-        source = read(self.data, "rows", folder, kinds, seed, records=True)
+        source = read(self.data, "rows", folder, kinds, seed, records=True, any_column=spec.any_column)
         try:
             self.method().check(source.rows, self.stage.model_fields_set, self._has_reward_model())
         except UserError as error:
@@ -154,15 +154,15 @@ class RowStage:
 
 
 def _prepare(folder: Path, names: Iterable[str], sizes: Mapping[str, int]) -> None:
-    """Create the files of a stage, or cut them off where it stopped."""
+    """Create the files of a stage, or truncate them to the last complete chunk."""
     folder.mkdir(exist_ok=True)
     for name in names:
         path, size = folder / name, sizes.get(name, 0)
         with files.storing(path), path.open("ab") as file:
             if file.tell() < size:
                 raise UserError(
-                    f"{path}: {file.tell()} bytes, but {size} were written: put the file back, or start over with "
-                    "--fresh"
+                    f"{path}: {file.tell()} bytes, but {size} were written: restore the file, or start over "
+                    "with --fresh"
                 )
             file.truncate(size)
     files.sync(folder)

@@ -105,9 +105,18 @@ def _same(one: str, other: str) -> bool:
 
 
 def read(
-    data: Data, split: str, folder: Path, kinds: tuple[type[Any], ...], seed: int, *, records: bool = False
+    data: Data,
+    split: str,
+    folder: Path,
+    kinds: tuple[type[Any], ...],
+    seed: int,
+    *,
+    records: bool = False,
+    any_column: bool = False,
 ) -> rows.Rows:
     """Read the rows of a split, with their records if these are wanted. Several sources are mixed by their weights.
+
+    With ``any_column``, rows may have columns that nothing reads.
 
     Raises:
         UserError: if a source cannot be read or has no valid row, or if a row is invalid and must not be skipped.
@@ -118,7 +127,14 @@ def read(
     reads = [
         rows.Rows([], [])
         if split != "eval" and _made_empty(part, name)
-        else rows.load(name, kinds, records=records or number is not None, number=number, **_settings(data, part))
+        else rows.load(
+            name,
+            kinds,
+            records=records or number is not None,
+            number=number,
+            any_column=any_column,
+            **_settings(data, part),
+        )
         for part, name in zip(parts, names, strict=True)
     ]
     skipped = [one for read in reads for one in read.skipped]

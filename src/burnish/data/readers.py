@@ -128,6 +128,7 @@ def read_records(
     limit: int | None = None,
     streaming: bool = False,
     number: str | None = None,
+    any_column: bool = False,
 ) -> Iterator[tuple[Row | Skipped, Any]]:
     """Iterate over the rows of a source and the records that they were read from, with skipped rows in their places.
 
@@ -149,6 +150,7 @@ def read_records(
         limit: maximum number of good rows to read.
         streaming: read hub ids lazily.
         number: a column that must hold a number. It is not one of those that nothing reads.
+        any_column: rows may have any columns, because the caller reads the records.
 
     Raises:
         UserError: the source cannot be read or changes while it is read, or a row is bad and ``on_bad_row`` is
@@ -162,7 +164,7 @@ def read_records(
             try:
                 if isinstance(record, BadRow):
                     raise record
-                row = parse(record, kinds, place, format, keys, keep, number)
+                row = parse(record, kinds, place, format, keys, keep, number, any_column)
                 if number is not None:
                     column_number(record, number, place)
             except BadRow as bad:

@@ -72,6 +72,7 @@ def parse(
     keys: Mapping[str, str] | None = None,
     keep: Collection[str] = (),
     number: str | None = None,
+    any_column: bool = False,
 ) -> Row:
     """Convert a record to a row.
 
@@ -86,6 +87,7 @@ def parse(
             are those of the keys in messages.
         keep: keys to ignore, in the record and in its messages and steps. Prompts keep them among their columns.
         number: a column that the caller reads. A shape may read it too.
+        any_column: ignore all columns that the shape does not read.
 
     Raises:
         BadRow: the record fits no shape, has a column that nothing reads, or has a wrong value. The message names the
@@ -95,7 +97,7 @@ def parse(
     if not isinstance(record, Mapping):
         raise BadRow(source, "", "not a record", f"expected an object with keys, got {shown(record)}")
     try:
-        return _parse(record, kinds, source, format, keys or {}, keep, number)
+        return _parse(record, kinds, source, format, keys or {}, keep, number, any_column)
     except BadRow as bad:
         kept = keep if number is None else [*keep, number]
         lines = None if keys or bad.reason not in OF_NAMES else _lines(record, kinds, format, kept)
@@ -114,6 +116,7 @@ def _parse(
     keys: Mapping[str, str],
     keep: Collection[str],
     number: str | None = None,
+    any_column: bool = False,
 ) -> Row:
     names = (keys.get("role", "role"), keys.get("content", "content")) if IN_MESSAGES & keys.keys() else None
     if columns := {name: column for name, column in keys.items() if name not in IN_MESSAGES}:
@@ -129,7 +132,7 @@ def _parse(
         if not empty(record.get("tools")):
             detail = "the model would not see them; remove the column, or ignore it with data.keep: [tools]"
             raise at.inside("tools").bad("tools are not supported yet", detail)
-        if not isinstance(row, Prompt):
+        if not isinstance(row, Prompt) and not any_column:
             _nothing_unread(record, present, kinds, format, at, number)
         return replace(row, columns={**row.columns, **kept}) if kept and isinstance(row, Prompt) else row
     if fitting:

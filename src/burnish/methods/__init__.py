@@ -75,6 +75,7 @@ _ROW_SPECS = (
         needs=("model", "reward"),
         takes=("template", "trust_remote_code"),
         measures=("score",),
+        any_column=True,
         implementation="burnish.methods.score:Score",
     ),
     RowMethodSpec(
@@ -83,6 +84,7 @@ _ROW_SPECS = (
         get_args(Row),
         outputs={"rows.jsonl": get_args(Row), "failed.jsonl": ()},
         measures=("passed",),
+        any_column=True,
         implementation="burnish.methods.filter:Filter",
     ),
     RowMethodSpec(
