@@ -77,8 +77,8 @@ def test_text_has_no_prompt() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"per": "prompt"}, "per: only for percentile"),
-        ({"distinct": True, "key": "quality"}, "key: only for above, percentile and best"),
+        ({"per": "prompt"}, "per: applies only with percentile"),
+        ({"distinct": True, "key": "quality"}, "key: applies only with above, percentile or best"),
         ({"above": math.nan}, "above: expected a number, got nan"),
         ({"best": 0}, "expected more than 0, got 0"),
     ],
