@@ -535,7 +535,7 @@ def test_a_stage_that_makes_rows_accounts_for_them(loop: tuple[str, str]) -> Non
     assert "read 64 made 62 skipped: every completion is empty 2 left out by data.select: duplicate 5" in part
     assert "data/samples.jsonl · 248 rows sha256 efefefefefef" in part
     assert "Metric Value Score mean reward" in part and "Before" not in part and "Curves" not in part
-    assert "All 3, in the order of the file. p:1 1+1 score 1.00 <3.0> score 1.00 <3.1>" in part
+    assert "not selected); all are in loop/3/grow/data. p:1 1+1 score 1.00 <3.0> score 1.00 <3.1>" in part
     assert "Optimizer step" not in html and "no comparison" not in html
 
 

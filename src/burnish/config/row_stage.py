@@ -121,7 +121,7 @@ class RowStage:
                     state.sizes |= _append(self.folder / UNFINISHED, lines)
                     recorder.samples({"step": first, **sample} for sample in made.samples)
                     if first == start:
-                        screen.samples(made.samples)
+                        screen.samples([{**sample, "step": None} for sample in made.samples])
                     state.add(made, len(rows))
                     state.logs = recorder.offsets()
                     state.save(self.folder)

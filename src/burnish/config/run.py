@@ -130,7 +130,8 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             entry.clear()
             entry |= pending(stage)
             manifest["state"] = "running"
-        if place := round_of(stage.name):
+        place, before = round_of(stage.name), round_of(recipe.stages[max(0, number - 2)].name)
+        if place is not None and (number == 1 or before is None or place[:2] != before[:2]):
             screen.message(f"round {place[1]} of {recipe.loops[place[0]].rounds}")
         began = time.monotonic()
         repeat.check_models(recipe, stage, entries)

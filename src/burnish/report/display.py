@@ -147,12 +147,16 @@ class StageView(Progress):
         return f"{line}: {', '.join(changes)}" if changes else line
 
     def sample_line(self, row: Mapping[str, Any]) -> str:
-        """One plain line for a sample: ``[3/3 ppo] step 40, held out | score 1.250 | prompt | completion``."""
+        """One plain line for a sample: ``[3/3 ppo] step 40, held out | score 1.250 | prompt | completion``.
+
+        A sample of a stage that makes rows has no step: its step is None.
+        """
         score = f"score {number(float(row['score']))}" if row.get("score") is not None else "no score"
         prompt = visible(row.get("prompt", ""), 60, keep="end")
         step = row.get("step", int(self.task.completed))
         held_out = ", held out" if row.get("kind") == "eval" else ""
-        return f"{self.title} step {step}{held_out} | {score} | {prompt} | {visible(row['completion'], 120)}"
+        place = f"step {step}{held_out}" if step is not None else "sample"
+        return f"{self.title} {place} | {score} | {prompt} | {visible(row['completion'], 120)}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The progress bar, headline metrics and the last samples."""
@@ -224,7 +228,8 @@ def _name(key: str) -> str:
 
 
 def _samples_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    title = f"{'held-out samples' if rows[0].get('kind') == 'eval' else 'samples'} at step {rows[0].get('step', 0)}"
+    title, step = "held-out samples" if rows[0].get("kind") == "eval" else "samples", rows[0].get("step", 0)
+    title += f" at step {step}" if step is not None else ""
     table = Table(title=title, title_justify="left", title_style="dim", box=SIMPLE_HEAD, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("completion", ratio=3)
