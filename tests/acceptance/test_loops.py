@@ -64,7 +64,7 @@ def test_rest_gains_in_both_rounds(tmp_path: Path, record_property: Any) -> None
     assert second[1] > 0
     first, last = (stages[f"loop/2/improve-{number}"]["rows"]["train"] for number in (1, 2))
     assert last["rows"] < first["rows"]  # the threshold rises
-    assert "score beside" in (tmp_path / "rest/report.html").read_text("utf-8")
+    assert "gold (weight 0)" in (tmp_path / "rest/report.html").read_text("utf-8")
 
 
 def test_every_improve_of_rest_em_starts_from_the_base(tmp_path: Path, record_property: Any) -> None:
