@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers as hf
 from transformers import TrainerCallback, TrainingArguments
 
 from burnish import PPO, Reinforce, Trainer
+from burnish.config.row_stage import _State
 from burnish.generate.sampling import Sampling
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
@@ -71,6 +73,31 @@ def run_until(run: Callable[[], object], stage: str, step: int, monkeypatch: pyt
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Trainer, "_save_checkpoint", save)
         run()
+
+
+def run_until_chunk(run: Callable[[], object], chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a recipe until its stages that make rows have written one more chunk than these, which are recorded."""
+    save, saved = _State.save, []
+
+    def killed(self: Any, folder: Path) -> None:
+        if len(saved) == chunks:
+            raise Killed
+        saved.append(folder)
+        save(self, folder)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(_State, "save", killed)
+        run()
+
+
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """The stages of a run's manifest by name."""
+    return {stage["name"]: stage for stage in json.loads((folder / "manifest.json").read_text("utf-8"))["stages"]}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from burnish.config import load
 from burnish.config import run as pipeline
 from burnish.errors import UserError
-from tiny_runs import run_until
+from tiny_runs import entries, run_until
 
 RECIPE = """
 name: test
@@ -54,23 +52,19 @@ def whole(recipe: Path) -> Path:
     return pipeline.run(load(recipe, [f"out={recipe.parent / 'whole'}"]))
 
 
-def manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    return {entry["name"]: entry for entry in json.loads((folder / "manifest.json").read_text())["stages"]}
-
-
 def test_rounds_build_on_one_another(whole: Path) -> None:
-    entries = manifest(whole)
-    assert len(entries) == 8 and {entry["state"] for entry in entries.values()} == {"done"}
-    assert [entries[f"loop/{k}/tune"]["rows"]["train"]["rows"] for k in (1, 2, 3)] == [8, 16, 24]
-    assert entries["loop/2/tune"]["model"]["source"] == str(whole / "loop/1/tune/model")
-    assert entries["last"]["model"]["source"] == str(whole / "loop/3/tune/model")
+    made = entries(whole)
+    assert len(made) == 8 and {entry["state"] for entry in made.values()} == {"done"}
+    assert [made[f"loop/{k}/tune"]["rows"]["train"]["rows"] for k in (1, 2, 3)] == [8, 16, 24]
+    assert made["loop/2/tune"]["model"]["source"] == str(whole / "loop/1/tune/model")
+    assert made["last"]["model"]["source"] == str(whole / "loop/3/tune/model")
     rows = {(whole / f"loop/{k}/more/data/sft.jsonl").read_bytes() for k in (1, 2, 3)}
     assert len(rows) == 3  # each round has its seed
 
 
 def test_models_of_old_rounds_are_removed_and_their_rows_kept(whole: Path) -> None:
-    entries = manifest(whole)
-    assert [entries[f"loop/{k}/tune"].get("thinned", False) for k in (1, 2, 3)] == [True, True, False]
+    made = entries(whole)
+    assert [made[f"loop/{k}/tune"].get("thinned", False) for k in (1, 2, 3)] == [True, True, False]
     assert [(whole / f"loop/{k}/tune/model").exists() for k in (1, 2, 3)] == [False, False, True]
     assert not list(whole.glob("loop/[12]/tune/checkpoint-*"))
     assert all((whole / f"loop/{k}/tune/metrics.jsonl").is_file() for k in (1, 2, 3))
@@ -88,7 +82,7 @@ def test_a_run_that_was_killed_in_a_round_ends_with_the_same_bytes(
     resumed = recipe.parent / "resumed"
     kill = load(recipe, [f"out={resumed}"])
     run_until(lambda: pipeline.run(kill), "tune", 2, monkeypatch)  # round 1 has one step, so this is round 2
-    assert manifest(resumed)["loop/2/tune"]["state"] == "running"
+    assert entries(resumed)["loop/2/tune"]["state"] == "running"
     pipeline.run(load(recipe, [f"out={resumed}"]))
     for name in ("loop/3/tune/model/model.safetensors", "last/model/model.safetensors", "loop/3/more/data/sft.jsonl"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
@@ -98,12 +92,12 @@ def test_a_result_ends_a_loop_early(recipe: Path, capfd: pytest.CaptureFixture[s
     until = "stages.loop.until={stage: tune, metric: loss, below: 100}"
     folder = pipeline.run(load(recipe, [f"out={recipe.parent / 'early'}", until]))
     assert "loop ended after round 1 of 3: tune loss " in "".join(capfd.readouterr())
-    entries = manifest(folder)
-    assert {name: entry["state"] for name, entry in entries.items() if name.startswith("loop")} == {
+    made = entries(folder)
+    assert {name: entry["state"] for name, entry in made.items() if name.startswith("loop")} == {
         "loop/1/more": "done", "loop/1/tune": "done", "loop/2/more": "skipped", "loop/2/tune": "skipped",
         "loop/3/more": "skipped", "loop/3/tune": "skipped",
     }  # fmt: skip
-    assert entries["last"]["model"]["source"] == str(folder / "loop/1/tune/model")
+    assert made["last"]["model"]["source"] == str(folder / "loop/1/tune/model")
 
 
 def test_a_metric_that_is_not_measured_cannot_end_a_loop(recipe: Path) -> None:

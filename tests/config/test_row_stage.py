@@ -11,14 +11,13 @@ import pytest
 from burnish import files
 from burnish.config import load, row_stage
 from burnish.config import run as pipeline
-from burnish.config.row_stage import _State
 from burnish.data.readers import load as load_rows
 from burnish.errors import UserError
 from burnish.files import staging
 from burnish.methods.filter import Filter
 from burnish.report.metrics import number
 from burnish.types import Conversation, Prompt, Ranking
-from tiny_runs import Killed
+from tiny_runs import Killed, entries, json_rows, run_until_chunk
 
 RECIPE = """
 name: rest
@@ -85,18 +84,13 @@ def whole(home: Path) -> Path:
     return pipeline.run(load(home / "rest.yaml", [f"out={home / 'whole'}"]))
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 def entry(folder: Path, name: str) -> dict[str, Any]:
-    stages = json.loads((folder / "manifest.json").read_text())["stages"]
-    return next(stage for stage in stages if stage["name"] == name)
+    return entries(folder)[name]
 
 
 def test_samples_are_in_the_order_of_their_prompts_and_can_be_read(whole: Path) -> None:
     data = whole / "loop/1/grow/data"
-    samples, prompts = rows(data / "samples.jsonl"), rows(whole / "prepare/data/prompts.jsonl")
+    samples, prompts = json_rows(data / "samples.jsonl"), json_rows(whole / "prepare/data/prompts.jsonl")
     order = [prompt["prompt"] for prompt in prompts]
     places = [order.index(sample["prompt"]) for sample in samples]
     assert places == sorted(places) and len(samples) <= 30
@@ -121,7 +115,7 @@ def test_every_prompt_is_accounted_for_and_results_have_intervals(whole: Path) -
 
 
 def test_rounds_sample_from_the_improved_model(whole: Path) -> None:
-    first, second = (rows(whole / f"loop/{k}/grow/data/samples.jsonl") for k in (1, 2))
+    first, second = (json_rows(whole / f"loop/{k}/grow/data/samples.jsonl") for k in (1, 2))
     assert [row["completion"] for row in first] != [row["completion"] for row in second]
     assert (
         entry(whole, "loop/2/improve")["rows"]["train"]["rows"]
@@ -143,17 +137,7 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(
     home: Path, whole: Path, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load(home / "rest.yaml", [f"out={home / f'killed-{chunks}'}"])
-    save, saved = _State.save, []
-
-    def killed(self: Any, folder: Path) -> None:
-        if len(saved) == chunks:
-            raise Killed
-        saved.append(folder)
-        save(self, folder)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(_State, "save", killed)
-        pipeline.run(recipe)
+    run_until_chunk(lambda: pipeline.run(recipe), chunks, monkeypatch)
     pipeline.run(recipe)
     for path in [*sorted(whole.glob("loop/*/*/data/*.jsonl")), whole / "loop/2/improve/model/model.safetensors"]:
         assert (recipe.folder / path.relative_to(whole)).read_bytes() == path.read_bytes()
@@ -214,7 +198,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(home: Path, whole: P
     folder = pipeline.run(load(home / "rest.yaml", [f"out={home / 'long'}", data, "stages.loop.rounds=1"]))
     made = entry(folder, "loop/1/grow")["rows"]["rows"]["counts"]
     assert made == {"made": 3, "dropped: too long": 2}
-    samples = rows(folder / "loop/1/grow/data/samples.jsonl")
+    samples = json_rows(folder / "loop/1/grow/data/samples.jsonl")
     assert {sample["id"].partition("-")[0] for sample in samples} == {"0", "2", "4"}  # the indices of their rows
 
 
@@ -235,8 +219,8 @@ data: {rows: chat.jsonl}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         folder = pipeline.run(load("filter.yaml", ["out=filtered"]))
-        assert rows(folder / "filter/data/rows.jsonl") == given[:1]
-        assert rows(folder / "filter/data/failed.jsonl") == [{**given[1], "reason": "too long"}]
+        assert json_rows(folder / "filter/data/rows.jsonl") == given[:1]
+        assert json_rows(folder / "filter/data/failed.jsonl") == [{**given[1], "reason": "too long"}]
         assert entry(folder, "filter")["rows"]["rows"]["counts"] == {"made": 1, "failed: too long": 1}
 
 
@@ -258,13 +242,13 @@ def filtered(home: Path, function: str, given: list[dict[str, Any]]) -> Path:
 
 def test_a_filter_draws_other_random_numbers_for_each_row(home: Path) -> None:
     data = filtered(home, "coin", [{"prompt": f"{i}", "completion": "a"} for i in range(12)])
-    kept = rows(data / "rows.jsonl")
-    assert 0 < len(kept) < len(kept) + len(rows(data / "failed.jsonl"))
+    kept = json_rows(data / "rows.jsonl")
+    assert 0 < len(kept) < len(kept) + len(json_rows(data / "failed.jsonl"))
 
 
 def test_a_filter_cannot_change_rows(home: Path) -> None:
     data = filtered(home, "eats_tags", [{"prompt": f"{i}", "completion": "a", "tags": ["b"]} for i in range(3)])
-    assert all(row["tags"] == ["b"] for row in rows(data / "rows.jsonl"))
+    assert all(row["tags"] == ["b"] for row in json_rows(data / "rows.jsonl"))
 
 
 def test_a_reason_of_a_row_is_not_replaced(home: Path) -> None:

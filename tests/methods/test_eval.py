@@ -18,11 +18,10 @@ from burnish.commands.evaluate import evaluate
 from burnish.config import load, row_stage
 from burnish.config import run as pipeline
 from burnish.config.evaluation import load_evaluation
-from burnish.config.row_stage import _State
 from burnish.errors import UserError
 from burnish.math.tensors import token_logprobs
 from burnish.report.display import Display
-from tiny_runs import Killed
+from tiny_runs import entries, json_rows, run_until_chunk
 
 MINE = """
 def digits(trajectories):
@@ -122,14 +121,6 @@ def save(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def entries(folder: Path) -> dict[str, dict[str, Any]]:
-    return {stage["name"]: stage for stage in json.loads((folder / "manifest.json").read_text())["stages"]}
-
-
 def shown(recipe: str, *overrides: str) -> str:
     """What a run of a recipe prints."""
     console = Console(file=io.StringIO(), width=400)
@@ -168,17 +159,17 @@ def test_a_stage_has_the_results_of_the_command(whole: Path, stage: str, model: 
         if "difference" in interval:
             expected["after"] |= {f"eval_{name}_change_{end}": interval["difference"][end] for end in ("low", "high")}
     assert results["after"] == expected["after"] and results.get("before", {"step": 0}) == expected["before"]
-    samples = rows(whole / stage / "data/samples.jsonl")
+    samples = json_rows(whole / stage / "data/samples.jsonl")
     names = {"model": command["models"][0], "against": command["models"][-1]}
     samples.sort(key=lambda sample: sample["model"] == "against")  # the stage writes chunks, with both models in each
     assert [{**sample, "model": names[sample["model"]]} for sample in samples] == command["samples"]
 
 
 def test_each_row_has_its_own_measures(whole: Path) -> None:
-    lines = rows(whole / "chat/data/measures.jsonl")
+    lines = json_rows(whole / "chat/data/measures.jsonl")
     assert [line["source"] for line in lines] == [f"chat.jsonl:{n}" for n in range(1, 11)]
     tokenizer = character_tokenizer()
-    for line, row in zip(lines[:3], rows(whole.parent / "chat.jsonl"), strict=False):
+    for line, row in zip(lines[:3], json_rows(whole.parent / "chat.jsonl"), strict=False):
         messages = [{"role": "user", "content": row["prompt"]}]
         start: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         ids = [*start, *tokenizer.encode(row["completion"], add_special_tokens=False), tokenizer.eos_token_id]
@@ -194,7 +185,7 @@ def test_each_row_has_its_own_measures(whole: Path) -> None:
 
 
 def test_the_win_rate_and_pass_at_k_follow_from_the_samples(whole: Path) -> None:
-    samples = rows(whole / "prompts/data/samples.jsonl")
+    samples = json_rows(whole / "prompts/data/samples.jsonl")
     mine, other = ([s["rewards"]["accuracy"] for s in samples if s["model"] == name] for name in ("model", "against"))
     after = entries(whole)["prompts"]["results"]["after"]
     wins = [0.5 if a == b else float(a > b) for a, b in zip(mine, other, strict=True)]
@@ -222,17 +213,7 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(
     home: Path, whole: Path, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load("measure.yaml", [f"out=killed-{chunks}"])
-    save, saved = _State.save, []
-
-    def killed(self: Any, folder: Path) -> None:
-        if len(saved) == chunks:
-            raise Killed
-        saved.append(folder)
-        save(self, folder)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(_State, "save", killed)
-        pipeline.run(recipe)
+    run_until_chunk(lambda: pipeline.run(recipe), chunks, monkeypatch)
     pipeline.run(recipe)
     for path in [*whole.glob("*/data/*.jsonl"), *whole.glob("*/metrics.jsonl"), *whole.glob("*/samples.jsonl")]:
         assert (recipe.folder / path.relative_to(whole)).read_bytes() == path.read_bytes()
@@ -257,8 +238,8 @@ def test_rows_that_earlier_stages_train_on_are_reported(home: Path) -> None:
     train = "stages.loop.stages.check.data.rows.file=prompts.jsonl"
     said = shown("loop.yaml", "out=seen", train, "stages.loop.until={stage: check, metric: length, below: 0}")
     overlap = [entry.get("overlap") for name, entry in entries(home / "seen").items() if name.endswith("check")]
-    trained = {row["prompt"] for row in rows(home / "seen/prepare/data/sft.jsonl")}
-    count = sum(row["prompt"] in trained for row in rows(home / "seen/prepare/data/prompts.jsonl"))
+    trained = {row["prompt"] for row in json_rows(home / "seen/prepare/data/sft.jsonl")}
+    count = sum(row["prompt"] in trained for row in json_rows(home / "seen/prepare/data/prompts.jsonl"))
     if count:
         assert f"warning: {count} of 9 rows have a prompt" in said
     assert all(bool(text) == bool(count) for text in overlap)
@@ -320,7 +301,7 @@ def test_a_reward_model_is_not_compared_with_a_policy(home: Path) -> None:
 def test_rows_that_are_left_out_are_counted_and_named(home: Path) -> None:
     changes = ["stages.chat.data.max_length=30", "stages.chat.data.too_long=drop"]
     folder = pipeline.run(load("measure.yaml", ["out=short", *changes]))
-    lines = rows(folder / "chat/data/measures.jsonl")
+    lines = json_rows(folder / "chat/data/measures.jsonl")
     dropped = [line["source"] for line in lines if not line["values"]]
     assert entries(folder)["chat"]["rows"]["rows"]["counts"] == {"measured": 10 - len(dropped), "dropped": len(dropped)}
     assert 0 < len(dropped) < 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 from burnish.cli import app
 from burnish.config import load
 from burnish.config import run as pipeline
+from tiny_runs import entries
 
 RECIPE = """
 name: rest
@@ -67,10 +67,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "em.yaml").write_text(EM)
     (folder / "mine.py").write_text(MINE)
     return folder
-
-
-def entries(folder: Path) -> dict[str, dict[str, Any]]:
-    return {entry["name"]: entry for entry in json.loads((folder / "manifest.json").read_text())["stages"]}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from burnish.data.readers import load as load_rows
 from burnish.errors import UserError
 from burnish.methods.score import _trajectory
 from burnish.types import Conversation, Messages, Sequence
+from tiny_runs import json_rows
 
 MINE = """
 def exact(trajectories):
@@ -52,10 +53,6 @@ OWN = [
 ]
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
@@ -73,7 +70,7 @@ def folder(home: Path) -> Path:
 
 
 def test_samples_that_are_scored_again_have_the_same_scores(folder: Path) -> None:
-    first, second = rows(folder / "samples/data/samples.jsonl"), rows(folder / "again/data/scored.jsonl")
+    first, second = json_rows(folder / "samples/data/samples.jsonl"), json_rows(folder / "again/data/scored.jsonl")
     same = ("prompt", "completion", "meta", "finish_reason")
     assert [{key: row[key] for key in same} for row in first] == [{key: row[key] for key in same} for row in second]
     assert [row["rewards"]["exact"] for row in first] == [row["rewards"]["exact"] for row in second]
@@ -83,7 +80,7 @@ def test_samples_that_are_scored_again_have_the_same_scores(folder: Path) -> Non
 
 def test_rows_of_any_conversation_format_are_scored_with_their_columns(folder: Path) -> None:
     path = folder / "original/data/scored.jsonl"
-    assert rows(path) == [
+    assert json_rows(path) == [
         {"prompt": "12+30", "completion": "42", "score": 1.3, "rewards": {"exact": 1.0, "tokens": 3.0},
          "finish_reason": "stop", "meta": {"answer": "42"}},
         {"prompt": "1+1", "completion": "3", "score": 0.2, "rewards": {"exact": 0.0, "tokens": 2.0},
