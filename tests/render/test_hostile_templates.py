@@ -72,7 +72,7 @@ HOSTILE = {
         r"refuses .*\(user, assistant\): roles must alternate$",
     ),
     "long refusal": ("{{ raise_exception('no ' * 10**6) }}", "refuses .*: (no )+no...$"),
-    "text of 60 MB": ("{{ messages[0].content * (2 * 10**7) }}", "wrote 60,000,066 characters for messages of 5"),
+    "text of 3 MB": ("{{ messages[0].content * 10**6 }}", "wrote 3,000,066 characters for messages of 5"),
     "nested loops": (LOOP * 2 + END * 2, "took more than 0.3 s of CPU time"),
     "large power": ("{{ (messages | length) ** (10**10) }}", LIMIT),
     "repeated text": ("{{ messages[0].content * 10**10 }}", "needed more than 1 GB of memory"),
