@@ -109,6 +109,8 @@ def test_every_prompt_is_accounted_for_and_results_have_intervals(whole: Path) -
     assert sum(grown["rows"]["rows"]["counts"].values()) == 10
     after = grown["results"]["after"]
     assert after["eval_score_low"] <= after["eval_score"] <= after["eval_score_high"]
+    ranked = json_rows(whole / "loop/1/grow/data/ranked.jsonl")
+    assert after["eval_ranked"] == len(ranked) / 10  # the other prompts have completions of equal scores
     assert 0 <= after["eval_stopped_low"] < after["eval_stopped_high"] <= 1
     improved = entry(whole, "loop/2/improve")
     assert sum(improved["rows"]["train"]["left_out"].values()) > 0

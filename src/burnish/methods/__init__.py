@@ -63,7 +63,7 @@ _ROW_SPECS = (
         needs=("model",),
         takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
         measures=("length", "stopped", "empty"),
-        measures_with_rewards=("score", "length", "stopped", "empty"),
+        measures_with_rewards=("score", "length", "stopped", "empty", "ranked"),
         truncates=True,
         implementation="burnish.methods.sample:Sample",
     ),

@@ -55,8 +55,10 @@ class Sample(RowMethod):
             written += mine
             made = "made, for a shortened prompt" if trajectories[0].source in reasons else "made"
             counts[made if mine else "skipped: every completion is empty"] += 1
-            if run.rewards and (ranking := _ranking(mine)) is not None:
-                ranked.append(ranking)
+            if run.rewards:
+                ranking = _ranking(mine)
+                ranked += [] if ranking is None else [ranking]
+                measured["ranked"].append(float(ranking is not None))
             for name, values in _measures(trajectories).items():
                 measured[name].append(fmean(values))
         files = {"samples.jsonl": written, "ranked.jsonl": ranked}

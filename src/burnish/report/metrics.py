@@ -220,6 +220,7 @@ METRICS: dict[str, Metric] = {
     "length": Metric("Completion length", "tokens", headline=True),
     "stopped": Metric("Stopped", "completions that ended with a stop token", None, True),
     "empty": Metric("Empty", "completions without text", "lower", True),
+    "ranked": Metric("Ranked", "prompts whose completions have different scores", share=True),
     "passed": Metric("Passed", "rows for which the function returned True", None, True, True),
     "chosen": Metric("Score of preferred answers", "mean"),
     "rejected": Metric("Score of other answers", "mean"),
