@@ -341,7 +341,7 @@ ROWS = {
     "a margin that is no number": ("pairs", PAIR | {"margin": "big"}, ["margin", "big"]),
     "a column that nothing reads": ("pairs", PAIR | {"score_chosen": 2}, ["score_chosen", "data.keep: [score_chosen]"]),
     "a duplicate key": ("prompts", '{"prompt": "Hi", "prompt": "Ho"}', ["prompts.jsonl:2: prompt: duplicate key"]),
-    "tools": ("prompts", {"prompt": "Hi", "tools": [{"name": "add"}]}, ["tools are not supported yet"]),
+    "tools": ("prompts", {"prompt": "Hi", "tools": [{"nam": "add"}]}, ["tools[0]", "not a tool", "file.py:name"]),
     "a key of a message": (
         "chat",
         {"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": "a", "name": "b"}]},

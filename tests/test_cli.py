@@ -275,7 +275,18 @@ def test_schema_is_json():
 
 def test_doctor_describes_the_machine():
     shown = call("doctor").stdout
-    for name in ("python", "torch", "cores", "threads", "memory", "GPU", "bfloat16", "GFLOP/s", "bitsandbytes"):
+    for name in (
+        "python",
+        "torch",
+        "cores",
+        "threads",
+        "memory",
+        "GPU",
+        "bfloat16",
+        "GFLOP/s",
+        "bitsandbytes",
+        "sandbox: ",
+    ):
         assert name in shown
 
 

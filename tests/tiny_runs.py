@@ -13,11 +13,14 @@ import torch
 import transformers as hf
 from transformers import TrainerCallback, TrainingArguments
 
-from burnish import PPO, Reinforce, Trainer
+from builders import character_tokenizer, llama
+from burnish import PPO, Distill, Reinforce, Trainer
 from burnish.config.row_stage import _State
 from burnish.generate.sampling import Sampling
 from burnish.models.adapters import add_adapter
+from burnish.models.loaded import Loaded
 from burnish.models.settings import AdapterConfig
+from burnish.rewards.functions import NamedReward
 
 NUMBERS = random.Random(0)
 ROWS = [
@@ -155,3 +158,17 @@ def grpo() -> Reinforce:
     }
     kl: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimate": "k3"}
     return Reinforce(reward, Sampling(max_new_tokens=5, samples=3), advantage="group_std", **settings, **kl)
+
+
+def distill(**settings: Any) -> Distill:
+    """Distillation from a teacher with another layer, on two completions of each prompt."""
+    teacher = Loaded("teacher", llama(7, num_hidden_layers=3), character_tokenizer())
+    sampling = Sampling(max_new_tokens=5, samples=2)
+    return Distill(
+        [NamedReward("ones", 0.0, reward)],
+        sampling,
+        load=lambda _: teacher,
+        teacher="teacher",
+        show_every=1,
+        **settings,
+    )

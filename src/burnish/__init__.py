@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from burnish.errors import UserError
+    from burnish.methods.distill import Distill
     from burnish.methods.dpo import DPO
     from burnish.methods.policy_gradient import GRPO, PPO, RLOO, Reinforce
     from burnish.methods.pretrain import Pretrain
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from burnish.methods.sft import SFT
     from burnish.methods.step_value import StepValue
     from burnish.training.trainer import Trainer
+    from burnish.types import Observation
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "PPO",
     "RLOO",
     "SFT",
+    "Distill",
+    "Observation",
     "Pretrain",
     "Reinforce",
     "RewardModel",
@@ -31,7 +35,9 @@ __all__ = [
 
 _HOMES = {
     "DPO": "burnish.methods.dpo",
+    "Distill": "burnish.methods.distill",
     "GRPO": "burnish.methods.policy_gradient",
+    "Observation": "burnish.types",
     "PPO": "burnish.methods.policy_gradient",
     "Pretrain": "burnish.methods.pretrain",
     "RLOO": "burnish.methods.policy_gradient",

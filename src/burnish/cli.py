@@ -330,6 +330,8 @@ def evaluate(
         return
     for kind in ("skipped", "dropped", "shortened"):
         _print(*(f"{kind}: {line}" for line in result[kind]))
+    if by_turn := result["by_turn"]:
+        _print(f"{by_turn:,} rows measured turn by turn, because the chat template rewrites earlier turns")
     _print(f"{result['rows']} rows; brackets show 95 % confidence intervals over rows")
     _print_table(measuring.table(result))
 
@@ -338,8 +340,9 @@ def evaluate(
 def doctor() -> None:
     """Report what this machine supports, and what would make it faster."""
     from burnish.machine import advice, examine
+    from burnish.rl.sandbox.client import enforced
 
-    facts = examine()
+    facts = examine() | {f"sandbox: {name}": value for name, value in enforced().items()}
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
         table.add_row(name, value)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from burnish.models.settings import ModelSource
     from burnish.render.truncate import Truncation
     from burnish.rewards.functions import NamedReward
+    from burnish.rl.environment import Environments
 
 T = TypeVar("T")
 
@@ -156,8 +157,12 @@ class MethodSpec:
     """The head of its model: that of a language model, or of a classifier with one score."""
     streams: bool = False
     """Whether it can train on a ``RowStream``: it encodes a few rows at a time, and its steps need nothing else."""
+    models: tuple[str, ...] = ()
+    """Settings that name a model. The method also gets ``load``, which loads a model that they name."""
     too_long: str = "error"
     """What happens to rows over ``data.max_length`` if ``data.too_long`` is not set."""
+    environments: bool = False
+    """Whether its completions may be episodes with an environment. The class then also gets ``environments``."""
     implementation: str = ""
     """``package.module:Name`` of the class, for methods that recipes refer to by name."""
 
@@ -242,6 +247,11 @@ class RowRun(Protocol):
     @property
     def rewards(self) -> list[NamedReward]:
         """The stage's rewards."""
+        ...
+
+    @property
+    def environments(self) -> Environments | None:
+        """The stage's environments and tools, if it has any."""
         ...
 
     @property

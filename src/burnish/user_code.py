@@ -72,7 +72,7 @@ def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
         message = " ".join(part for part in (what, f"exceeded its time limit of {timeout:g} seconds", during) if part)
         raise UserCodeError(f"{message}; a larger timeout allows more", _own_traceback(error)) from error
     except BaseException as error:
-        name, text = type(error).__name__, _last_line(error)
+        name, text = type(error).__name__, last_line(error)
         message = " ".join(part for part in (what, "raised", name, during) if part)
         raise UserCodeError(f"{message}: {text}" if text else message, _own_traceback(error)) from error
 
@@ -190,7 +190,8 @@ def seed_random(seed: int) -> None:
 # --- messages -----------------------------------------------------------------------------------------------------
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
+    """The text of an exception, even if its own method ``__str__`` raises one."""
     return str(traceback.TracebackException.from_exception(error, limit=0))
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,12 @@ from burnish.user_code import RandomStates, isolated, random_states, reported, s
 
 SLICE = 0.001
 """Seconds that ``advance`` runs the event loop if it does not wait."""
+
+PAUSE = 1e6
+"""Seconds that a task may wait for its turn: practically no limit."""
+
+WAIT = 1.0
+"""Maximum number of seconds that ``advance`` waits. Deadlines change meanwhile if tasks get their turn."""
 
 CLEANUP = 1.0
 """Seconds that a coroutine may run between two awaits after its time limit, for its ``finally`` blocks."""
@@ -43,6 +50,19 @@ class _Call:
 
 
 _current: ContextVar[_Call | None] = ContextVar("the call that a task belongs to", default=None)
+
+
+@contextlib.contextmanager
+def time_limit_paused() -> Iterator[None]:
+    """A context in which a task waits for its turn. This does not count toward its time limit."""
+    call = _current.get()
+    assert call is not None, "only tasks of UserTasks have a time limit"
+    left = call.deadline - time.monotonic()
+    call.deadline = time.monotonic() + PAUSE
+    try:
+        yield
+    finally:
+        call.deadline = time.monotonic() + left
 
 
 class UserTasks:
@@ -71,11 +91,11 @@ class UserTasks:
         return task
 
     def advance(self, wait: bool = False) -> None:
-        """Run all tasks as far as they get. With ``wait``, return only when one of them has ended."""
+        """Run all tasks as far as they get. With ``wait``, wait up to a second until one of them has ended."""
         if not self.running:
             return
         end = min(call.deadline for call in self.running.values()) if wait else 0.0
-        self._run(self.running, max(end - time.monotonic(), SLICE))
+        self._run(self.running, min(max(end - time.monotonic(), SLICE), WAIT))
         # Check deadlines only after running, because this process may have been busy when a server's answer arrived.
         now = time.monotonic()
         self.running = {task: call for task, call in self.running.items() if not task.done()}
@@ -93,7 +113,8 @@ class UserTasks:
     def _run(
         self, tasks: Iterable[asyncio.Task[Any]], seconds: float | None, until: str = asyncio.FIRST_COMPLETED
     ) -> None:
-        self.runner.run(asyncio.wait(list(tasks), timeout=seconds, return_when=until))
+        # Not Runner.run, because it would keep Ctrl-C from code that sleeps or waits without await.
+        self.runner.get_loop().run_until_complete(asyncio.wait(list(tasks), timeout=seconds, return_when=until))
 
 
 @functools.cache

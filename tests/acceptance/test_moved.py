@@ -24,9 +24,32 @@ from burnish.report.metrics import is_timing
 MOMENTS = {
     "everything": ["start", "line", "write", "line", "write"] * 2,
     "loops": ["start", "chunk", "line", "write", "chunk", "write", "line", "chunk", "write", "line"],
+    "environments": ["start", "line", "write", "line", "write"] * 2,
 }
 PATIENCE = 600  # seconds; a process that takes longer hangs
 REWARDS = """\
+import random
+
+from burnish import Observation
+
+class Asks:
+    def respond(self, message):
+        return Observation(random.choice(["1", "22"]), reward=random.random() + len(message["content"]) / 10)
+
+class Dice:
+    def reset(self, seed, **columns):
+        self.dice, self.reward = random.Random(seed), random.random()
+        return str(self.dice.randrange(10))
+
+    async def calculator(self, expression: str) -> str:
+        '''Roll a die.
+
+        Args:
+            expression: is ignored.
+        '''
+        self.reward += self.dice.random()
+        return str(random.randrange(10))
+
 def brevity(answers):
     return [-float(len(answer.text)) for answer in answers]
 
@@ -73,20 +96,28 @@ def finish(folder: Path) -> None:
     assert start(folder).wait(timeout=PATIENCE) == 0, shown(folder)
 
 
+def found(folder: Path) -> list[Path]:
+    """All files and folders of the runs. Unlike a glob, this may pass a folder that is renamed meanwhile."""
+    walked = os.walk(folder / "runs")
+    return [Path(parent) / name for parent, folders, names in walked for name in (*folders, *names)]
+
+
 def lines(folder: Path) -> int:
     """Lines of metrics that the stages have written."""
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob("runs/**/metrics.jsonl"))
+    return sum(path.read_bytes().count(b"\n") for path in found(folder) if path.name == "metrics.jsonl")
 
 
 def chunks(folder: Path) -> set[int]:
     """The times of the last chunk of every stage that makes rows, in nanoseconds."""
-    return {path.stat().st_mtime_ns for path in folder.glob("runs/**/progress.json")}
+    return {path.stat().st_mtime_ns for path in found(folder) if path.name == "progress.json"}
 
 
 def unfinished(folder: Path) -> set[tuple[str, int]]:
     """Folders that are being written, or were when a process was killed, each with its last change in nanoseconds."""
     contents = set()
-    for path in folder.glob("runs/**/.*.partial"):
+    for path in found(folder):
+        if not (path.name.startswith(".") and path.name.endswith(".partial")):
+            continue
         try:
             contents.add((path.name, path.stat().st_mtime_ns))
         except FileNotFoundError:  # it took its name in between
@@ -172,11 +203,18 @@ def check(name: str, expected: dict[str, Any]) -> None:
         assert {f"loop/{number}/held-out/data/measures.jsonl" for number in (1, 2, 3)} <= set(expected)
         assert "loop/1/dpo/model/model.safetensors" not in expected  # the models of old rounds are removed
         return
+    if name == "environments":
+        models = {expected[f"{stage}/model/model.safetensors"] for stage in ("sft", "ppo", "turns", "grpo", "again")}
+        assert len(models) == 5 and "held-out/data/measures.jsonl" in expected
+        for stage in ("ppo", "turns", "grpo"):
+            assert all(line["turns"] > 1 for line in expected[f"{stage}/metrics.jsonl"] if "turns" in line)
+        assert any(line.get("tool_calls") for line in expected["ppo/metrics.jsonl"])
+        return
     stages = read((Path(__file__).parent / "everything.yaml").read_text("utf-8"), "recipe").value["stages"]
     trained = [stage["name"] for stage in stages if "method" in stage]
     weights = [expected[f"{stage}/model/model.safetensors"] for stage in trained]
-    assert len(set(weights)) == len(trained) == 11
-    adapted = ("sft-lora", "reward", "ppo-shared", "ppo-separate", "kto")
+    assert len(set(weights)) == len(trained) == 12
+    adapted = ("sft-lora", "reward", "ppo-shared", "ppo-separate", "distill", "kto")
     assert {f"{stage}/adapter/adapter_model.safetensors" for stage in adapted} <= set(expected)
     assert {"ppo-separate/model/critic/model.safetensors", "values/model/value_head.safetensors"} <= set(expected)
 

@@ -176,7 +176,7 @@ def test_prompts_are_answered_and_scored(here: Path) -> None:
 
 
 def test_a_policy_has_no_kl_to_itself(here: Path) -> None:
-    options = ["data.format=prompt", "generation.temperature=0.7", "generation.max_new_tokens=4"]
+    options = ["generation.temperature=0.7", "generation.max_new_tokens=4"]
     measures = measured("one", "data.eval=prompts.jsonl", "reference=one", *options)
     assert measures["kl"]["value"] == pytest.approx(0, abs=1e-5)
     cut = measured("one", "data.eval=prompts.jsonl", "reference=two", *options, "generation.top_k=3")
@@ -227,7 +227,7 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
         (["a.yaml", "b.yaml"], "expected one recipe, got a.yaml, b.yaml"),
         ([], "data: this key is missing"),
         (["data.eval=pairs.jsonl"], "set reference:"),
-        (["data.eval=prompts.jsonl"], "prompts need reward:, or reference: with data.format: prompt"),
+        (["data.eval=prompts.jsonl"], "the rows are prompts: set reward: to score answers, or reference: for the KL"),
         (["data.eval=chat.jsonl", "data.max_length=2", "data.too_long=drop"], "no rows left to evaluate"),
         (
             ["data.eval=chat.jsonl", "reference=two"],
@@ -235,7 +235,6 @@ def test_rewards_of_weight_0_choose_no_winner(here: Path) -> None:
         ),
         (["data.eval=chat.jsonl", "generation.samples=2"], "generation: applies only to prompts"),
         (["data.eval=chat.jsonl", "--output", "rewards.py/results.json"], "cannot create its folder"),
-        (["data.eval=prompts.jsonl", "data.format=prompt"], "set reward: to score answers, or reference: for the KL"),
     ],
 )
 def test_mistakes_are_named(here: Path, arguments: list[str], message: str) -> None:
@@ -268,3 +267,14 @@ def test_two_models_are_told_apart_on_a_narrow_terminal() -> None:
     assert max(map(len, lines)) <= 60 and "[-0.03125," in " ".join(lines)
     console.print(table({"models": models[:1], "measures": {"win_rate": one}}))
     assert "/home/someone/runs/addition/ppo" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_finish_reasons_and_tool_errors_that_never_occur_are_left_out_of_the_table() -> None:
+    zero, some = ({"value": value, "low": 0.0, "high": 1.0} for value in (0.0, 0.25))
+    names = ("finished_stop", "finished_turns", "tool_error_raised", "tool_errors")
+    measures = dict(zip(names, (zero, zero | {"against": some}, some, zero), strict=True))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table({"models": ["a", "b"], "measures": measures}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Finished: stop" not in text
+    assert all(label in text for label in ("Finished: turns", "Tool error: raised", "Tool errors"))

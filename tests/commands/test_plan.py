@@ -137,3 +137,12 @@ def test_the_input_of_stages_that_make_rows_is_shown(folder: Path) -> None:
     assert '{"prompt": "' in shown and re.search(r"rows +5\b", shown)
     assert shown.count("reads the same rows as loop/1/grow") == 2
     assert "needed by loop/1/improve, loop/2/improve, loop/20/improve, last" in shown
+
+
+def test_the_plan_names_environments_tools_and_limits(folder: Path) -> None:
+    recipe = RECIPE.replace("RATES", str([1e-3] * 20))
+    acts = 'tools: ["mine.py:short"]\n        environment: {class: "mine.py:short", max_tokens: 99}'
+    acts += "\n        generation: {samples"
+    Path("acts.yaml").write_text(recipe.replace("generation: {samples", acts), "utf-8")
+    lines = "\n".join(plan(load("acts.yaml")))
+    assert "environment: mine.py:short\n      tools: mine.py:short\n      limits: max_turns 8, max_tokens 99," in lines

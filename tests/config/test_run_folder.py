@@ -413,6 +413,8 @@ def test_warnings_of_the_package_are_messages_of_the_run(run_folder, tiny_tokeni
     with Display(Console(file=shown, width=200)) as screen:
         pipeline.run(load("think.yaml"), display=screen)
     assert "[sft] the chat template rewrites earlier turns" in shown.getvalue()
+    assert "4 with a sequence for each turn, because the chat template rewrites" in shown.getvalue()
+    assert json.loads(Path("runs/think/manifest.json").read_text())["stages"][0]["rows"]["train"]["by_turn"] == 4
     assert shown.getvalue().count("skipped") == 1, "a stage reports skipped rows once"
     assert logging.getLogger("burnish.data.streaming").level == logging.NOTSET, "the run restores what it changes"
 

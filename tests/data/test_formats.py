@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from burnish.config.yaml import read
 from burnish.data.formats import SHAPES
 from burnish.data.readers import BadRow, load, parse
+from burnish.data.recognition import HIDDEN
 from burnish.errors import UserError
 from burnish.types import Conversation, Labelled, Messages, Preference, Prompt, Ranking, Scored, Steps, Text
 
@@ -199,13 +202,173 @@ def test_a_column_of_another_shape_is_not_read(shape: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_tools_are_refused_for_every_shape(shape: Any) -> None:
-    record = FULL[shape.name]
-    with pytest.raises(BadRow, match=r"r:1: tools: tools are not supported yet: the model would not see them"):
-        parse(record | {"tools": [{"name": "add"}]}, (shape.kind,), "r:1", shape.name)
+def test_every_row_with_messages_carries_its_tools(shape: Any) -> None:
+    record, add = FULL[shape.name], {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    without = parse(record, (shape.kind,), "r:1", shape.name)
     for tools in (None, [], "[]"):
-        parse(record | {"tools": tools}, (shape.kind,), "r:1", shape.name)
+        assert parse(record | {"tools": tools}, (shape.kind,), "r:1", shape.name) == without
+    if shape.kind in (Text, Steps):
+        with pytest.raises(BadRow, match=r"r:1: tools: unknown column"):
+            parse(record | {"tools": [add]}, (shape.kind,), "r:1", shape.name)
+    else:
+        schema = {"type": "function", "function": add}
+        for tools in ([add], [schema], json.dumps([schema])):
+            row = parse(record | {"tools": tools}, (shape.kind,), "r:1", shape.name)
+            assert row == replace(without, tools=(schema,))
+        with pytest.raises(
+            BadRow, match=r"r:1: tools\[0\]: not a tool: expected a JSON schema with a name or a function"
+        ):
+            parse(record | {"tools": [{"parameters": {}}]}, (shape.kind,), "r:1", shape.name)
+        with pytest.raises(BadRow, match=r"r:1: tools\[1\]: two tools have this name: 'add'"):
+            parse(record | {"tools": [add, schema]}, (shape.kind,), "r:1", shape.name)
     parse(record | {"tools": ["add"]}, (shape.kind,), "r:1", shape.name, keep=["tools"])
+
+
+def test_a_tool_may_be_a_function_beside_the_data(tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text(
+        'def add(a: int, b: int) -> int:\n    """Add two numbers.\n\n    Args:\n        a: one number.\n'
+        '        b: another number.\n    """\n    return a + b\n\n\ndef bare(a):\n    return a\n'
+    )
+    place = f"{tmp_path}/chat.jsonl:3"
+    row = parse({"prompt": "1 + 1", "tools": ["my_tools.py:add"]}, (Prompt,), place)
+    assert isinstance(row, Prompt) and row.columns == {}
+    number = {"type": "integer", "description": "one number."}
+    properties = {"a": number, "b": number | {"description": "another number."}}
+    parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    (schema,) = row.tools
+    assert schema["type"] == "function" and schema["function"]["parameters"] == parameters
+    assert schema["function"]["name"] == "add" and schema["function"]["description"] == "Add two numbers."
+    for reference, message in {
+        "my_tools.py:ad": "did you mean 'add'",
+        "other.py:add": "no such file",
+        "my_tools.py:bare": "a function without a schema",
+        "add": "expected a JSON schema or a function 'file.py:name'",
+    }.items():
+        with pytest.raises(BadRow, match=r"chat.jsonl:3: tools\[0\]: ") as caught:
+            parse({"prompt": "1 + 1", "tools": [reference]}, (Prompt,), place)
+        assert message in str(caught.value)
+
+
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def test_messages_may_have_tool_calls_and_reasoning() -> None:
+    calls = [
+        CALL | {"id": "c1"},
+        CALL["function"],
+        {"function": {"name": "add", "arguments": '{"a": 1}'}},
+        {"name": "now", "arguments": None},
+    ]
+    record = {
+        "messages": [
+            HI[0],
+            {"role": "assistant", "content": None, "tool_calls": calls, "thinking": "Hm."},
+            {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add", "tool_calls": None},
+            {"role": "tool", "content": ""},
+            {"role": "assistant", "content": "2", "reasoning_content": "So.", "reasoning": "So."},
+        ]
+    }
+    now = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    expected: Any = (
+        *HI,
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [calls[0], CALL, CALL, now]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "2", "reasoning_content": "So."},
+    )
+    for one in (record, {"messages": json.dumps(record["messages"])}):
+        assert parse(one, (Conversation,), "r:1") == Conversation(expected, None, "r:1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "retrieval"}, r"tools\[0\].type: not a function: expected 'function', got str \"retrieval\""),
+        ({"description": 3}, r"tools\[0\].function.description: not text"),
+        ({"parameters": "a: integer"}, r"tools\[0\].function.parameters: not a JSON schema: .*got str"),
+        ({"properties": ["a"]}, r"parameters.properties: not an object: expected a schema for each name, got list"),
+        ({"properties": {"a": "integer"}}, r"parameters.properties.a: not a JSON schema: .*got str \"integer\""),
+        ({"properties": {"a": {"items": []}}}, r"parameters.properties.a.items: not a JSON schema: .*got list"),
+        ({"required": "a"}, r"parameters.required: not a list: expected a list of names, got str \"a\""),
+        (
+            {"required": ["first", "secnd"]},
+            r"required\[1\]: unknown name: got str \"secnd\" \(did you mean 'second'\?\)",
+        ),
+    ],
+)
+def test_malformed_tools_are_named(changes: dict[str, Any], message: str) -> None:
+    of_tool = {key: value for key, value in changes.items() if key == "type"}
+    of_function = {key: value for key, value in changes.items() if key in ("description", "parameters")}
+    of_parameters = {key: value for key, value in changes.items() if key in ("properties", "required")}
+    number = {"type": "integer", "description": None}
+    parameters = {"type": "object", "properties": {"first": number, "second": number}, "items": None}
+    function = {"name": "add", "description": None, "parameters": parameters | of_parameters} | of_function
+    tools = [{"type": "function", "function": function} | of_tool]
+    with pytest.raises(BadRow, match=f"^chat.jsonl:3: .*{message}"):
+        parse({"prompt": "1 + 1", "tools": tools}, (Prompt,), "chat.jsonl:3")
+    parse(
+        {"prompt": "1 + 1", "tools": [{**function, "parameters": parameters, "description": "Add."}]}, (Prompt,), "r:1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"tool_call_id": "c3"}, r"messages\[2\].tool_call_id: no call before it has this id: 'c3'"),
+        (
+            {"tool_call_id": "c2", "name": "sub"},
+            r"messages\[2\].name: not the tool of this call: got 'sub', expected 'add'",
+        ),
+        ({"name": 1}, r"messages\[2\].name: not text"),
+        ({"content": {"sum": 2}}, r"messages\[2\].content: not text: expected a string, got dict"),
+        ({"content": None}, r"messages\[2\].content: not text"),
+    ],
+)
+def test_results_that_belong_to_no_call_are_named(result: dict[str, Any], message: str) -> None:
+    calls = [CALL | {"id": id} for id in ("c1", "c2")]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "2"},
+        *HELLO,
+    ]
+    for known in ({}, {"tool_call_id": "c2"}, {"tool_call_id": "c1", "name": "add"}):
+        parse({"messages": [*messages[:2], messages[2] | known, messages[3]]}, (Conversation,), "r:1")
+    with pytest.raises(BadRow, match=f"^chat.jsonl:3: {message}"):
+        parse({"messages": [*messages[:2], messages[2] | result, messages[3]]}, (Conversation,), "chat.jsonl:3")
+    calls[1]["id"] = "c1"
+    with pytest.raises(BadRow, match=r"r:1: messages\[1\].tool_calls: two calls have this id: 'c1'"):
+        parse({"messages": messages}, (Conversation,), "r:1")
+
+
+@pytest.mark.parametrize("column", HIDDEN)
+def test_a_prompt_has_no_column_that_the_model_would_have_to_see(column: str) -> None:
+    record = {"prompt": "Hi", column: [{"x": 1}]}
+    with pytest.raises(BadRow, match=rf"^r:1: {column}: unknown column: the model would not see it.* \[{column}\]"):
+        parse(record, (Prompt,), "r:1")
+    assert parse(record, (Prompt,), "r:1", keep=[column]) == Prompt(HI, {column: [{"x": 1}]}, "r:1")
+    parse(record | {column: []}, (Prompt,), "r:1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tool_calls": [1]}, r"tool_calls\[0\]: not an object"),
+        ({"tool_calls": "add"}, r"tool_calls: not a list"),
+        ({"tool_calls": [{"name": "add"}]}, r"tool_calls\[0\].arguments: missing key|missing key: has keys 'name'"),
+        ({"tool_calls": [{"name": "", "arguments": {}}]}, r"tool_calls\[0\].name: empty text"),
+        ({"tool_calls": [{"name": "add", "arguments": [1]}]}, r"arguments: not an object: expected keys and values"),
+        ({"tool_calls": [{"name": "add", "arguments": "{a"}]}, r"arguments: not an object: got text that is not JSON"),
+        ({"tool_calls": [CALL | {"type": "code"}]}, r"tool_calls\[0\].type: not a function call"),
+        ({"tool_calls": [CALL | {"idx": 1}]}, r"tool_calls\[0\].idx: key that is not read"),
+        ({"tool_calls": [{"function": CALL["function"] | {"x": 1}}]}, r"function.x: key that is not read"),
+        ({"reasoning_content": 5}, "reasoning_content: not text"),
+        ({"reasoning_content": "a", "thinking": "b"}, "thinking: two reasonings"),
+    ],
+)
+def test_bad_tool_calls_and_reasoning_are_named(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=r"r:1: messages\[1\]\." + ".*" + f"({message})"):
+        parse({"messages": [*HI, {"role": "assistant", "content": "a"} | keys]}, (Conversation,), "r:1")
 
 
 @pytest.mark.parametrize(
@@ -247,15 +410,20 @@ def test_a_renamed_column_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight", "contnt"]
+    ("role", "key"),
+    [
+        *(("assistant", key) for key in ("tool_call_id", "name", "weight", "contnt")),
+        *(("user", key) for key in ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")),
+        ("tool", "reasoning_content"),
+    ],
 )
-def test_other_keys_of_a_message_are_refused(key: str) -> None:
+def test_other_keys_of_a_message_are_refused(role: str, key: str) -> None:
     def record(value: Any) -> dict[str, Any]:
-        return {"messages": [*HI, {"role": "assistant", "content": "Hello", key: value}]}
+        return {"messages": [*HI, {"role": role, "content": "Hello", key: value}, *HELLO]}
 
     with pytest.raises(BadRow, match=rf"r:1: messages\[1\]\.{key}: key that is not read: '{key}' would be lost"):
         parse(record("x"), (Conversation,), "r:1")
-    expected = Conversation(HI + HELLO, None, "r:1")
+    expected = Conversation((*HI, {"role": role, "content": "Hello"}, *HELLO), None, "r:1")
     for value in (None, "", [], {}):
         assert parse(record(value), (Conversation,), "r:1") == expected
     as_text = {"messages": json.dumps(record("x")["messages"])}

@@ -146,7 +146,8 @@ PREFERENCES = (Preference, Ranking)
         ({"messages": [USER, YES, USER]}, CONVERSATIONS, "messages", "last message is not by the assistant"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, CONVERSATIONS, "messages[1].content", "empty"),
         ({"messages": [USER, {"role": "assistant", "content": 7}]}, CONVERSATIONS, "messages[1].content", "not text"),
-        ({"messages": [USER, YES | {"tool_calls": [1]}]}, CONVERSATIONS, "messages[1]", "'tool_calls' would be lost"),
+        ({"messages": [USER, YES | {"tool_calls": [1]}]}, CONVERSATIONS, "messages[1].tool_calls[0]", "not an object"),
+        ({"messages": [USER | {"tool_calls": [1]}, YES]}, CONVERSATIONS, "messages[0]", "'tool_calls' would be lost"),
         ({"prompt": "Hi"}, CONVERSATIONS, "completion", "missing key"),
         ({"messages": [USER, YES], "conversations": []}, CONVERSATIONS, "fits several", "messages, sharegpt"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, PREFERENCES, "rejected", "equal to chosen"),
@@ -411,3 +412,13 @@ def test_a_file_added_to_a_folder_while_it_is_read_is_an_error(tmp_path: Path) -
     write(tmp_path / "train-2.jsonl", {"text": "b"})
     with pytest.raises(UserError, match=r"train-2.jsonl changed while it was being read"):
         list(rows)
+
+
+def test_a_prompt_is_told_apart_from_a_conversation_in_the_same_column() -> None:
+    kinds = (Prompt, Conversation)
+    assert parsed({"prompt": "Hi", "answer": "4"}, kinds, "a:1") == Prompt((USER,), {"answer": "4"}, "a:1")
+    assert parsed({"prompt": [USER, YES, USER]}, kinds, "a:1") == Prompt((USER, YES, USER), {}, "a:1")
+    assert parsed({"prompt": [USER, YES]}, kinds, "a:1") == Conversation((USER, YES), None, "a:1")
+    assert parsed({"prompt": "Hi", "completion": "Hello"}, kinds, "a:1") == Conversation((USER, YES), 1, "a:1")
+    with pytest.raises(UserError, match="a:1: answer: unknown column"):
+        parsed({"prompt": [USER, YES], "answer": "4"}, kinds, "a:1")

@@ -94,7 +94,8 @@ def test_greedy_completions_equal_those_of_the_local_generator(model: Any) -> No
     wanted.append(Request((9,) * 60, 0, Sampling(temperature=0.0), frozenset()))
     ours = complete(LocalGenerator(model, Letters()), wanted)
     theirs = complete(make(model), wanted)
-    assert plain(ours) == plain(theirs)
+    # only the local one counts the tokens that it does not compute again
+    assert plain([replace(c, cached_tokens=0) for c in ours]) == plain(theirs)
     assert theirs[-1].finish_reason == "context" and len(theirs[-1].tokens) == 4
 
 

@@ -14,6 +14,7 @@ from burnish.math.statistics import (
     best_of_k,
     bootstrap,
     interval_of_mean,
+    interval_of_rows,
     paired_changes,
     pass_at_k,
     perplexity,
@@ -150,3 +151,19 @@ def test_the_interval_of_shares_stays_in_0_1_and_agrees_with_the_others(values: 
         assert (low, high) == pytest.approx(wilson(mean, n)) and low < high
     if n == 10_000 and variance:
         assert (low, high) == pytest.approx(interval_of_mean(mean, variance, n, shares=False), abs=1e-3)
+
+
+def test_the_interval_of_rows_agrees_with_the_normal_approximation() -> None:
+    """For a mean over tokens, with the standard error of a ratio of two means."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(1, 9, (400,), generator=generator).double()
+    totals = counts * torch.rand(400, dtype=torch.float64, generator=generator)
+    rows = zip(totals.tolist(), counts.tolist(), strict=True)
+    found = interval_of_rows(RowSums({str(i): row for i, row in enumerate(rows)}))
+    ratio = totals.sum() / counts.sum()
+    half = 1.96 * (totals - ratio * counts).std().item() / math.sqrt(400) / counts.mean().item()
+    assert found == pytest.approx((ratio.item() - half, ratio.item() + half), abs=0.1 * half)
+
+
+def test_too_few_rows_have_no_interval() -> None:
+    assert interval_of_rows(RowSums({str(i): (1.0 * i, 1.0) for i in range(7)})) is None

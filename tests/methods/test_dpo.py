@@ -32,7 +32,7 @@ def said(text: str, role: str = "assistant") -> Messages:
 
 
 def preference(i: int, chosen: str, rejected: str, **more: Any) -> Preference:
-    settings = {"margin": None, "p_chosen": None} | more
+    settings: dict[str, Any] = {"margin": None, "p_chosen": None, **more}
     return Preference(said(f"{i}?", "user"), said(chosen), said(rejected), **settings, source=f"pairs:{i}")
 
 

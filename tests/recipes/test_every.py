@@ -23,11 +23,19 @@ SMALLER = {
         SUMS[0],
         *(f"stages.{stage}.{setting}" for stage in ("sft", "reward", "distilled") for setting in BRIEF),
     ],
+    "calculator": [
+        "stages.prepare.with={{rows: 64, prompts: 32, held_out: 16}}",
+        *(f"stages.sft.{setting}" for setting in BRIEF),
+    ],
     "classic": [
         "stages.prepare.with={{dictionary: {dictionary}, rows: 3, pairs: 2, prompts: 2, held_out: 2}}",
         "stages.sft.model={policy}",
         "stages.ppo.trainer.per_device_train_batch_size=2",
         "stages.ppo.generation.max_new_tokens=4",
+    ],
+    "distill": [
+        "stages.prepare.with={{rows: 64, pairs: 1, prompts: 128, held_out: 16}}",
+        *(f"stages.{stage}.{setting}" for stage in ("teacher", "start", "distill") for setting in BRIEF),
     ],
     "dpo": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.dpo.model={policy}"],
     "expert-iteration": [*SUMS, *(f"stages.sft.{setting}" for setting in BRIEF)],
@@ -35,6 +43,10 @@ SMALLER = {
         "stages.prepare.with={{rows: 64, prompts: 32, held_out: 16}}",
         "stages.sft.trainer.num_train_epochs=1",
         "stages.sft.trainer.warmup_steps=0",
+    ],
+    "guess": [
+        "stages.prepare.with={{rows: 64, prompts: 128, held_out: 16}}",
+        *(f"stages.sft.{setting}" for setting in BRIEF),
     ],
     "online-dpo": [
         *SUMS,
@@ -76,6 +88,10 @@ SMALLER = {
         "stages.loop.stages.held-out.generation={{max_new_tokens: 4}}",
     ],
     "reward-causal": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.reward.model={policy}"],
+    "self-correct": [
+        "stages.prepare.with={{rows: 64, prompts: 32, held_out: 16}}",
+        *(f"stages.sft.{setting}" for setting in BRIEF),
+    ],
     "step_value": [
         "stages.prepare.with={{rows: 64, prompts: 16, held_out: 16}}",
         "stages.values.trainer.num_train_epochs=1",

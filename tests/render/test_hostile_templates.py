@@ -138,7 +138,7 @@ def rows_of(*contents: Messages) -> list[Conversation]:
 
 
 def batch(template: str, *conversations: Messages) -> worker.Batch:
-    return worker.Batch(template, {"eos_token": "</s>"}, False, [(messages, False) for messages in conversations])
+    return worker.Batch(template, {"eos_token": "</s>"}, False, [(messages, False, ()) for messages in conversations])
 
 
 def encoded(tokenizer: Any, rows: list[Conversation], on_bad_row: Any) -> Any:
@@ -208,7 +208,7 @@ def test_a_template_that_always_exceeds_limits_is_given_up(
 def test_the_child_renders_what_this_process_would(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BATCH", 3)
     contents = ["Hi", "", "a\nb\r\n", "\u2028 \x85 \x00", "😀 é", "\ud800", '"\\', "\U000f0000", "x" * 200_000]
-    conversations = [(says(content), True) for content in contents]
+    conversations = [(says(content), True, ()) for content in contents]
     whole = worker.Batch(template, {"bos_token": "<s>", "eos_token": "</s>"}, template == CHATML, conversations)
     assert worker.render(whole) == worker.render_here(whole)
 
@@ -452,7 +452,7 @@ import os, signal, sys, time
 from burnish.render import worker
 worker.LIMITS = worker.Limits(seconds=float(sys.argv[2]))
 def batch(template):
-    return worker.Batch(template, {}, False, [(({"role": "user", "content": "Hi"},), False)])
+    return worker.Batch(template, {}, False, [(({"role": "user", "content": "Hi"},), False, ())])
 assert worker.render(batch("{{ messages[0].content }}")) == [("Hi", ())]
 child = worker._worker._child._process.pid
 print(child, flush=True)

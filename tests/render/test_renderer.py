@@ -17,6 +17,7 @@ from burnish.errors import UserError
 from burnish.methods.policy_gradient import Reinforce
 from burnish.methods.sft import SFT
 from burnish.render import renderer as rendering
+from burnish.render.encode import account
 from burnish.render.masks import Learn
 from burnish.render.renderer import Renderer
 from burnish.render.templates import ChatTemplate, set_template
@@ -199,8 +200,12 @@ def test_each_turn_is_a_sequence_if_the_template_rewrites_earlier_turns(
         kinds: list[Row] = [Scored(messages, 0.5, "s:1")] if isinstance(method, Reinforce) else [rows[1]]
         for limit, sizes in ((None, [2]), (len(turns[1]) - 1, [1, 1])):
             truncation = Truncation(max_length=limit, too_long="truncate_left")
-            (*examples,), _ = method.examples(kinds, tokenizer, truncation)
-            assert [len(example.sequences) for example in examples] == sizes
+            for _ in range(2):  # the second time, SFT reads them from the cache
+                examples, changed = method.examples(kinds, tokenizer, truncation)
+                assert [len(example.sequences) for example in examples] == sizes
+                used = account(kinds, changed)
+                assert used.by_turn == [f"{kinds[0].source}: 2 sequences"] and used.rows == 1
+                assert len(used.shortened) == (limit is not None) and not used.skipped and not used.dropped
             assert sum(example.counts["tokens"] for example in examples) == sum(turn.loss_mask.sum() for turn in turns)
 
 

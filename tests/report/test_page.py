@@ -99,6 +99,7 @@ def make_run(folder: Path) -> Path:
                     "skipped": ["train.jsonl:17: no assistant turn"],
                     "dropped": ["train.jsonl:5: 2,200 tokens"],
                     "shortened": ["train.jsonl:4: 1,300 tokens", "train.jsonl:9: 1,101 tokens"],
+                    "by_turn": 1200,
                 }
             },
             "results": {"before": {"loss": 3.8, "perplexity": 44.7}, "after": {"loss": 2.72, "perplexity": 15.18}},
@@ -278,6 +279,7 @@ def test_data_and_manifest_are_shown(page: tuple[str, Page]) -> None:
     text = str(page[1])
     assert "train 1,997 1 1 2" in text
     assert "train.jsonl:17: no assistant turn" in text
+    assert "1,200 with a sequence for each turn, because the chat template rewrites earlier turns" in text
     assert "torch 2.13.0" in text and "seed: 0" in text and "ab12" * 16 in text
     assert "sft → reward → ppo · 14 min 04 s · x86_64 · 2 threads · no GPU" in text
 

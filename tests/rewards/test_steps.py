@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ def test_each_step_is_rewarded_by_the_difference_of_values(reward, answer):
     (raw,) = reward(steps="raw")([answer(text)])
     expected[11] = second
     assert raw == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_episode_without_turns_has_no_rewards(reward, answer):
+    failed = replace(answer("", "error"), turns=())
+    assert reward()([failed, answer("5\n")])[0] == []
 
 
 def test_scores_do_not_depend_on_the_batch(reward, answer):

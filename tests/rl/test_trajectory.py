@@ -8,11 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish import GRPO
 from burnish.generate.protocol import Completion
+from burnish.generate.sampling import Sampling
 from burnish.math.advantages import gae, group, token_rewards
+from burnish.models.batching import collate
 from burnish.rl.trajectory import (
     begin,
     learned_arrays,
+    shares,
     with_context,
     with_learned_arrays,
     with_rewritten_history,
@@ -30,7 +34,7 @@ def completion(tokens: list[int], finish_reason: str = "stop") -> Completion:
 
 
 def test_a_completion_is_a_trajectory_of_one_turn() -> None:
-    trajectory = with_turn(begin(ROW, [5, 6]), completion([42, 2]), "42")
+    trajectory = with_turn(begin(ROW, [5, 6]), completion([42, 2]), Turn("42", "stop"))
     logprobs = {"sampler_logprobs": [0.0, 0.0, -4.2, -0.2]}
     sequence = Sequence([5, 6, 42, 2], [False, False, True, True], "prompts.jsonl:17", logprobs)
     expected = Trajectory(ROW.messages, (Turn("42", "stop"),), (sequence,), "stop", ROW.columns, ROW.source)
@@ -57,7 +61,7 @@ def test_sampled_tokens_are_kept_and_arrays_align(prompt: list[int], parts: list
     sampled, sequences = [], [[(token, False) for token in prompt]]
     for kind, tokens in parts:
         if kind == "turn":
-            trajectory = with_turn(trajectory, completion(tokens, "length"), "x")
+            trajectory = with_turn(trajectory, completion(tokens, "length"), Turn("x", "length"))
             sampled += tokens
             sequences[-1] += [(token, True) for token in tokens]
         elif kind == "context":
@@ -82,9 +86,17 @@ def test_sampled_tokens_are_kept_and_arrays_align(prompt: list[int], parts: list
 
 
 def test_learned_arrays_round_trip() -> None:
-    one = with_turn(begin(ROW, [5, 6]), completion([42, 2]), "42")
-    two = with_turn(with_context(with_turn(begin(ROW, [5]), completion([7]), ""), [8, 8]), completion([9, 2]), "")
-    three = with_turn(with_rewritten_history(with_turn(begin(ROW, [5]), completion([7]), ""), [8]), completion([9]), "")
+    one = with_turn(begin(ROW, [5, 6]), completion([42, 2]), Turn("42", "stop"))
+    two = with_turn(
+        with_context(with_turn(begin(ROW, [5]), completion([7]), Turn("", "stop")), [8, 8]),
+        completion([9, 2]),
+        Turn("", "stop"),
+    )
+    three = with_turn(
+        with_rewritten_history(with_turn(begin(ROW, [5]), completion([7]), Turn("", "stop")), [8]),
+        completion([9]),
+        Turn("", "stop"),
+    )
     examples = [Example(t.sequences) for t in (one, two, three)]
     mask, arrays = learned_arrays(examples)
     assert mask.tolist() == [[True, True, False], [True, True, True], [True, True, False]]
@@ -103,9 +115,9 @@ def test_learned_arrays_round_trip() -> None:
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_advantages_skip_tokens_that_were_not_sampled(rewritten: bool) -> None:
     """5 + 100 + 5 tokens, V = 0.5, R = 1, lambda 0.95: the last advantage of turn 1 is 0.3869, not -0.4947."""
-    first = with_turn(begin(ROW, [1]), completion([7] * 5), "a")
+    first = with_turn(begin(ROW, [1]), completion([7] * 5), Turn("a", "stop"))
     between = with_rewritten_history(first, [8] * 100) if rewritten else with_context(first, [8] * 100)
-    trajectory = with_turn(between, completion([9] * 5), "b")
+    trajectory = with_turn(between, completion([9] * 5), Turn("b", "stop"))
     mask, arrays = learned_arrays([Example(trajectory.sequences)])
     values = torch.full_like(arrays["sampler_logprobs"], 0.5)
     rewards = token_rewards(torch.tensor([1.0]), torch.zeros(mask.shape), mask, 0.0)
@@ -118,10 +130,23 @@ def test_advantages_skip_tokens_that_were_not_sampled(rewritten: bool) -> None:
 
 
 def test_groups_count_trajectories_and_not_sequences() -> None:
-    one = with_turn(begin(ROW, [1]), completion([7, 7]), "a")
-    two = with_turn(with_rewritten_history(one, [8]), completion([9]), "b")
+    one = with_turn(begin(ROW, [1]), completion([7, 7]), Turn("a", "stop"))
+    two = with_turn(with_rewritten_history(one, [8]), completion([9]), Turn("b", "stop"))
     mask, _ = learned_arrays([Example(t.sequences) for t in (one, two)])
     assert mask.shape == (2, 3)
     scores = group(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), "mean")
     rewards = token_rewards(scores, torch.zeros(mask.shape), mask, 0.0)
     assert rewards.tolist() == [[0.0, 0.5, 0.0], [0.0, 0.0, -0.5]]
+
+
+def test_shares_give_a_trajectory_of_several_sequences_the_weight_of_one() -> None:
+    """The mean over 3 tokens in one sequence, and over 1 + 2 tokens in two sequences."""
+    one = Example((Sequence([1, 2, 3, 4], [False, True, True, True], "a"),))
+    two = Example((Sequence([1, 2], [False, True], "b"), Sequence([1, 9, 3, 4], [False, False, True, True], "b")))
+    assert shares([one, two]).tolist() == [[1, 1, 1], [1 / 3, 2 / 3, 2 / 3]]
+    batch = collate(with_learned_arrays([one, two], share=shares([one, two])), 0)
+    losses = torch.zeros(3, 4)
+    losses[0, 1:], losses[1, 1], losses[2, 2:] = torch.tensor([1.0, 2, 6]), 1.0, torch.tensor([2.0, 6])
+    term = GRPO(len, Sampling(samples=2))._reduced(losses, batch)  # type: ignore[arg-type]
+    assert term.unit == "trajectories" and batch.counts["trajectories"] == 2
+    torch.testing.assert_close(term.total / 2, torch.tensor(3.0))

@@ -26,13 +26,15 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from burnish import DPO, PPO, SFT, Pretrain, Reinforce, RewardModel, StepValue, Trainer
+from burnish import DPO, PPO, SFT, Distill, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.data.loader import RowLoader
 from burnish.methods.dpo import mismatched
 from burnish.models.adapters import add_adapter
 from burnish.models.heads import Network, SharedCritic, StepValueHead
 from burnish.models.layout import Layout
+from burnish.models.loaded import Loaded
 from burnish.models.settings import AdapterConfig
+from burnish.rl.trajectory import learned_arrays, shares, with_learned_arrays
 from burnish.types import Encoded, Example, Pair, Sequence, Text, total_counts
 
 CONFIG = LlamaConfig(
@@ -83,6 +85,14 @@ def completions(*arrays: str) -> list[Example]:
         mask = [False] * len(start) + s.loss_mask.tolist()
         examples.append(Example((Sequence(start + s.tokens.tolist(), mask, s.source, numbers),)))
     return examples
+
+
+def episodes(*arrays: str) -> list[Example]:
+    """Trajectories of one, two or three sequences, as they are if a chat template rewrites history."""
+    examples = [Example(tuple(sequence(900 + 3 * i + k, *arrays) for k in range(1 + i % 3))) for i in range(9)]
+    return with_learned_arrays(
+        examples, share=shares(examples), **{name: learned_arrays(examples)[1][name] for name in arrays}
+    )
 
 
 def solved(seed: int) -> Example:
@@ -165,6 +175,12 @@ def cases(dtype: torch.dtype) -> dict:
     def ppo(**settings: Any) -> PPO:
         return PPO(reward, reference=False, kl_coef=0.0, entropy_coef=0.01, **settings)
 
+    def distill(divergence: str, **settings: Any) -> Distill:
+        torch.manual_seed(3)
+        larger = exact(LlamaForCausalLM(LlamaConfig.from_dict(CONFIG.to_dict() | {"num_hidden_layers": 3})), dtype)
+        teacher = Loaded("teacher", larger, tokenizer())
+        return Distill(load=lambda _: teacher, teacher="teacher", divergence=divergence, **settings)
+
     k3: Any = {"kl_in": "loss", "kl_estimate": "k3"}
     clip: Any = {"name": "clip", "clip_low": 0.2, "clip_high": 0.3}
     return {
@@ -191,6 +207,14 @@ def cases(dtype: torch.dtype) -> dict:
         "dpo ipo": (DPO(loss="ipo", average=True), policy(), referred),
         "dpo orpo": (DPO(loss="orpo"), policy(), referred),
         "dpo kto": (DPO(loss="kto", desirable_weight=1.5), policy(), judged),
+        "distill forward": (distill("forward"), policy(), plain),
+        "distill reverse, completions": (distill("reverse"), policy(), completions("sampler_logprobs")),
+        "distill jensen_shannon, adapter, completions": (
+            distill("jensen_shannon", beta=0.3),
+            adapted(),
+            completions("sampler_logprobs"),
+        ),
+        "distill sampled, completions": (distill("sampled"), policy(), completions("sampler_logprobs")),
         "ppo separate": (ppo(critic="separate"), policy(), rollouts),
         "ppo separate, completions": (
             ppo(critic="separate", reduction="sequence_sum"),
@@ -216,6 +240,11 @@ def cases(dtype: torch.dtype) -> dict:
             Reinforce(reward, reduction="fixed_length", policy_loss=clip),
             policy(),
             completions("advantages", "old_logprobs"),
+        ),
+        "grpo, trajectories of several sequences": (
+            Reinforce(reward, reduction="sequence_mean", policy_loss=clip, kl_coef=0.1, **k3),
+            policy(),
+            episodes("advantages", "old_logprobs", "ref_logprobs"),
         ),
         "ppo shared": (ppo(critic="shared", reduction="sequence_mean"), policy(), rollouts),
     }

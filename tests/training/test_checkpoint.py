@@ -13,7 +13,7 @@ from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer, files
 from burnish.errors import UserError
 from burnish.report.metrics import Recorder, is_timing, read_metrics
 from burnish.training import checkpoint
-from tiny_runs import PAIRS, PROMPTS, ROWS, grpo, lora, ppo, weights, with_dropout
+from tiny_runs import PAIRS, PROMPTS, ROWS, distill, grpo, lora, ppo, weights, with_dropout
 
 # --- the folders -----------------------------------------------------------------------------------------------------
 
@@ -143,6 +143,7 @@ CASES = {
     "reinforce on prompts, as grpo": lambda llama: (grpo(), llama(), PROMPTS),
     "dpo with an adapter": lambda llama: (DPO(nll_weight=0.1), lora(llama()), PAIRS),
     "kto": lambda llama: (DPO(loss="kto"), llama(), PAIRS),
+    "distill on prompts": lambda llama: (distill(), llama(), PROMPTS),
     "ppo, separate critic": lambda llama: (ppo(critic={"learning_rate": 3e-2}), llama(), PROMPTS),
     "ppo, shared critic, early stops": lambda llama: (ppo(critic="shared", target_kl=1e-3), llama(), PROMPTS),
     "ppo, adapters": lambda llama: (ppo(critic={"warmup": 1}), lora(llama()), PROMPTS),

@@ -13,16 +13,15 @@ from rich.table import Table
 from burnish import progress
 from burnish.config import row_stage
 from burnish.config.evaluation import Evaluation
-from burnish.config.resolve import model_reference, named_reward
+from burnish.config.resolve import environments_of, model_reference, named_reward
 from burnish.config.sources import data_reference
 from burnish.data import readers as rows
-from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.methods import ROW_METHODS
 from burnish.methods.eval import Measured, Setup, check_models, check_rows, compare, measure, with_wins
 from burnish.models.loaded import Loaded, is_reward_model, load
 from burnish.render.encode import account
-from burnish.report.metrics import describe
+from burnish.report.metrics import OF_EPISODES, describe
 from burnish.report.page import table_of
 from burnish.types import Changed, Row
 
@@ -62,6 +61,7 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
         "skipped": [f"{row.source}: {row.reason}" for row in eval_rows.skipped] + used.skipped,
         "dropped": used.dropped,
         "shortened": used.shortened,
+        "by_turn": len(used.by_turn),
         "measures": measures,
         "samples": [
             {"model": name} | sample
@@ -75,15 +75,11 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
 def _rows(evaluation: Evaluation, reward_model: bool) -> rows.Rows:
     """Read the rows, and check that they are all of one kind which the evaluation can measure."""
     data, spec = evaluation.data, ROW_METHODS["eval"]
-    kinds = spec.kinds_with_rewards if evaluation.reward else spec.kinds
+    scored = evaluation.reward or evaluation.environment.classes
+    kinds = spec.kinds_with_rewards if scored else spec.kinds
     names = ("format", "keys", "keep", "on_bad_row", "limit")
     settings: dict[str, Any] = {name: getattr(data, name) for name in names}
-    try:
-        loaded = rows.load(data_reference(data.eval, Path()), kinds, **settings)
-    except rows.BadRow as bad:
-        if evaluation.reward or data.format is not None or reward_model:
-            raise
-        raise UserError(f"{bad}; prompts need reward:, or reference: with data.format: prompt") from bad
+    loaded = rows.load(data_reference(data.eval, Path()), kinds, **settings)
     check_rows(loaded.rows, evaluation.model_fields_set, evaluation.reference is not None, reward_model)
     return loaded
 
@@ -92,13 +88,16 @@ def _setup(evaluation: Evaluation) -> Setup:
     """The rewards, the reference and the settings of an evaluation."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reference = evaluation.reference
+    rewards = [named_reward(source, evaluation, Path(), device) for source in evaluation.reward]
+    environments = environments_of(evaluation, evaluation.locate)
     return Setup(
-        [named_reward(source, evaluation, Path(), device) for source in evaluation.reward],
+        rewards if environments is None else environments.rewards(rewards),
         evaluation.generation,
         evaluation.data,
         evaluation.seed,
         lambda loaded: LocalGenerator(loaded.model, loaded.tokenizer),
         load(model_reference(reference, Path()), evaluation.template) if reference is not None else None,
+        environments,
     )
 
 
@@ -116,10 +115,12 @@ def _measured(loaded: Loaded, eval_rows: list[Row], setup: Setup) -> list[Measur
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """A table of measures with their 95 % intervals."""
+    """A table of measures with their 95 % intervals. Finish reasons and tool errors that never occur are left out."""
     names = result["models"]
     rows = [["measure", *_ends(names), *(["difference"] if len(names) == 2 else [])]]
     for name, interval in result["measures"].items():
+        if name.startswith(OF_EPISODES) and not interval["value"] and not interval.get("against", interval)["value"]:
+            continue
         both = [interval[key] for key in ("against", "difference") if key in interval]
         cells = [_cell(one) for one in [interval, *both]]
         rows.append([describe(name).label, *cells, *[""] * (len(names) * 2 - 1 - len(cells))])

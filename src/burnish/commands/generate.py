@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def prompts(texts: list[str], source: str | Path | None = None, system: str | No
 def _with_system(row: Prompt, system: str | None) -> Prompt:
     if system is None or row.messages[0]["role"] == "system":
         return row
-    return Prompt(({"role": "system", "content": system}, *row.messages), row.columns, row.source)
+    return replace(row, messages=({"role": "system", "content": system}, *row.messages))
 
 
 # --- completions --------------------------------------------------------------------------------------------------
@@ -178,6 +179,7 @@ def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]
     columns = {f"{name}_original" if name in OWN else name: value for name, value in row.columns.items()}
     return {
         "prompt": row.messages[0]["content"] if len(row.messages) == 1 else list(row.messages),
+        **({"tools": list(row.tools)} if row.tools else {}),
         **columns,
         "completion": loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
         "finish_reason": completion.finish_reason,
@@ -282,6 +284,6 @@ def _fingerprint(loaded: Loaded, prompt_rows: list[Prompt], decoding: Config, se
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     settings = [type(decoding).__name__, decoding.model_dump(), seed, scores, loaded.tokenizer.chat_template]
-    prompts = [(row.messages, dict(row.columns), row.source) for row in prompt_rows]
+    prompts = [(row.messages, row.tools, dict(row.columns), row.source) for row in prompt_rows]
     dtype = str(next(loaded.model.parameters()).dtype)
     return hashlib.sha256(repr([str(folder), stats, dtype, settings, prompts]).encode()).hexdigest()[:12]

@@ -17,14 +17,15 @@ from rich.text import Text
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from burnish.commands.plan import is_shown, show_plan
+from burnish.commands.plan import episode_facts, is_shown, show_plan
 from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
-from burnish.config.resolve import model_reference
+from burnish.config.resolve import environments_of, model_reference
 from burnish.config.row_stage import RowStage
 from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
 from burnish.errors import UserError
+from burnish.generate.protocol import request_seed
 from burnish.machine import matmul_rate, memory_bytes
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.models import loading
@@ -34,9 +35,13 @@ from burnish.models.limits import limits_of
 from burnish.models.settings import AdapterConfig
 from burnish.render.encode import account
 from burnish.render.renderer import Renderer
+from burnish.render.spans import part_texts
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.metrics import duration
 from burnish.report.rounds import round_of
+from burnish.rl.collect import with_tools
+from burnish.rl.environment import Environments
+from burnish.rl.episodes import first_prompt
 from burnish.terminal import visible
 from burnish.types import Encoded, Example, Prompt, Sequence
 
@@ -137,6 +142,9 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:
         settings |= {"reward": [], "sampling": stage.generation}
+    environments = environments_of(stage, recipe.locate)
+    if spec.environments:
+        settings |= {"environments": environments}
     method = method_class(stage.method.name)(**settings)
     limits = limits_of(loading.load_config(reference, trust_remote_code=stage.trust_remote_code), tokenizer)
     splits = {}
@@ -160,12 +168,15 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
     for read, encoded in splits.values():
         _list(console, "skipped", [skipped.message for skipped in read.skipped])
         for kind, lines in account(read.rows, encoded.changed)._asdict().items():
-            if kind != "rows":
+            if kind not in ("rows", "by_turn"):
                 _list(console, kind, lines)
     examples = splits["train"][1].examples
     console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
+    if environments is not None:
+        _show_environment(stage, environments, tokenizer, console)
+        examples = _begun(examples, environments, tokenizer, recipe.seed_of(stage), row)
     _show_rows(examples, tokenizer, row, console)
-    console.print(_cost(reference, stage, examples))
+    console.print(_cost(recipe, stage, examples))
 
 
 def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
@@ -186,11 +197,12 @@ def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Cons
     _list(console, "skipped", [skipped.message for skipped in read.skipped])
     if reference is not None and prompts:
         tokenizer = _tokenizer(reference, template, stage)
-        examples = [
-            Example((Sequence(ids, [False] * len(ids), prompt.source),))
-            for prompt, ids in zip(prompts, Renderer(tokenizer).prompts(prompts), strict=True)
-        ]
+        environments = environments_of(stage, recipe.locate)
+        examples = _prompts(with_tools(prompts, environments, tokenizer), tokenizer)
         console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
+        if environments is not None:
+            _show_environment(stage, environments, tokenizer, console)
+            examples = _begun(examples, environments, tokenizer, recipe.seed_of(stage), row)
         _show_rows(examples, tokenizer, row, console)
         return
     for index in _shown_rows(len(read.rows), row):
@@ -198,6 +210,49 @@ def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Cons
         console.print(title, style="bold", markup=False)
         text = json.dumps(read.records[index], ensure_ascii=False)
         console.print(visible(text[:SHOWN_CHARACTERS] + "..." * (len(text) > SHOWN_CHARACTERS)), markup=False)
+
+
+def _prompts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    return [
+        Example((Sequence(ids, [False] * len(ids), prompt.source),), row=prompt)
+        for prompt, ids in zip(prompts, Renderer(tokenizer).prompts(prompts), strict=True)
+    ]
+
+
+def _show_environment(
+    stage: Stage, environments: Environments, tokenizer: PreTrainedTokenizerBase, console: Console
+) -> None:
+    """Print what answers the model, what it may call and how, and the limits of episodes."""
+    table = Table("episodes", "", box=None, pad_edge=False)
+    for name, fact in episode_facts(stage):
+        table.add_row(name, fact)
+    shows = Renderer(tokenizer).template.reads("tools")
+    if not environments.turns:
+        how = (
+            "by the chat template" if shows else "not shown, as the chat template has no tools: <tool>name(...)</tool>"
+        )
+        table.add_row("tools are described", how)
+    for name, kind in environments.kinds.items():
+        own = ", ".join(schema["function"]["name"] for schema in kind.schemas)
+        if own:
+            table.add_row(f"tools of {name or kind.reference}", own)
+    console.print(table)
+
+
+def _begun(
+    examples: list[Example],
+    environments: Environments,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    row: int | None,
+) -> list[Example]:
+    """The examples, with the prompts that will be shown as their environments begin them in the first iteration."""
+    begun = list(examples)
+    for index in _shown_rows(len(examples), row):
+        prompt = examples[index].row
+        assert prompt is not None
+        (begun[index],) = _prompts([first_prompt(environments, prompt, request_seed(seed, index, 0, 0))], tokenizer)
+    return begun
 
 
 def _read(recipe: Recipe, stage: Stage, split: str, kinds: tuple[type[Any], ...]) -> rows.Rows:
@@ -245,7 +300,8 @@ def _facts(read: rows.Rows, encoded: Encoded) -> dict[str, str]:
         "skipped": skipped or "0",
         "dropped": f"{len(used.dropped):,}",
         "shortened": f"{len(used.shortened):,}",
-        "sequences": f"{len(sequences):,}",
+        "sequences": f"{len(sequences):,}"
+        + (f", one for each turn of {len(used.by_turn):,} rows" if used.by_turn else ""),
         "tokens": f"{total:,}" + (f", {shared:,} of them in prompts shared by several answers" if shared else ""),
         "learned": ", ".join(
             what + ([f"{pairs:,} comparisons"] if pairs else []) + ([f"{values:,} step values"] if values else [])
@@ -356,25 +412,17 @@ def marked(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, part: range |
 def _spans(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase, part: range, special: set[int]
 ) -> Iterator[tuple[bool, bool, str, float | None]]:
-    """Group consecutive tokens with the same style into spans, each with the value at its end.
-
-    The text of a span is what it adds to the decoded text before it, so that no space is lost.
-    """
+    """Group consecutive tokens with the same style into spans, each with the value at its end."""
     values = _values(sequence)
     tokens, mask = sequence.tokens[part.start : part.stop].tolist(), sequence.loss_mask[part.start : part.stop].tolist()
     steps = accumulate((t in values for t in part[:-1]), initial=0)
     marks = [(trained, token in special, step) for token, trained, step in zip(tokens, mask, steps, strict=True)]
-    # The text of a token may depend on the one before it, but not on those before the span before.
-    start, here = 0, 0
-    for (trained, is_special, _), group in groupby(marks):
-        end = here + len(list(group))
-        before, whole = _decode(tokenizer, tokens[start:here]), _decode(tokenizer, tokens[start:end])
-        yield trained, is_special, whole[len(before) :], values.get(part[end - 1])
-        start, here = here, end
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    groups = [(mark, len(list(group))) for mark, group in groupby(marks)]
+    texts = part_texts(tokens, (size for _, size in groups), tokenizer)
+    end = 0
+    for ((trained, is_special, _), size), span in zip(groups, texts, strict=True):
+        end += size
+        yield trained, is_special, span, values.get(part[end - 1])
 
 
 # --- memory and time ----------------------------------------------------------------------------------------------
@@ -394,11 +442,27 @@ def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
     return sum(adapter.r * (module.in_features + module.out_features) for module in chosen)
 
 
-def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
-    """Memory of one optimizer step, and the time of an epoch from the measured rate of matrix products."""
+def _sampled(stage: Stage, examples: list[Example]) -> int:
+    """The most tokens that can follow a prompt, if nothing else limits an episode; 0 if the rows are no prompts."""
+    limits, turn = stage.environment, stage.generation.longest
+    if stage.acts:
+        episode = limits.max_turns * turn + (limits.max_turns - 1) * limits.max_tool_tokens
+        return min(episode, limits.max_tokens or episode)
+    return turn if any(example.row is not None for example in examples) else 0
+
+
+def _without_weights(reference: str, stage: Stage) -> Any:
+    """A model on the meta device, from its config."""
     config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
+
+
+def _cost(recipe: Recipe, stage: Stage, examples: list[Example]) -> Table:
+    """Memory of one optimizer step, and the time of an epoch from the measured rate of matrix products."""
+    reference, _ = _origin(recipe, stage)
+    assert reference is not None
+    model = _without_weights(reference, stage)
     parameters = sum(p.numel() for p in model.parameters())
     trained = lora_parameters(model, stage.adapter) if stage.adapter else parameters
     size = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None).itemsize
@@ -410,11 +474,12 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
         bool(getattr(settings, "reference", False) or getattr(settings, "kl_coef", 0)) and stage.adapter is None
     )
     longest = max(len(s.tokens) for e in examples for s in e.sequences)
-    longest += stage.generation.longest if stage.reward else 0
+    sampled = _sampled(stage, examples)
+    longest += sampled
     batch = stage.trainer.per_device_train_batch_size * max(len(e.sequences) for e in examples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = min(max(stage.token_budget or default_budget(device) or longest * batch, longest), longest * batch)
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     each = CHECKPOINTED if stage.trainer.activation_checkpointing else ACTIVATION
     activations = each * size // 2 * tokens * text.num_hidden_layers * text.hidden_size
     parts = {
@@ -424,11 +489,16 @@ def _cost(reference: str, stage: Stage, examples: list[Example]) -> Table:
         f"gradients and AdamW ({trained / 1e6:,.1f} M trained)": networks * trained * 3 * size,
         f"activations (micro-batch of {tokens:,} tokens)": activations,
     }
+    for (key, *setting), source in stage.models.items():
+        other, _ = _origin(recipe, stage.model_copy(update={"model": source}))
+        if key == "method" and other is not None:
+            count = sum(p.numel() for p in _without_weights(other, stage).parameters())
+            parts[f"{setting[0]} ({count / 1e6:,.1f} M parameters)"] = size * count
     table = Table("estimate", "", box=None, pad_edge=False)
     for name, count in (parts | {"total": sum(parts.values())}).items():
         table.add_row(name, f"{count / 2**20:,.0f} MiB")
     table.add_row("memory of this machine", f"{memory_bytes() / 2**20:,.0f} MiB")
-    if not stage.reward:
+    if not sampled:
         passes = 6 * parameters if stage.adapter is None else 4 * parameters
         total = sum(len(s.tokens) for e in examples for s in e.sequences)
         rate = matmul_rate(torch.float32 if size == 4 else torch.bfloat16)

@@ -15,6 +15,7 @@ from burnish.data.selection import Select
 from burnish.mistakes import find
 from burnish.models.settings import ModelSource, PackageModel, StageModel
 from burnish.report.rounds import round_of
+from burnish.rl.settings import Limits
 
 LISTED = 4
 """More rounds of a source than this are shown as a range."""
@@ -81,8 +82,23 @@ def _facts(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, str]]:
             yield split, _sources(stage.data.parts(split))
         if stage.data.select is not None:
             yield "select", _select(stage.data.select)
+    if stage.acts:
+        yield from episode_facts(stage)
     for key, value in _by_round(recipe, stage).items():
         yield key, f"{_plain(value)} (by_round)"
+
+
+def episode_facts(stage: Stage) -> Iterator[tuple[str, str]]:
+    """What answers the model in a stage's episodes, and their limits."""
+    settings = stage.environment
+    if settings.classes:
+        kind = "environment" if settings.turns is None else "turn environment"
+        named = (f"{name}: {reference}" if name else reference for name, reference in settings.classes.items())
+        yield kind, ", ".join(named)
+    if stage.tools:
+        yield "tools", ", ".join(stage.tools)
+    limits = settings.model_dump(include=set(Limits.model_fields), exclude_none=True)
+    yield "limits", ", ".join(f"{name} {_plain(limits[name])}" for name in Limits.model_fields if name in limits)
 
 
 def _model(source: ModelSource) -> str:

@@ -8,7 +8,7 @@ import re
 import symtable
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import pydantic
 
@@ -34,9 +34,13 @@ from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig, PackageModel, StageModel
 from burnish.protocols import MethodSpec
 from burnish.render.templates import PLAIN_TEMPLATES
-from burnish.report.metrics import METRICS
+from burnish.report.metrics import FINISH_REASONS, METRICS, TOOL_ERRORS
+from burnish.rl.settings import EnvironmentSettings
 from burnish.training.arguments import ABSENT, TrainerConfig
 from burnish.types import Prompt
+
+if TYPE_CHECKING:
+    from burnish.config.evaluation import Evaluation
 
 RENAMED = {
     "baseline": "advantage: {name: ...}",
@@ -124,6 +128,7 @@ def _explained(path: Keys, value: dict[str, Any]) -> str | None:
         "data": Data,
         "generation": Sampling,
         "generator": GeneratorSettings,
+        "environment": EnvironmentSettings,
         "adapter": AdapterConfig,
         "trainer": TrainerConfig,
     }
@@ -172,9 +177,11 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             if name is not None and name not in PLAIN_TEMPLATES:
                 text = f"unknown template {name!r}{did_you_mean(name, PLAIN_TEMPLATES)}"
                 yield Problem(("stages", index, *path), f"{text}; templates are {', '.join(PLAIN_TEMPLATES)}")
-        if stage.method and (text := _reward_problem(stage.method.name, stage.reward)):
+        if stage.method and (text := _reward_problem(stage)):
             yield Problem(("stages", index, "reward"), text)
-        titles = [reward.title for reward in stage.reward]
+        if stage.method and (text := _environment_problem(stage)):
+            yield Problem(("stages", index, "environment" if stage.environment.classes else "tools"), text)
+        titles = [*(["environment"] if stage.environment.classes else []), *(reward.title for reward in stage.reward)]
         if repeated := sorted({title for title in titles if titles.count(title) > 1}):
             text = f"two rewards are named {', '.join(repeated)}: give each its own name:"
             yield Problem(("stages", index, "reward"), text)
@@ -209,15 +216,16 @@ def _until_problem(metric: str, name: str, stage: Stage) -> str | None:
     """Why a stage cannot have a metric; None if it can, or if that is only known when it has run."""
     if stage.method is None:
         return f"stage {name!r} runs a function, which has no metrics"
-    rewards = [reward.title for reward in stage.reward]
+    rewards = [*(["environment"] if stage.environment.classes else []), *(reward.title for reward in stage.reward)]
     spec = ROW_METHODS.get(stage.method.name)
     if spec is None:
         if stage.data is not None and stage.data.eval is None:
             return f"stage {name!r} has no data.eval, so it measures nothing"
         known = [key for key, meaning in METRICS.items() if meaning.better]
-        possible_metrics = [*METRICS, *rewards] if stage.method.name in METHODS else []
+        possible_metrics = [*METRICS, *EPISODES, *rewards] if stage.method.name in METHODS else []
     else:
-        known = list(dict.fromkeys([*rewards, *(spec.measures_with_rewards if rewards else spec.measures)]))
+        measures = [*(spec.measures_with_rewards if rewards else spec.measures), *(EPISODES if stage.acts else ())]
+        known = list(dict.fromkeys([*rewards, *measures]))
         possible_metrics = known if spec.measures else []
     of_reward = metric.removeprefix("reward_")
     base, kind, k = _parts_of_reward(of_reward) if of_reward not in rewards else (of_reward, "", 0)
@@ -249,6 +257,12 @@ def _k_problem(metric: str, kind: str, k: int, name: str, stage: Stage) -> str |
     return f"stage {name!r} has no metric {metric!r}: with generation.samples: {samples}, {listed}"
 
 
+EPISODES = (
+    *("turns", "tool_calls", "tool_errors", "sequences", "environment_tokens", "computed_tokens"),
+    *(f"finished_{reason}" for reason in ("stop", *FINISH_REASONS)),
+    *(f"tool_error_{kind}" for kind in TOOL_ERRORS),
+)
+"""Metrics of a stage with an environment or tools."""
 NEEDS = {"kl": "reference", "log_ratio": "reference", "win_rate": "against"}
 """Metrics of an evaluation that need another model, and the setting that names it."""
 
@@ -282,7 +296,9 @@ def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage,
 
 def _score_problem(source: StageModel | StageData, maker: Stage, reader: Stage) -> str | None:
     """A file of samples without scores, from which a stage reads scores."""
-    if not isinstance(source, StageData) or maker.method is None or maker.method.name != "sample" or maker.reward:
+    if not isinstance(source, StageData) or maker.method is None or maker.method.name != "sample":
+        return None
+    if maker.reward or maker.environment.classes:
         return None
     select = reader.data.select if reader.data else None
     if source.file == "ranked.jsonl":
@@ -347,9 +363,28 @@ def _stream_problems(stage: Stage) -> Iterator[tuple[Keys, str]]:
         yield ("data", "stream"), "a stream has no end: set trainer.max_steps to the number of optimizer steps"
 
 
-def _reward_problem(method: str, rewards: list[RewardSource]) -> str | None:
+def environment_functions(stage: Stage | Evaluation) -> list[tuple[Keys, str]]:
+    """The classes and functions that an environment names, with their keys."""
+    settings = stage.environment
+    key = "turns" if settings.turns is not None else "class"
+    classes = [(("environment", key, *([name] if name else [])), ref) for name, ref in settings.classes.items()]
+    return [*classes, *((("tools", i), function) for i, function in enumerate(stage.tools))]
+
+
+def _environment_problem(stage: Stage) -> str | None:
+    """An environment is an error in a stage whose method does not sample episodes."""
+    assert stage.method is not None
+    if not stage.acts or stage.method.name in ROW_METHODS or method_spec(stage.method.name).environments:
+        return None
+    can = ", ".join(name for name, spec in METHODS.items() if spec.environments)
+    return f"method {stage.method.name!r} has no episodes: remove this key; methods with episodes are {can}"
+
+
+def _reward_problem(stage: Stage) -> str | None:
     """A method that samples completions needs a reward; any other method would ignore it."""
-    if method in ROW_METHODS:
+    assert stage.method is not None
+    method, rewards = stage.method.name, stage.reward
+    if method in ROW_METHODS or stage.environment.classes:
         return None
     kinds = method_spec(method).kinds
     samples = Prompt in kinds
@@ -380,7 +415,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
             if text:
                 yield Problem(("stages", index, *path), text)
         functions: list[tuple[Keys, str | None]] = [(("run",), stage.run)]
-        functions += reward_functions(stage.reward)
+        functions += [*reward_functions(stage.reward), *environment_functions(stage)]
         if stage.method:
             functions += [(("method", key), name) for key, name in stage.method.functions.items()]
         for path, reference in functions:

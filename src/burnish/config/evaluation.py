@@ -11,6 +11,7 @@ from pydantic import Field
 
 from burnish.config.checks import (
     data_problem,
+    environment_functions,
     function_problem,
     model_problem,
     renamed,
@@ -27,6 +28,7 @@ from burnish.mistakes import Keys, Problem, mistakes
 from burnish.models.settings import ModelSource, StageModel
 from burnish.render.templates import PLAIN_TEMPLATES
 from burnish.render.truncate import Truncation
+from burnish.rl.settings import EnvironmentSettings
 from burnish.types import Config
 
 
@@ -56,6 +58,10 @@ class Evaluation(Config, use_attribute_docstrings=True):
     """The reference policy of the KL and of the implicit rewards of pairs."""
     reward: list[RewardSource] = Field([])
     generation: Sampling = Field(default_factory=Sampling)
+    tools: list[str] = Field([])
+    """Functions that the model may call: [my_tools.py:calculator]."""
+    environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
+    """What answers the model, and its limits: {class: my_env.py:Guess, max_turns: 8}."""
     template: str | None = None
     """Name of a plain template, for models without a chat template."""
     resamples: int = Field(2000, gt=0, le=1_000_000)
@@ -100,7 +106,7 @@ def _problems(evaluation: Evaluation) -> Iterator[Problem]:
             yield Problem(path, text)
     if text := data_problem(evaluation.data.eval):
         yield Problem(("data", "eval"), text)
-    for path, function in reward_functions(evaluation.reward):
+    for path, function in [*reward_functions(evaluation.reward), *environment_functions(evaluation)]:
         if text := function_problem(function, evaluation.locate):
             yield Problem(path, text)
     names: list[tuple[Keys, str | None]] = [(("template",), evaluation.template)]

@@ -139,8 +139,9 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
-    """Checksums of the user's files that define a stage's rewards, its method or parts of the method."""
+    """Checksums of the user's files that define a stage's rewards, environments, method or parts of the method."""
     names = [reward.function for reward in stage.reward if isinstance(reward, RewardFromFunction)]
+    names += [*stage.environment.classes.values(), *stage.tools]
     if stage.method:
         own = [] if stage.method.name in METHODS or stage.method.name in ROW_METHODS else [stage.method.name]
         names += [*own, *stage.method.functions.values()]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import Recipe, RewardFromFunction, RewardSource
+from burnish.config.schema import Recipe, RewardFromFunction, RewardSource, Stage
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.settings import ModelSource, PackageModel, StageModel
@@ -14,6 +15,8 @@ from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
+from burnish.rl.environment import Environments
+from burnish.rl.settings import Limits
 from burnish.types import Reward
 
 
@@ -27,6 +30,21 @@ def model_reference(source: ModelSource, folder: Path) -> str:
             raise UserError(f"the package {source.package!r} is not installed, and its model has no hub: id")
         return str(place) if place is not None else str(source.hub)
     return str(source)
+
+
+def environments_of(source: Stage | Evaluation, locate: Callable[[str], str]) -> Environments | None:
+    """Load the environments and tools of a stage or an evaluation; None if it has none.
+
+    Raises:
+        UserError: if one of them does not follow its contract.
+    """
+    if not source.environment.classes and not source.tools:
+        return None
+    settings = source.environment
+    limits = settings.model_dump(include=set(Limits.model_fields), exclude_unset=True)
+    classes = {name: user_functions.load(locate(reference)) for name, reference in settings.classes.items()}
+    functions = [user_functions.load(locate(reference)) for reference in source.tools]
+    return Environments(classes, functions, settings.turns is not None, settings.arguments, **limits)
 
 
 def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish import files, progress
 from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
-from burnish.config.resolve import model_reference, named_reward
+from burnish.config.resolve import environments_of, model_reference, named_reward
 from burnish.config.schema import Recipe, Stage, method_class
 from burnish.config.sources import in_training, read
 from burnish.data.readers import Rows
@@ -34,6 +34,7 @@ from burnish.render.truncate import Truncation
 from burnish.report.display import Display
 from burnish.report.metrics import Recorder
 from burnish.rewards.functions import NamedReward
+from burnish.rl.environment import Environments
 from burnish.types import Row
 
 CHUNK = 64
@@ -76,7 +77,8 @@ class RowStage:
             UserError: if it cannot be read, or does not suit the method.
         """
         folder, seed, spec = self.recipe.folder, self.recipe.seed_of(self.stage), self.spec
-        kinds = spec.kinds_with_rewards if self.stage.reward and spec.kinds_with_rewards else spec.kinds
+        scores = self.stage.reward or self.stage.environment.classes
+        kinds = spec.kinds_with_rewards if scores and spec.kinds_with_rewards else spec.kinds
         source = read(self.data, "rows", folder, kinds, seed, records=True, any_column=spec.any_column)
         try:
             self.method().check(source.rows, self.stage.model_fields_set, self._has_reward_model())
@@ -339,7 +341,17 @@ class _Run:
     @cached_property
     def _rewards(self) -> list[NamedReward]:
         folder = self.recipe.folder
-        return [named_reward(source, self.recipe, folder, self.device) for source in self.stage.reward]
+        rewards = [named_reward(source, self.recipe, folder, self.device) for source in self.stage.reward]
+        return rewards if self.environments is None else self.environments.rewards(rewards)
+
+    @property
+    def environments(self) -> Environments | None:
+        """The stage's environments and tools, if it has any."""
+        return self._environments
+
+    @cached_property
+    def _environments(self) -> Environments | None:
+        return environments_of(self.stage, self.recipe.locate)
 
     def close(self) -> None:
         """Close the generators."""

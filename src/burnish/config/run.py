@@ -17,6 +17,7 @@ from burnish.config import Recipe, Stage, StageData, loops, repeat
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
+from burnish.config.resolve import environments_of
 from burnish.config.row_stage import RowStage
 from burnish.config.stage import TrainingStage, check_rewards
 from burnish.data import readers as rows
@@ -188,6 +189,7 @@ def _check_all(recipe: Recipe) -> None:
 def _check_rows(making: RowStage) -> None:
     """Check the settings and the available input of a stage that makes rows."""
     making.method()
+    environments_of(making.stage, making.recipe.locate)
     if not any(isinstance(part.source, StageData) for part in making.data.parts("rows")):
         making.read()
 

@@ -23,6 +23,7 @@ from burnish.mistakes import Keys
 from burnish.models.settings import AdapterConfig, ModelSource, StageModel, kind_of_source
 from burnish.protocols import MethodSpec, RowMethodSpec
 from burnish.render.truncate import Truncation
+from burnish.rl.settings import EnvironmentSettings
 from burnish.training.arguments import TrainerConfig
 from burnish.types import Config
 
@@ -270,6 +271,10 @@ class Stage(Config, use_attribute_docstrings=True):
     reward: list[RewardSource] = Field([])
     generation: Sampling = Field(default_factory=Sampling)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
+    tools: list[str] = Field([])
+    """Functions that the model may call while it samples: [my_tools.py:calculator]."""
+    environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
+    """What answers the model while it samples, and its limits: {class: my_env.py:Guess, max_turns: 8}."""
     token_budget: int | None = Field(None, gt=0)
     """Maximum number of tokens in a micro-batch. Default: 512 on a CPU, otherwise a whole optimizer step."""
     packed: bool | None = None
@@ -295,6 +300,11 @@ class Stage(Config, use_attribute_docstrings=True):
         return self
 
     @property
+    def acts(self) -> bool:
+        """Whether completions are episodes, with an environment or tools."""
+        return bool(self.environment.classes or self.tools)
+
+    @property
     def makes_rows(self) -> bool:
         """Whether the stage makes rows with a method, and trains nothing."""
         return self.method is not None and self.method.name in ROW_METHODS
@@ -304,7 +314,7 @@ class Stage(Config, use_attribute_docstrings=True):
         """The models that the stage reads, by the keys that name them. The settings of its method must be valid."""
         models = {("model",): self.model}
         models |= {("reward", i, "model"): r.model for i, r in enumerate(self.reward) if isinstance(r, RewardFromModel)}
-        if self.method is not None and (spec := ROW_METHODS.get(self.method.name)) is not None and spec.models:
+        if self.method is not None and (spec := any_spec(self.method.name)).models:
             settings = spec.config(**self.method.settings)
             models |= {("method", key): getattr(settings, key) for key in spec.models}
         return {keys: model for keys, model in models.items() if model is not None}
@@ -321,6 +331,8 @@ class Stage(Config, use_attribute_docstrings=True):
             raise ValueError(f"data.{split} missing: the rows that the method {name!r} reads")
         if wrong := [f"data.{key}" for key in others if getattr(self.data, key) is not None]:
             raise ValueError(f"{', '.join(wrong)}: the method {name!r} reads data.{split}")
+        if "environment" in given and not self.acts:
+            raise ValueError("environment has only limits: set class: or turns: in it, or tools: in the stage")
         if spec is not None and (extra := given - {"name", "seed", "method", *needs, *spec.takes}):
             raise ValueError(f"{', '.join(sorted(extra))}: the method {name!r} does not use this")
         lengths = sorted(self.data.model_fields_set & {"max_length", "too_long"})

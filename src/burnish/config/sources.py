@@ -50,9 +50,11 @@ def overlap(data: Data, folder: Path) -> str | None:
 def in_training(rows_read: list[Row], recipe: Recipe, stage: Stage) -> str | None:
     """A warning if earlier stages train on the prompts or texts of these rows, otherwise None.
 
-    Training rows are read from the files that exist now. Data sets on the hub are not compared.
+    Training rows are read from the files that exist now. Data sets on the hub are not compared. With an environment, a
+    prompt is the same if its columns are, too, because they decide what the environment does.
     """
-    held_out = {_asked(row): row.source for row in reversed(rows_read)}
+    asked_in = partial(_asked, columns=stage.acts)
+    held_out = {asked_in(row): row.source for row in reversed(rows_read)}
     found: dict[tuple[str, str], set[bytes]] = {}
     by_stage: dict[str, set[bytes]] = {}
     for earlier in takewhile(lambda one: one.name != stage.name, recipe.stages):
@@ -69,16 +71,16 @@ def in_training(rows_read: list[Row], recipe: Recipe, stage: Stage) -> str | Non
                     found[key] |= {
                         asked
                         for row in again
-                        if not isinstance(row, rows.Skipped) and (asked := _asked(row)) in held_out
+                        if not isinstance(row, rows.Skipped) and (asked := asked_in(row)) in held_out
                     }
             by_stage.setdefault(earlier.name, set()).update(found.get(key, ()))
     seen = set().union(*by_stage.values())
     if not seen:
         return None
-    count = sum(_asked(row) in seen for row in rows_read)
+    count = sum(asked_in(row) in seen for row in rows_read)
     names = [name for name, asked in by_stage.items() if asked]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    first = next(row.source for row in rows_read if _asked(row) in seen)
+    first = next(row.source for row in rows_read if asked_in(row) in seen)
     return (
         f"warning: {count:,} of {len(rows_read):,} rows have a prompt or text that is among the training rows of "
         f"{', '.join(names[:3])}{more}, the first is {first}: on these rows, the results measure how well the model "
@@ -86,15 +88,20 @@ def in_training(rows_read: list[Row], recipe: Recipe, stage: Stage) -> str | Non
     )
 
 
-def _asked(row: Row) -> bytes:
-    """A digest of a row's prompt: its messages before the first assistant turn. Of a text, that of the whole text."""
+def _asked(row: Row, columns: bool) -> bytes:
+    """A digest of a row's prompt: its messages before the first assistant turn. Of a text, that of the whole text.
+
+    With ``columns``, the digest of a prompt includes its columns.
+    """
     if isinstance(row, Text):
         prompt: Any = row.text
+    elif columns and isinstance(row, Prompt):
+        prompt = [list(row.messages), dict(row.columns)]
     elif isinstance(row, Conversation | Scored | Prompt):
         prompt = list(takewhile(lambda message: message["role"] != "assistant", row.messages))
     else:
         prompt = list(row.question if isinstance(row, Steps) else row.prompt)
-    return hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps(prompt, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
 def _same(one: str, other: str) -> bool:

@@ -23,13 +23,15 @@ from burnish.config import (
 )
 from burnish.config.card import write_card
 from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
-from burnish.config.resolve import model_reference, named_reward
+from burnish.config.resolve import environments_of, model_reference, named_reward
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, StreamLoader
 from burnish.errors import UserError
 from burnish.generate.settings import factory
 from burnish.models import loading, merge
 from burnish.models.adapters import add_adapter
+from burnish.models.loaded import Loaded, load
+from burnish.models.settings import ModelSource
 from burnish.render.encode import account
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.display import Display, RunCallback
@@ -37,7 +39,7 @@ from burnish.report.metrics import Recorder, number, read_metrics
 from burnish.rewards.functions import NamedReward
 from burnish.training import checkpoint
 from burnish.training.trainer import Trainer
-from burnish.types import Conversation, Encoded, Prompt, Scored
+from burnish.types import Encoded, Prompt
 
 
 class TrainingStage:
@@ -184,7 +186,17 @@ class TrainingStage:
         if Prompt in self.spec.kinds:
             generator = factory(self.stage.generator)
             settings |= {"reward": rewards, "sampling": self.stage.generation, "generator": generator}
+        if self.spec.environments:
+            settings["environments"] = environments_of(self.stage, self.recipe.locate)
+        if self.spec.models:
+            settings |= {"load": self._load_other}
         return method_class(self.stage.method.name)(**settings)
+
+    def _load_other(self, source: ModelSource) -> Loaded:
+        """Load a model that a setting of the method names."""
+        stage = self.stage
+        trust = stage.trust_remote_code
+        return load(model_reference(source, self.recipe.folder), None, stage.dtype, trust_remote_code=trust)
 
     def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer, set the stage's template, and add a new adapter if the stage has one."""
@@ -198,9 +210,9 @@ class TrainingStage:
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
-        load = loading.load_reward_model if self.spec.task == "SEQ_CLS" else loading.load_policy
+        of_task = loading.load_reward_model if self.spec.task == "SEQ_CLS" else loading.load_policy
         quantized = stage.adapter.quantize if stage.adapter else None
-        model: Any = load(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
+        model: Any = of_task(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
         if stage.adapter is not None:
             model = add_adapter(model, stage.adapter, self.spec.task, loading.describe(source))
         elif adapted:
@@ -299,14 +311,12 @@ def _counts(read: rows.Rows, encoded: Encoded) -> dict[str, Any]:
 
     ``by_turn`` is the number of rows that have a sequence for each learned turn.
     """
-    count = account(read.rows, encoded.changed)._asdict()
+    count: dict[str, Any] = account(read.rows, encoded.changed)._asdict()
+    if by_turn := len(count.pop("by_turn")):
+        count["by_turn"] = by_turn
     count["skipped"] = [f"{s.source}: {s.reason}" for s in read.skipped] + count["skipped"]
     if read.left_out:
         count["left_out"] = dict(read.left_out)
-    if any(isinstance(row, Conversation | Scored) for row in read.rows[:1]) and (
-        by_turn := sum(len(example.sequences) > 1 for example in encoded.examples)
-    ):
-        count["by_turn"] = by_turn
     return count | ({"mixed": [m._asdict() for m in read.mixed]} if read.mixed else {})
 
 

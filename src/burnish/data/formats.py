@@ -26,6 +26,7 @@ from burnish.types import (
     Scored,
     Steps,
     Text,
+    ToolCall,
 )
 
 ROLES = {
@@ -36,6 +37,9 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
 }
+REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, by the names that transformers knows
+# What messages may have besides role and content.
+OF_ROLE = {"assistant": ("tool_calls", *REASONING), "tool": ("tool_call_id", "name")}
 # Columns that training ignores without data.keep. Files that Burnish writes have those in the second line.
 PROVENANCE = frozenset(
     {"id", "source", "meta", "seed", "finish_reason", "round", "rewards", "verdicts", "P"}
@@ -215,20 +219,35 @@ def column_number(record: Record, name: str, source: str) -> float:
     return _number(record[name], At(source, name))
 
 
-def _list(value: Any, at: At) -> list[Any]:
+def list_at(value: Any, at: At) -> list[Any]:
     """A list, or its JSON text as in csv files."""
-    if isinstance(value, str):
-        decoder = Decoder()
-        try:
-            value = decoder.decode(value)
-        except ValueError:
-            raise at.bad("not a list", f"got text that is not JSON, {shown(value)}") from None
-        if decoder.duplicates:
-            raise at.bad(DUPLICATE, repr(decoder.duplicates[0]))
-        check_values(value, at)
+    value = _decoded(value, at, "not a list")
     if not isinstance(value, list | tuple):
         raise at.bad("not a list", f"got {shown(value)}")
     return list(value)
+
+
+def _object(value: Any, at: At) -> dict[str, Any]:
+    """An object with keys, or its JSON text."""
+    value = _decoded(value, at, "not an object")
+    if not isinstance(value, Mapping):
+        raise at.bad("not an object", f"expected keys and values, got {shown(value)}")
+    return {str(key): item for key, item in value.items()}
+
+
+def _decoded(value: Any, at: At, reason: str) -> Any:
+    """The value, decoded if it is JSON text."""
+    if not isinstance(value, str):
+        return value
+    decoder = Decoder()
+    try:
+        decoded = decoder.decode(value)
+    except ValueError:
+        raise at.bad(reason, f"got text that is not JSON, {shown(value)}") from None
+    if decoder.duplicates:
+        raise at.bad(DUPLICATE, repr(decoder.duplicates[0]))
+    check_values(decoded, at)
+    return decoded
 
 
 def _message(value: Any, at: At) -> Message:
@@ -236,16 +255,65 @@ def _message(value: Any, at: At) -> Message:
     if not isinstance(value, Mapping):
         raise at.bad("not a message", f"expected {{role, content}}, got {shown(value)}")
     names = at.names or (("from", "value") if "from" in value and "role" not in value else ("role", "content"))
+    calls = not empty(value.get("tool_calls")) and "tool_calls" not in at.keep
     for name in names:
-        if name not in value:
+        if name not in value and not (calls and name == names[1]):
             raise at.bad("missing key", missing(value, (name,)))
-    role, content = value[names[0]], value[names[1]]
+    role, content = value[names[0]], value.get(names[1])
     if not isinstance(role, str) or role not in ROLES:
         hint = did_you_mean(str(role), ROLES) or f"; expected one of {', '.join(ROLES)}"
         raise at.bad("unknown role", f"got {shown(role)}{hint}")
+    role, here = ROLES[role], at.inside(names[1])
+    of_role = OF_ROLE.get(role, ())
+    _no_other_keys(value, (*names, *of_role), at, f"write it into {names[1]!r}, ")
+    blank = empty(content) or (isinstance(content, str) and not content.strip())
+    if blank and ((calls and role == "assistant") or (role == "tool" and isinstance(content, str))):
+        message: Message = {"role": role, "content": content or ""}
+    else:
+        message = {"role": role, "content": _text(content, here)}
     if len(value) > len(names):
-        _no_other_keys(value, names, at, f"write it into {names[1]!r}, ")
-    return {"role": ROLES[role], "content": _text(content, at.inside(names[1]))}
+        _add_keys(message, {k: v for k in of_role if k not in at.keep and not empty(v := value.get(k))}, at)
+    return message
+
+
+def _add_keys(message: Message, given: Mapping[str, Any], at: At) -> None:
+    """Add what a message of the assistant or of a tool has besides its content."""
+    reasoning = [key for key in REASONING if key in given]
+    if reasoning:
+        message["reasoning_content"] = _text(given[reasoning[0]], at.inside(reasoning[0]))
+        if any(given[key] != given[reasoning[0]] for key in reasoning):
+            raise at.inside(reasoning[1]).bad("two reasonings", f"{reasoning[0]!r} differs from it: keep one")
+    if "tool_calls" in given:
+        here = at.inside("tool_calls")
+        message["tool_calls"] = [
+            _tool_call(call, here.inside(i)) for i, call in enumerate(list_at(given["tool_calls"], here))
+        ]
+    if "tool_call_id" in given:
+        message["tool_call_id"] = _text(given["tool_call_id"], at.inside("tool_call_id"))
+    if "name" in given:
+        message["name"] = _text(given["name"], at.inside("name"))
+
+
+def _tool_call(value: Any, at: At) -> ToolCall:
+    """``{"type": "function", "function": {"name", "arguments"}}``, or the function alone."""
+    call = _object(value, at)
+    wrapped = "function" in call
+    if wrapped:
+        _no_other_keys(call, ("type", "function", "id"), at)
+        if call.get("type", "function") not in ("function", None):
+            raise at.inside("type").bad("not a function call", f"expected 'function', got {shown(call['type'])}")
+    inner = at.inside("function") if wrapped else at
+    function = _object(call["function"], inner) if wrapped else call
+    _no_other_keys(function, ("name", "arguments") if wrapped else ("name", "arguments", "type", "id"), inner)
+    for key in ("name", "arguments"):
+        if key not in function:
+            raise inner.bad("missing key", missing(function, (key,)))
+    name = _text(function["name"], inner.inside("name"))
+    arguments = {} if function["arguments"] in (None, "") else _object(function["arguments"], inner.inside("arguments"))
+    result: ToolCall = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call.get("id") is not None:
+        result["id"] = _text(call["id"], at.inside("id"))
+    return result
 
 
 def _no_other_keys(value: Mapping[str, Any], names: tuple[str, ...], at: At, advice: str = "") -> None:
@@ -280,10 +348,34 @@ def empty(value: Any) -> bool:
 
 
 def _messages(value: Any, at: At) -> Messages:
-    items = _list(value, at)
+    items = list_at(value, at)
     if not items:
         raise at.bad("empty conversation")
-    return tuple(_message(item, at.inside(i)) for i, item in enumerate(items))
+    messages = tuple(_message(item, at.inside(i)) for i, item in enumerate(items))
+    _check_ids(messages, at)
+    return messages
+
+
+def _check_ids(messages: Messages, at: At) -> None:
+    """Raise a BadRow if two calls of a message have one id, or a result is that of no call before it.
+
+    Calls may have no ids, and the calls of the first results may be in another column.
+    """
+    called: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        own = [(call["id"], call["function"]["name"]) for call in message.get("tool_calls", ()) if "id" in call]
+        for k, (id, _) in enumerate(own):
+            if id in dict(own[:k]):
+                raise at.inside(i).inside("tool_calls").bad("two calls have this id", repr(id))
+        called.update(own)
+        id = message.get("tool_call_id")
+        if id is None or not called:
+            continue
+        here = at.inside(i)
+        if id not in called:
+            raise here.inside("tool_call_id").bad("no call before it has this id", repr(id))
+        if (name := message.get("name", called[id])) != called[id]:
+            raise here.inside("name").bad("not the tool of this call", f"got {name!r}, expected {called[id]!r}")
 
 
 def _turns(value: Any, at: At, role: str) -> Messages:
@@ -368,7 +460,7 @@ def _alpaca_prompt(record: Record, row: At) -> Messages:
         question = f"{question}\n\n{_text(extra, row.inside('input'))}"
     turns: list[Message] = []
     at = row.inside("history")
-    for i, pair in enumerate([] if empty(record.get("history")) else _list(record["history"], at)):
+    for i, pair in enumerate([] if empty(record.get("history")) else list_at(record["history"], at)):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise at.inside(i).bad("not a question and an answer", f"expected a list of two texts, got {shown(pair)}")
         texts = [_text(text, at.inside(i).inside(j)) for j, text in enumerate(pair)]
@@ -484,12 +576,12 @@ def _read_ranking(record: Record, row: At, key: str, sign: float) -> Ranking:
     """Completions with scores, or with ranks. The lowest rank is the best, so ``sign`` is -1 for ranks."""
     prompt = _turns(record["prompt"], row.inside("prompt"), "user")
     at = row.inside("completions")
-    answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(_list(record["completions"], at)))
+    answers = tuple(_answer(value, at.inside(i), prompt) for i, value in enumerate(list_at(record["completions"], at)))
     for i, answer in enumerate(answers):
         _ends_with_assistant(answer, at.inside(i))
         if answer in answers[:i]:
             raise at.inside(i).bad("equal to another completion", "there is nothing to prefer")
-    numbers = _list(record[key], row.inside(key))
+    numbers = list_at(record[key], row.inside(key))
     scores = tuple(sign * _number(value, row.inside(key).inside(i)) for i, value in enumerate(numbers))
     if len(answers) < 2 or len(answers) != len(scores):
         detail = f"got {len(answers)} completions and {len(scores)} {key}: expected equally many, at least two"
@@ -501,7 +593,7 @@ def _read_ultrafeedback(record: Record, row: At) -> Ranking:
     """Completions with the overall score of each."""
     prompt = _turns(record["instruction"], row.inside("instruction"), "user")
     at = row.inside("completions")
-    items = _list(record["completions"], at)
+    items = list_at(record["completions"], at)
     for i, item in enumerate(items):
         for key in ("response", "overall_score"):
             if not isinstance(item, Mapping) or key not in item:
@@ -564,7 +656,7 @@ def _read_steps(record: Record, row: At) -> Steps:
     question = _with_system(record, row, _turns(record["instruction"], row.inside("instruction"), "user"))
     at = row.inside("output")
     texts, values = [], []
-    for i, item in enumerate(_list(record["output"], at)):
+    for i, item in enumerate(list_at(record["output"], at)):
         here = at.inside(i)
         for key in ("step", "Q"):
             if not isinstance(item, Mapping) or key not in item:
@@ -594,11 +686,11 @@ class Shape(NamedTuple):
     kind: type[Any]
     needs: tuple[str, ...]
     read: Callable[[Record, At], Row]
-    may: tuple[str, ...] = ("system",)
+    may: tuple[str, ...] = ("system", "tools")
 
 
-_PAIR = ("system", "margin", "p_chosen")
-_ALPACA = ("input", "system", "history")
+_PAIR = ("system", "tools", "margin", "p_chosen")
+_ALPACA = ("input", "system", "history", "tools")
 SHAPES = (
     Shape("text", Text, ("text",), _read_text, ()),
     Shape("messages", Conversation, ("messages",), _read_messages),
@@ -606,7 +698,7 @@ SHAPES = (
     Shape("prompt_completion", Conversation, ("prompt", "completion"), _read_prompt_completion),
     Shape("openrlhf", Conversation, ("prompt",), _read_whole_prompt),
     Shape("alpaca", Conversation, ("instruction", "output"), _read_alpaca, _ALPACA),
-    Shape("openorca", Conversation, ("question", "response"), _read_openorca, ("system_prompt",)),
+    Shape("openorca", Conversation, ("question", "response"), _read_openorca, ("system_prompt", "tools")),
     Shape("preference", Preference, ("prompt", "chosen", "rejected"), _read_preference, _PAIR),
     Shape(
         "continued",
@@ -627,7 +719,7 @@ SHAPES = (
         Preference,
         ("instruction", "chosen", "rejected"),
         _read_alpaca_preference,
-        (*_ALPACA, *_PAIR[1:]),
+        (*_ALPACA, *_PAIR[2:]),
     ),
     Shape("pair", Preference, ("chosen", "rejected"), _read_pair, _PAIR),
     Shape(
@@ -641,7 +733,7 @@ SHAPES = (
         Ranking,
         ("instruction", "completions"),
         _read_ultrafeedback,
-        ("system", "models", "correct_answers", "incorrect_answers"),
+        ("system", "tools", "models", "correct_answers", "incorrect_answers"),
     ),
     Shape("prompt", Prompt, ("prompt",), _read_prompt),
     Shape("alpaca_prompt", Prompt, ("instruction",), _read_alpaca_question, _ALPACA),
@@ -661,6 +753,6 @@ SHAPES = (
     Shape("labelled_alpaca", Labelled, ("instruction", "output", "label"), _read_labelled_alpaca, _ALPACA),
     Shape("scored_text", Scored, ("text", "reward"), _read_scored),
     Shape("scored", Scored, ("messages", "reward"), functools.partial(_read_scored, key="messages")),
-    Shape("steps", Steps, ("instruction", "output"), _read_steps),
+    Shape("steps", Steps, ("instruction", "output"), _read_steps, ("system",)),
     Shape("query", Prompt, ("query",), functools.partial(_read_prompt, key="query")),
 )

@@ -21,8 +21,9 @@ from burnish.data.formats import (
     missing,
     shown,
 )
+from burnish.data.tools import read_tools
 from burnish.errors import UserError, closest, did_you_mean
-from burnish.types import Prompt, Row
+from burnish.types import Prompt, Row, Steps, Text
 
 NO_SHAPE = "fits no shape"
 NOT_READ = {
@@ -62,6 +63,8 @@ NOT_IGNORED = frozenset(
     | {"weight", "history", "images", "image", "videos", "audios", "segments"}
 )
 """Columns and keys whose loss would change what is learned. No message proposes to ignore them."""
+HIDDEN = ("tool_calls", "functions", "function_call", "history", "images", "image", "videos", "audios")
+"""Columns that belong to what a model is asked, and not to what its answer is compared with."""
 
 
 def parse(
@@ -126,14 +129,20 @@ def _parse(
         record = {name: value for name, value in record.items() if name not in kept}
     present = frozenset(key for key, value in record.items() if value is not None)
     fitting = _fitting(present, kinds, format)
+    at = At(source, keep=frozenset(keep), names=names)
+    given = record.get("tools")
+    without_tools = {name: value for name, value in record.items() if name != "tools"}
+    if len(fitting) > 1 and len({shape.needs for shape in fitting}) == 1:
+        fitting = tuple(shape for shape in fitting if _reads(shape, without_tools, at)) or fitting
     if len(fitting) == 1:
-        at = At(source, keep=frozenset(keep), names=names)
-        row = fitting[0].read(record, at)
-        if not empty(record.get("tools")):
-            detail = "the model would not see them; remove the column, or ignore it with data.keep: [tools]"
-            raise at.inside("tools").bad("tools are not supported yet", detail)
-        if not isinstance(row, Prompt) and not any_column:
-            _nothing_unread(record, present, kinds, format, at, number)
+        row = fitting[0].read(without_tools, at)
+        if isinstance(row, Prompt) and not any_column:
+            _nothing_hidden(record, fitting[0], at)
+        elif not any_column:
+            there = present - {"tools"} if empty(given) else present
+            _nothing_unread(record, there, fitting[0], kinds, at, number)
+        if not empty(given) and not isinstance(row, Text | Steps):
+            row = replace(row, tools=read_tools(given, at.inside("tools")))
         return replace(row, columns={**row.columns, **kept}) if kept and isinstance(row, Prompt) else row
     if fitting:
         names = ", ".join(shape.name for shape in fitting)
@@ -145,6 +154,15 @@ def _parse(
     name, detail = _nearest(record, present, shapes)
     choices = " | ".join(" + ".join(shape.needs) for shape in shapes)
     raise BadRow(source, name, "missing key" if name else NO_SHAPE, f"{detail} (shapes: {choices})")
+
+
+def _reads(shape: Shape, record: Record, at: At) -> bool:
+    """Whether a shape reads a record. A list in ``prompt`` that ends with the assistant is no prompt, for example."""
+    try:
+        shape.read(record, at)
+    except BadRow:
+        return False
+    return True
 
 
 def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
@@ -166,13 +184,13 @@ def _renamed(record: Record, keys: Mapping[str, str], source: str) -> Record:
 def _nothing_unread(
     record: Record,
     present: frozenset[str],
+    shape: Shape,
     kinds: tuple[type[Any], ...],
-    format: str | None,
     at: At,
     number: str | None,
 ) -> None:
     """Raise a BadRow for the first column that nothing reads."""
-    unread = _unread(present, kinds, format) - {number}
+    unread = _unread(present, shape) - {number}
     if not unread:
         return
     names = [str(name) for name in record if name in unread]  # in the order of the file
@@ -182,10 +200,19 @@ def _nothing_unread(
     raise at.inside(names[0]).bad("unknown column", detail)
 
 
+def _nothing_hidden(record: Record, shape: Shape, at: At) -> None:
+    """Raise a BadRow for a column of a prompt that the model would have to see. Rewards read the others."""
+    for name in HIDDEN:
+        if name not in shape.may and not empty(record.get(name)):
+            detail = (
+                f"the model would not see it: write it into the prompt, or keep it for rewards: data.keep: [{name}]"
+            )
+            raise at.inside(name).bad("unknown column", detail)
+
+
 @functools.lru_cache(maxsize=1024)
-def _unread(present: frozenset[str], kinds: tuple[type[Any], ...], format: str | None) -> frozenset[str]:
-    (shape,) = _fitting(present, kinds, format)
-    return present - PROVENANCE - {"tools", *shape.needs, *shape.may}
+def _unread(present: frozenset[str], shape: Shape) -> frozenset[str]:
+    return present - PROVENANCE - {*shape.needs, *shape.may}
 
 
 @functools.cache

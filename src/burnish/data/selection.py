@@ -141,5 +141,5 @@ def _parts(row: Row) -> tuple[Hashable, Hashable]:
 
 def _hashable(value: Any) -> Hashable:
     if isinstance(value, dict):
-        return tuple(sorted(value.items()))
+        return tuple((key, _hashable(item)) for key, item in sorted(value.items()))
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

@@ -170,14 +170,18 @@ class StreamLoader(StepLoader):
         self.report = {"rows": before["rows"] + used.rows} | {
             kind: before[kind] + len(new) for kind, new in names.items()
         }
+        if by_turn := before.get("by_turn", 0) + len(used.by_turn):
+            self.report["by_turn"] = by_turn
         self.report["names"] = {kind: (before["names"][kind] + new)[:MAX_NAMED] for kind, new in names.items()}
         return [encoded.examples[i] for i in permutation(len(encoded.examples), self.seed, self.chunk)]
 
     def counts(self) -> dict[str, Any]:
-        """The number of rows used, skipped, dropped and shortened, and the names of the first of each."""
-        return {"rows": self.report["rows"], **self.report["names"]} | {
-            f"{kind} in all": self.report[kind] for kind in UNUSED
-        }
+        """The number of rows used, skipped, dropped and shortened, and the names of the first of each.
+
+        ``by_turn`` is the number of rows that have a sequence for each learned turn.
+        """
+        named = {kind: many for kind, many in self.report.items() if kind in ("rows", "by_turn")}
+        return named | self.report["names"] | {f"{kind} in all": self.report[kind] for kind in UNUSED}
 
     def state_dict(self) -> dict[str, Any]:
         """The position before the current rows, the examples that waited then, the steps since, and the counts."""

@@ -52,7 +52,8 @@ class Completion:
     (after temperature, top-k and top-p). If the request set ``return_values``, ``values`` is float64 (T,): entry t is
     the critic's value of the text before token t, and ``final_value`` is the value of the whole text. Otherwise both
     are None. ``finish_reason`` is ``stop`` (a stop id or a stop string), ``length`` (the request's limit) or
-    ``context`` (the model's context window is full). ``version`` is the version of the weights.
+    ``context`` (the model's context window is full). ``version`` is the version of the weights. ``cached_tokens`` is
+    the number of the request's tokens that the generator still knew from an earlier request.
     """
 
     tokens: np.ndarray
@@ -61,6 +62,7 @@ class Completion:
     final_value: float | None
     finish_reason: str
     version: int
+    cached_tokens: int = 0
 
 
 class Generator(Protocol):
@@ -68,7 +70,11 @@ class Generator(Protocol):
 
     The requests of one ``submit`` form a plan. Which requests share a batch depends only on the plans and never on
     timing, so equal plans after an equal ``update_weights`` give identical bytes.
+
+    ``slots`` is the maximum number of requests that are decoded together.
     """
+
+    slots: int
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
         """Load new weights, keyed by parameter name, or an adapter's folder, and drop all caches.

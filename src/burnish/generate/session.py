@@ -129,6 +129,7 @@ class DecodingSession:
             "values": column(width if self.values else 0, dtype=exact),
         }
         self.limits = [0] * len(self.requests)
+        self.cached = [len(request.tokens) - 1 for request in self.requests]  # all but the first sample of a prompt
 
     def _width(self) -> int:
         """The number of sampled tokens that the state has room for: as many as the cache, so that both grow together.
@@ -186,6 +187,8 @@ class DecodingSession:
     def _admit(self, groups: list[list[int]]) -> None:
         """Compute each group's prompt once, without its last token, and copy it to the slots of all its requests."""
         prompts = [self.requests[members[0]].tokens for members in groups]
+        for members in groups:
+            self.cached[members[0]] = 0
         width = max(len(prompt) for prompt in prompts) - 1
         if width > 0:
             inputs = torch.tensor([[*prompt[:-1], *[0] * (width + 1 - len(prompt))] for prompt in prompts])
@@ -263,6 +266,8 @@ class DecodingSession:
         self.cache.place(self._index(order), self._index(range(self.slots)), longest)
         self.held = [self.held[slot] for slot in order]
         prompts = [self.requests[members[0]].tokens for members, _, _ in matches]
+        for members, _, count in matches:
+            self.cached[members[0]] = count
         self._extend(prompts, [count for _, _, count in matches])
         groups = [members for members, _, _ in matches]
         # The other samples of each prompt come after the first ones.
@@ -424,6 +429,7 @@ class DecodingSession:
                 final_value=float(values[count]) if return_values else None,
                 finish_reason="stop" if ended[row] == STOP else "length" if count >= self.limits[index] else "context",
                 version=self.version,
+                cached_tokens=self.cached[index],
             )
             completions.append((int(index), completion))
         return completions

@@ -10,6 +10,9 @@ Estimate = Literal["k1", "k2", "k3"]
 Baseline = Literal["none", "mean", "rloo", "group_mean", "group_std", "batch_whitened", "reinforce++-baseline"]
 """Baselines of a completion's reward (``math.advantages``)."""
 
+Divergence = Literal["forward", "reverse", "jensen_shannon"]
+"""Divergences between the distributions of a student and its teacher (``math.distillation``)."""
+
 PreferenceLoss = Literal[
     "sigmoid", "robust", "ipo", "hinge", "sppo", "apo_zero", "apo_down", "nca_pair", "simpo", "orpo"
 ]

@@ -125,6 +125,14 @@ class RowSums:
         return value.exp() if self.exp else value
 
 
+def interval_of_rows(metric: RowSums, resamples: int = 2000, seed: int = 0) -> tuple[float, float] | None:
+    """The 95 % bootstrap interval of a metric over rows; None for fewer than ``FEWEST_ROWS`` rows."""
+    if len(metric.rows) < FEWEST_ROWS:
+        return None
+    columns = torch.tensor([metric.rows[source] for source in sorted(metric.rows)], dtype=torch.float64)
+    return bootstrap(columns, lambda means: metric.of(means)[:, None], resamples, seed)[0]
+
+
 def paired_changes(
     before: Mapping[str, RowSums], after: Mapping[str, RowSums], resamples: int = 2000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:

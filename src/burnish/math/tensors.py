@@ -119,7 +119,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
         lse, entropy = logits.new_empty(len(logits)), logits.new_zeros(len(logits))
-        for rows, at in _blocks(logits):
+        for rows, at in blocks(logits):
             lse[at] = rows.logsumexp(-1)
             if entropies:
                 logprobs = rows - lse[at, None]
@@ -137,7 +137,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         logits, tokens, lse, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropies = gradients
         result = torch.empty_like(logits)
-        for rows, at in _blocks(logits):
+        for rows, at in blocks(logits):
             out = torch.sub(rows, lse[at, None], out=result[at])
             weights = 0.0 if grad_logprobs is None else -grad_logprobs[at, None]
             if grad_entropies is not None:
@@ -149,7 +149,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return result, None, None
 
 
-def _blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:
+def blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:
     """Yield blocks of rows, with their positions."""
     size = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     for start in range(0, len(logits), size):

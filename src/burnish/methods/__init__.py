@@ -3,6 +3,7 @@
 from typing import get_args
 
 from burnish.methods.settings import (
+    DistillConfig,
     DPOConfig,
     EvalConfig,
     FilterConfig,
@@ -40,7 +41,11 @@ _SPECS = (
     ),
     MethodSpec("dpo", DPOConfig, (Preference, Ranking, Labelled), implementation="burnish.methods.dpo:DPO"),
     MethodSpec(
-        "reinforce", ReinforceConfig, (Scored, Prompt), implementation="burnish.methods.policy_gradient:Reinforce"
+        "reinforce",
+        ReinforceConfig,
+        (Scored, Prompt),
+        environments=True,
+        implementation="burnish.methods.policy_gradient:Reinforce",
     ),
     MethodSpec(
         "step_value",
@@ -49,9 +54,34 @@ _SPECS = (
         streams=True,
         implementation="burnish.methods.step_value:StepValue",
     ),
-    MethodSpec("ppo", PPOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:PPO"),
-    MethodSpec("rloo", RLOOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:RLOO"),
-    MethodSpec("grpo", GRPOConfig, (Prompt,), implementation="burnish.methods.policy_gradient:GRPO"),
+    MethodSpec(
+        "distill",
+        DistillConfig,
+        (Prompt, Conversation),
+        models=("teacher",),
+        implementation="burnish.methods.distill:Distill",
+    ),
+    MethodSpec(
+        "ppo",
+        PPOConfig,
+        (Prompt,),
+        environments=True,
+        implementation="burnish.methods.policy_gradient:PPO",
+    ),
+    MethodSpec(
+        "rloo",
+        RLOOConfig,
+        (Prompt,),
+        environments=True,
+        implementation="burnish.methods.policy_gradient:RLOO",
+    ),
+    MethodSpec(
+        "grpo",
+        GRPOConfig,
+        (Prompt,),
+        environments=True,
+        implementation="burnish.methods.policy_gradient:GRPO",
+    ),
 )
 
 _ROW_SPECS = (
@@ -61,7 +91,7 @@ _ROW_SPECS = (
         (Prompt,),
         outputs={"samples.jsonl": (Conversation, Scored), "ranked.jsonl": (Ranking,)},
         needs=("model",),
-        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator", "tools", "environment"),
         measures=("length", "stopped", "empty"),
         measures_with_rewards=("score", "length", "stopped", "empty", "ranked"),
         truncates=True,
@@ -93,7 +123,7 @@ _ROW_SPECS = (
         (Text, Conversation, Preference, Ranking, Prompt),
         outputs={"measures.jsonl": (), "samples.jsonl": ()},
         needs=("model",),
-        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator"),
+        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator", "tools", "environment"),
         models=("against", "reference"),
         kinds_with_rewards=(Prompt,),
         measures=("perplexity", "nll", "accuracy", "margin", "kl", "log_ratio", "win_rate", "length", "stopped"),

@@ -271,11 +271,11 @@ def _judged(renderer: Renderer, rows: list[Preference | Labelled]) -> list[Examp
         for row in rows
     ]
     conversations = [
-        Conversation(row.prompt + answer, len(row.prompt), row.source)
+        Conversation(row.prompt + answer, len(row.prompt), row.source, row.tools)
         for row, answers in zip(rows, judged, strict=True)
         for answer, _ in answers
     ]
-    sequences = iter(renderer.conversations(conversations, "completion"))
+    sequences = iter(renderer.completions(conversations))
     return [
         Example(tuple(_constant(next(sequences), desirable=float(good)) for _, good in answers)) for answers in judged
     ]

@@ -41,7 +41,8 @@ from burnish.render.truncate import ModelTruncation, Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import longest
 from burnish.rl.collect import sample_prompts
-from burnish.rl.metrics import sample_rows
+from burnish.rl.environment import Environments
+from burnish.rl.metrics import of_episodes, sample_rows
 from burnish.types import (
     Changed,
     Encoded,
@@ -73,7 +74,7 @@ class Measured:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The row's completions or pairs, for error analysis."""
     changed: str = ""
-    """Why the row was skipped, dropped or shortened."""
+    """Why the row was skipped, dropped, shortened, or measured turn by turn."""
 
 
 class Setup(NamedTuple):
@@ -85,6 +86,7 @@ class Setup(NamedTuple):
     seed: int
     generator_of: Callable[[Loaded], Generator]
     reference: Loaded | None
+    environments: Environments | None = None
 
 
 class Eval(RowMethod):
@@ -115,6 +117,7 @@ class Eval(RowMethod):
             run.seed,
             run.generator_of,
             run.load(reference) if reference is not None else None,
+            run.environments,
         )
         sides = {name: measure(rows, first, loaded, setup) for name, loaded in models.items()}
         if against is not None:
@@ -172,7 +175,7 @@ def _read(row: Mapping[str, Any]) -> Measured:
 def _outcome(measured: Measured) -> str:
     """What became of a row, for counts: measured, shortened, dropped or skipped."""
     what = outcome(measured.changed) if measured.changed else ""
-    return {"": "measured", "shortened": "measured, shortened"}.get(what, what)
+    return {"": "measured", "shortened": "measured, shortened", "by_turn": "measured, turn by turn"}.get(what, what)
 
 
 def _ends(name: str, interval: Mapping[str, float]) -> dict[str, float]:
@@ -209,11 +212,11 @@ def check_rows(rows: list[Row], keys: Collection[str], reference: bool, reward_m
                 "separately"
             )
     if kind is Prompt:
-        if "reward" not in keys and not reference:
+        if not {"reward", "environment"} & set(keys) and not reference:
             raise UserError("the rows are prompts: set reward: to score answers, or reference: for the KL")
         if reward_model:
             raise UserError("the model is a reward model, which cannot complete prompts: expected a language model")
-    elif unused := sorted({"generation", "generator"} & set(keys)):
+    elif unused := sorted({"generation", "generator", "tools", "environment"} & set(keys)):
         raise UserError(f"{', '.join(unused)}: applies only to prompts; nothing is sampled from these rows")
     if reference and (reward_model or kind not in (Prompt, Preference)):
         raise UserError("reference: applies only to a policy evaluated on prompts or pairs: remove this key")
@@ -341,7 +344,15 @@ def _of_pairs(pairs: list[dict[str, Any]]) -> Measured:
 def _completions(prompts: list[Prompt], first: int, loaded: Loaded, setup: Setup) -> list[Measured]:
     sampling, rewards = setup.sampling, setup.rewards
     done, changed = sample_prompts(
-        prompts, first, loaded, setup.generator_of(loaded), sampling, setup.truncation, rewards, setup.seed
+        prompts,
+        first,
+        loaded,
+        setup.generator_of(loaded),
+        sampling,
+        setup.truncation,
+        rewards,
+        setup.seed,
+        setup.environments,
     )
     everyone = [t for one in done for t in one.trajectories]
     ratios = iter(log_ratios(loaded, setup.reference, everyone, sampling) if setup.reference is not None else ())
@@ -354,7 +365,8 @@ def _completions(prompts: list[Prompt], first: int, loaded: Loaded, setup: Setup
             values["kl" if whole else "log_ratio"] = fmean(next(ratios) for _ in mine)
         values["length"] = fmean(len(t.tokens) for t in mine)
         values["stopped"] = fmean(float(t.stopped) for t in mine)
-        measured[index - first] = Measured(values, samples=sample_rows(mine, "eval"))
+        values |= {name: fmean(numbers) for name, numbers in of_episodes(mine).items()}
+        measured[index - first] = Measured(values, samples=sample_rows(mine, "eval", loaded.tokenizer))
     reasons = dict(changed)
     return [replace(one, changed=reasons.get(row.source, "")) for row, one in zip(prompts, measured, strict=True)]
 

@@ -25,7 +25,7 @@ from burnish.math.reductions import reduce
 from burnish.math.tensors import learned
 from burnish.math.value import clipped_value, value_clipfrac
 from burnish.methods import METHODS
-from burnish.methods.reinforce import ScoredReinforce, are_prompts
+from burnish.methods.reinforce import ScoredReinforce
 from burnish.methods.settings import Critic, FixedLength, OwnFunction, PolicyGradientConfig, ReinforceConfig
 from burnish.models.adapters import Reference
 from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs, unwrap
@@ -34,7 +34,8 @@ from burnish.protocols import Engine, Method, Run, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
-from burnish.rl.loader import RolloutLoader, Sampler
+from burnish.rl.environment import Environments
+from burnish.rl.loader import RolloutLoader, Sampler, are_prompts
 from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Term, Terms
 from burnish.user_code import user_code
 
@@ -156,16 +157,17 @@ class PolicyGradient(Method):
         reward: Reward | list[NamedReward] | None = None,
         sampling: Sampling | None = None,
         generator: GeneratorFactory | None = None,
+        environments: Environments | None = None,
         **settings: Any,
     ) -> None:
         assert issubclass(self.spec.config, PolicyGradientConfig)
         self.settings = self.spec.config(**settings)
         self.policy_loss = with_settings(POLICY_LOSSES, self.settings.policy_loss, "policy_loss")
         self.estimator = with_settings(ADVANTAGES, self.settings.advantage, "advantage")
-        self.sampler = Sampler(reward or [], sampling, generator)
+        self.sampler = Sampler(reward or [], sampling, generator, environments)
         reduction = self.settings.reduction
         if isinstance(reduction, FixedLength) and reduction.length is None:
-            reduction = reduction.model_copy(update={"length": self.sampler.sampling.longest})
+            reduction = reduction.model_copy(update={"length": self.sampler.longest})
         self.reduction = with_settings(REDUCTIONS, reduction, "reduction")
         self.reference: Reference | None = None
         self.warming_up = False
@@ -184,6 +186,10 @@ class PolicyGradient(Method):
             raise UserError(
                 "generation.samples: method.dynamic_sampling replaces prompts whose completions all have the same "
                 "score, and one completion always has"
+            )
+        if s.overlong is not None and self.sampler.environments is not None:
+            raise UserError(
+                "method.overlong is for completions of one turn: remove it; environment.max_tokens limits episodes"
             )
         if s.overlong is not None and s.overlong.buffer > self.sampler.sampling.longest:
             raise UserError(
@@ -300,7 +306,7 @@ class PolicyGradient(Method):
         now = logprobs.detach()
         moved = policy.log_ratios(now, old_logprobs, mask)
         terms: Terms = {
-            "policy": self.reduction(losses, mask, batch.segments),
+            "policy": self._reduced(losses, batch),
             "entropy": reduce(entropy, mask).over("tokens"),
             "approxkl": reduce(moved.square() / 2, mask),
             "ratio": reduce(moved.exp(), mask),
@@ -314,13 +320,27 @@ class PolicyGradient(Method):
             if transform != whole:
                 ours, _ = token_logprobs(network.policy, hidden, batch, mask, whole, "off")
             kl = estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask)
-            terms["kl_loss"] = self.reduction(kl, mask, batch.segments)
+            terms["kl_loss"] = self._reduced(kl, batch)
         if self.critic is not None:
             values = network.values(batch, hidden.detach() if self.warming_up else hidden)
             targets = arrays["values"], arrays["returns"], mask, self.critic.clip
             terms["value"] = clipped_value(values, *targets).over("tokens")
             terms["value_clipfrac"] = value_clipfrac(values.detach(), *targets)
         return terms
+
+    def _reduced(self, losses: Tensor, batch: MicroBatch) -> Term:
+        """The reduction of losses (B, T), in which every trajectory counts once.
+
+        If a chat template rewrites history, a trajectory has several sequences. ``share`` (B, T) is then the share of
+        the trajectory's learned tokens that are in the sequence.
+        """
+        share = batch.arrays.get("share")
+        if share is not None and self.settings.reduction.name == "sequence_mean":
+            losses = losses * share
+        term = self.reduction(losses, batch.loss_mask, batch.segments)
+        if share is not None and term.unit == "sequences":
+            return term._replace(unit="trajectories", count=None)
+        return term
 
     def evaluate(self, examples: list[Example], engine: Engine, run: Run) -> dict[str, float]:
         """Complete and score held-out prompts (``Sampler.evaluate``)."""

@@ -27,7 +27,7 @@ from burnish.render.encode import encode
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rl.trajectory import learned_arrays, with_learned_arrays
-from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Scored, Term, Terms
+from burnish.types import Conversation, Encoded, Example, MicroBatch, Row, Scored, Term, Terms
 
 # The settings that apply to scored rows. Nothing is sampled from them, so the other settings would be ignored.
 READ = {
@@ -70,7 +70,7 @@ class ScoredReinforce:
         renderer = Renderer(tokenizer)
 
         def to_examples(rows: list[Scored]) -> list[Example]:
-            conversations = [Conversation(row.messages, None, row.source) for row in rows]
+            conversations = [Conversation(row.messages, None, row.source, row.tools) for row in rows]
             turns = renderer.learned_turns(conversations, "all", self.settings.learn_eos)
             return [
                 Example(tuple(one.with_arrays(advantages=np.full(len(one), row.reward)) for one in sequences))
@@ -169,21 +169,6 @@ class ScoredReinforce:
             kl = estimate(logprobs, arrays["ref_logprobs"], s.kl_estimate, mask)
             terms["kl_loss"] = self.reduction(kl, mask, batch.segments)
         return terms
-
-
-def are_prompts(rows: list[Row]) -> bool:
-    """Whether rows are prompts, as opposed to scored rows.
-
-    Raises:
-        UserError: if there are both.
-    """
-    other = next((row for row in rows if type(row) is not type(rows[0])), None)
-    if other is not None:
-        raise UserError(
-            f"{rows[0].source} is a {type(rows[0]).__name__} row and {other.source} a {type(other).__name__} row: "
-            "expected prompts alone, or scored rows alone"
-        )
-    return bool(rows) and isinstance(rows[0], Prompt)
 
 
 def _reward(example: Example) -> float:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from burnish.data.formats import At, check_values
+from burnish.data.recognition import parse
+from burnish.errors import UserError
 from burnish.methods import ROW_METHODS
 from burnish.methods.settings import SampleConfig
 from burnish.protocols import Made, RowMethod, RowRun
 from burnish.render.encode import outcome
 from burnish.rl.collect import sample_prompts
-from burnish.rl.metrics import completed_row, sample_rows
-from burnish.types import Prompt, Row, Trajectory
+from burnish.rl.metrics import completed_row, of_episodes, sample_rows
+from burnish.types import Conversation, Prompt, Row, Trajectory
 
 SHOWN = 4
 """Number of prompts of a chunk whose first completion a person can read in the report."""
@@ -29,6 +33,9 @@ class Sample(RowMethod):
     ``17-2`` (both numbers count from 0: prompt 17, completion 2), and in ``meta`` the prompt's other columns.
     Empty completions are left out, because no method can learn from them. A prompt is in ``ranked.jsonl`` if its
     completions have at least two different scores.
+
+    The completion of an episode is a list of messages, with tool calls and results, and its prompt has what the
+    environment says first. If this differs, the episodes of a prompt are ranked in several rows.
     """
 
     spec = ROW_METHODS["sample"]
@@ -40,7 +47,15 @@ class Sample(RowMethod):
         """Complete and score a chunk of prompts."""
         prompts = [row for row in rows if isinstance(row, Prompt)]
         done, changed = sample_prompts(
-            prompts, first, run.load(), run.generator, run.sampling, run.truncation, run.rewards, run.seed
+            prompts,
+            first,
+            run.load(),
+            run.generator,
+            run.sampling,
+            run.truncation,
+            run.rewards,
+            run.seed,
+            run.environments,
         )
         reasons = dict(changed)
         written, ranked = [], []
@@ -50,20 +65,21 @@ class Sample(RowMethod):
             mine = [
                 {**completed_row(trajectory), "seed": request.seed, "id": f"{index}-{g}"}
                 for g, (trajectory, request) in enumerate(zip(trajectories, requests, strict=True))
-                if trajectory.text
             ]
+            mine = [row for row in mine if _learnable(row)]
             written += mine
             made = "made, for a shortened prompt" if trajectories[0].source in reasons else "made"
             counts[made if mine else "skipped: every completion is empty"] += 1
+            measured["empty"].append(1 - len(mine) / len(trajectories))
             if run.rewards:
-                ranking = _ranking(mine)
-                ranked += [] if ranking is None else [ranking]
-                measured["ranked"].append(float(ranking is not None))
+                rankings = _rankings(mine)
+                ranked += rankings
+                measured["ranked"].append(float(bool(rankings)))
             for name, values in _measures(trajectories).items():
                 measured[name].append(fmean(values))
         files = {"samples.jsonl": written, "ranked.jsonl": ranked}
         shown = [one.trajectories[0] for one in done[:SHOWN]]
-        return Made(files, counts, measured, sample_rows(shown, "train"))
+        return Made(files, counts, measured, sample_rows(shown, "train", run.tokenizer))
 
 
 def _measures(trajectories: list[Trajectory]) -> dict[str, list[float]]:
@@ -71,18 +87,36 @@ def _measures(trajectories: list[Trajectory]) -> dict[str, list[float]]:
     measures = {
         "length": [float(len(t.tokens)) for t in trajectories],
         "stopped": [float(t.stopped) for t in trajectories],
-        "empty": [float(not t.text) for t in trajectories],
     }
+    measures |= of_episodes(trajectories)
     if trajectories[0].rewards:
         measures["score"] = [t.score for t in trajectories]
     return measures | {f"reward_{name}": [t.rewards[name] for t in trajectories] for name in trajectories[0].rewards}
 
 
-def _ranking(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The distinct completions of a prompt with their scores; None if there are no two different scores."""
-    scores: dict[str, float] = {}
+def _learnable(row: Mapping[str, Any]) -> bool:
+    """Whether methods can learn from a sample: it is not empty, and an episode can be written and read again.
+
+    The policy may write an empty message, or a tool call with a number that JSON does not have.
+    """
+    if isinstance(row["completion"], str):
+        return bool(row["completion"])
+    try:
+        json.dumps(row["completion"], allow_nan=False)
+        check_values(row["completion"], At(""))
+        parse({"prompt": row["prompt"], "completion": row["completion"]}, (Conversation,), "")
+    except (UserError, ValueError):
+        return False
+    return True
+
+
+def _rankings(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The distinct completions of each prompt with their scores, if there are two different scores."""
+    prompts: dict[str, dict[str, Any]] = {}
     for sample in samples:
-        scores.setdefault(sample["completion"], sample["score"])
-    if len(set(scores.values())) < 2:
-        return None
-    return {"prompt": samples[0]["prompt"], "completions": list(scores), "scores": list(scores.values())}
+        given = {key: sample[key] for key in ("prompt", "tools") if key in sample}
+        row = prompts.setdefault(json.dumps(given), {**given, "completions": [], "scores": []})
+        if sample["completion"] not in row["completions"]:
+            row["completions"].append(sample["completion"])
+            row["scores"].append(sample["score"])
+    return [row for row in prompts.values() if len(set(row["scores"])) > 1]

@@ -39,7 +39,7 @@ class Score(RowMethod):
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Score a chunk of conversations."""
         conversations = [_with_completion(row) for row in rows if isinstance(row, Conversation)]
-        sequences = Renderer(run.tokenizer).conversations(conversations, "completion")
+        sequences = Renderer(run.tokenizer).completions(conversations)
         given = [
             _trajectory(row, record, sequence)
             for row, record, sequence in zip(conversations, records, sequences, strict=True)
@@ -49,7 +49,8 @@ class Score(RowMethod):
         for name in trajectories[0].rewards:
             measured[f"reward_{name}"] = [t.rewards[name] for t in trajectories]
         files = {"scored.jsonl": [completed_row(trajectory) for trajectory in trajectories]}
-        return Made(files, {"made": len(trajectories)}, measured, sample_rows(trajectories[:SHOWN], "train"))
+        shown = sample_rows(trajectories[:SHOWN], "train", run.tokenizer)
+        return Made(files, {"made": len(trajectories)}, measured, shown)
 
 
 def _with_completion(row: Conversation) -> Conversation:
@@ -77,4 +78,5 @@ def _trajectory(row: Conversation, record: Mapping[str, Any], sequence: Sequence
         reason,
         Columns(columns),
         row.source,
+        tools=row.tools,
     )

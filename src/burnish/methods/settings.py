@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from burnish.generate.sampling import check_temperature
 from burnish.math.choices import (
     WITH_SMOOTHING,
     WITHOUT_REFERENCE,
     Baseline,
+    Divergence,
     Estimate,
     PreferenceLoss,
 )
@@ -120,6 +122,36 @@ class DPOConfig(Config):
     def averaged(self) -> bool:
         """Whether log-probabilities are averaged over tokens."""
         return self.average or self.loss in WITHOUT_REFERENCE
+
+
+class DistillConfig(Config):
+    """Settings of distillation from a larger model."""
+
+    teacher: ModelSource = Field(description="the model to learn from; it must have the student's tokenizer")
+    divergence: Divergence | Literal["sampled"] = Field(
+        "reverse",
+        description="forward: KL(teacher || student); reverse: KL(student || teacher); jensen_shannon: between them; "
+        "sampled: the reverse KL, estimated from the sampled tokens alone",
+    )
+    beta: float = Field(
+        0.5, gt=0, lt=1, description="jensen_shannon: weight of the teacher; near 0 like forward, near 1 like reverse"
+    )
+    temperature: float = Field(1.0, gt=0, description="divisor of the logits of both models in the divergence")
+    max_sampler_mismatch: float = Field(
+        0.05,
+        gt=0,
+        description="prompts: stop the run if sampler and trainer log-probabilities differ by more than this, in nats "
+        "per token",
+    )
+    show_every: int = Field(5, ge=1, description="prompts: optimizer steps between tables of sample completions")
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        """Reject settings that the chosen divergence would ignore."""
+        if "beta" in self.model_fields_set and self.divergence != "jensen_shannon":
+            raise ValueError(f"divergence {self.divergence} does not use beta: remove this key")
+        check_temperature(self.temperature)
+        return self
 
 
 class StepValueConfig(Config):

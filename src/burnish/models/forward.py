@@ -216,9 +216,6 @@ def token_logprobs(
     Returns:
         Log-probabilities (B, T) and entropies (B, T), both 0 where the mask is False.
     """
-    flat = hidden.flatten(0, 1)
-    at = shift_right(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
-    targets = batch.tokens[mask]
     logits_of = head(model)
 
     def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,14 +231,38 @@ def token_logprobs(
             drawn_at = logprobs_and_entropy(z, tokens)[1]
         return logprobs, drawn_at if entropies == "learned" else drawn_at.detach()
 
-    step = max(1, LOGITS_AT_ONCE // unwrap(model).config.get_text_config().vocab_size)
+    logprobs, drawn_at = at_masked(
+        chunk, [hidden], batch.tokens, mask, unwrap(model).config.get_text_config().vocab_size
+    )
+    return logprobs, drawn_at
+
+
+def at_masked(
+    function: Callable[..., tuple[Tensor, ...]], hidden: list[Tensor], tokens: Tensor, mask: Tensor, logits: int
+) -> list[Tensor]:
+    """Apply a function of logits at the positions before masked tokens, in chunks.
+
+    If there are several chunks, their logits are not stored, but computed again in the backward pass.
+
+    Args:
+        function: maps hidden states (N, H) of each model and the tokens (N,) that they predict to tensors (N,).
+        hidden: the hidden states (B, T, H) of each model.
+        tokens: (B, T).
+        mask: (B, T), True at the tokens to predict.
+        logits: number of logits that the function computes for a token.
+
+    Returns:
+        The function's results as (B, T), 0 where the mask is False.
+    """
+    at = shift_right(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
+    step = max(1, LOGITS_AT_ONCE // logits)
+    recompute = len(at) > step and torch.is_grad_enabled()
+    inputs = [*(states.flatten(0, 1)[at] for states in hidden), tokens[mask]]
     pieces = []
-    for rows, tokens in zip(flat[at].split(step), targets.split(step), strict=True):
-        recompute = len(at) > step and torch.is_grad_enabled()
-        pieces.append(checkpoint(chunk, rows, tokens, use_reentrant=False) if recompute else chunk(rows, tokens))
-    logprobs, drawn_at = (torch.cat(part) for part in zip(*pieces, strict=True))
-    zeros = torch.zeros(mask.shape, dtype=logprobs.dtype, device=mask.device)
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, drawn_at)
+    for piece in zip(*(one.split(step) for one in inputs), strict=True):
+        pieces.append(checkpoint(function, *piece, use_reentrant=False) if recompute else function(*piece))
+    found = [torch.cat(part) for part in zip(*pieces, strict=True)]
+    return [torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found]
 
 
 def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:

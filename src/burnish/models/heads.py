@@ -151,13 +151,17 @@ def separate_critic(
 class Network(nn.Module):
     """The network that is trained: a policy (or another model that a method trains), and perhaps a critic.
 
+    ``frozen`` are further models that read the same micro-batches, such as a teacher. They are no part of the module:
+    they are not trained, wrapped or saved. The engine moves them to its device.
+
     Unknown attributes are those of the policy, so callbacks of HF users can treat a network as the model.
     """
 
-    def __init__(self, policy: nn.Module, critic: nn.Module | None = None) -> None:
+    def __init__(self, policy: nn.Module, critic: nn.Module | None = None, frozen: tuple[nn.Module, ...] = ()) -> None:
         super().__init__()
         self.policy = kernels.enable(policy)
         self.critic = critic if critic is None else kernels.enable(critic)
+        self.frozen = tuple(kernels.enable(model) for model in frozen)
         # transformers refuses to train a quantized model; here only the frozen base of an adapter can be quantized
         self.is_quantized = False
 

@@ -62,14 +62,18 @@ def check_ids(tokens: Sequence[int] | np.ndarray, vocabulary: int, source: str) 
         )
 
 
+def context_window(model: Any) -> int | None:
+    """The number of tokens that a language model can read and write in all; None if it has no limit."""
+    return getattr(unwrap(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def check_room(model: Any, prompt_rows: list[Prompt], tokens: list[tuple[int, ...]]) -> None:
     """Check that a model can complete prompts.
 
     Raises:
         UserError: a prompt fills the context window, or has an id outside of the model's vocabulary.
     """
-    config = unwrap(model).config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
+    config, context = unwrap(model).config.get_text_config(decoder=True), context_window(model)
     for row, ids in zip(prompt_rows, tokens, strict=True):
         if context is not None and len(ids) >= context:
             raise UserError(

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-def character_tokenizer(characters: str, template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, and pad, BOS, EOS and unknown tokens. Its maximum length is 64."""
+# A conversation with a tool reads "<bos>[calculator]12*30=<tool>calculator(12*30)</tool><eos>>360=360<eos>": the names
+# of the tools, the question, and the turns. The equals sign is the generation prompt, and ">" comes before a tool's
+# result.
+TURNS = """\
+{{- bos_token -}}
+{%- for tool in tools or [] -%}{{- '[' + tool.function.name + ']' -}}{%- endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{- '=' -}}
+{%- generation -%}
+{{- message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool>' + call.function.name + '(' + call.function.arguments.values() | join(',') + ')</tool>' -}}
+{%- endfor -%}
+{{- eos_token -}}
+{%- endgeneration -%}
+{%- elif message.role == 'tool' -%}{{- '>' + message.content -}}
+{%- else -%}{{- message.content -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '=' -}}{%- endif -%}"""
+
+
+def character_tokenizer(characters: str, template: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, and pad, BOS, EOS and unknown tokens. Its maximum length is 64.
+
+    Args:
+        characters: the vocabulary.
+        template: the chat template.
+        words: strings that are one token each. Of two that begin alike, name the longer one first.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     pad, bos, eos, unk = "<pad>", "<bos>", "<eos>", "<unk>"
-    vocabulary = {token: number for number, token in enumerate((pad, bos, eos, unk, *characters))}
+    vocabulary = {token: number for number, token in enumerate((pad, bos, eos, unk, *characters, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*map(re.escape, words), "(?m)."))), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -130,12 +130,23 @@ def wrong_answer(rng: random.Random, total: int) -> int:
     return rng.choice([number for number in near if number in SUMS and number != total and abs(number - total) <= 50])
 
 
-def write_model(folder: Path, seed: int) -> None:
+def prepare_student(folder: Path, seed: int, *, hidden_size: int = 48, intermediate_size: int = 192) -> None:
+    """Write a smaller random ``model`` with the same tokenizer, which learns from the larger one.
+
+    Args:
+        folder: where to write.
+        seed: seed of the weights.
+        hidden_size: width of the hidden states.
+        intermediate_size: width inside each layer.
+    """
+    write_model(folder / "model", seed, hidden_size, intermediate_size)
+
+
+def write_model(folder: Path, seed: int, hidden_size: int = 64, intermediate_size: int = 384) -> None:
     """Write a character-level tokenizer and a Llama of two layers with random weights."""
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
     # With the usual initializer_range of 0.02, the model needs twice as many steps to learn to carry.
-    model = random_llama(
-        tokenizer, seed, hidden_size=64, intermediate_size=384, num_hidden_layers=2, initializer_range=0.08
-    )
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": 2}
+    model = random_llama(tokenizer, seed, initializer_range=0.08, **sizes)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

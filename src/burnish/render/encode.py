@@ -21,7 +21,7 @@ from burnish import files, progress
 from burnish.errors import UserError
 from burnish.render.templates import NoTemplateError
 from burnish.render.truncate import ToExamples, Truncation, fit
-from burnish.types import Changed, Encoded, Example, Pair, Prompt, Row, Sequence
+from burnish.types import Changed, Conversation, Encoded, Example, Pair, Prompt, Row, Scored, Sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 CHUNK = 512  # rows that are tokenized together
 SKIPPED = "skip: "  # prefix of the reason for rows that were skipped because they could not be encoded
 DROPPED = "drop: "  # prefix of the reason for rows that were dropped because they are too long
+BY_TURN = "by turn: "  # prefix of the reason for rows that have a sequence for each learned turn
+Outcome = Literal["skipped", "dropped", "shortened", "by_turn"]
+PREFIXES: dict[Outcome, str] = {"skipped": SKIPPED, "dropped": DROPPED, "by_turn": BY_TURN}
 ARRAY = "array."  # before the names of a sequence's arrays in the cache
 CHECKSUM = "sha256"
 _cached: ContextVar[bool] = ContextVar("cached", default=True)
@@ -76,6 +79,8 @@ def encode(
         for row, example in zip(chunk, _each(chunk, function), strict=True):
             if isinstance(example, Example):
                 examples_of[id(row)], reason = fit(row, example, function, truncation, completion)
+                if examples_of[id(row)] and isinstance(row, Conversation | Scored) and len(example.sequences) > 1:
+                    encoded.changed.append(Changed(row.source, f"{BY_TURN}{len(example.sequences)} sequences"))
             elif truncation.on_bad_row == "skip":
                 examples_of[id(row)], reason = [], SKIPPED + str(example).removeprefix(f"{row.source}: ")
             else:
@@ -127,34 +132,38 @@ def _each(rows: list[Row], function: ToExamples) -> Iterator[Example | UserError
 
 
 class Account(NamedTuple):
-    """The number of rows that are used, and which rows are not: ``Account(2, ["a:3: one token"], ["a:4: ..."], [])``.
+    """The number of rows that are used, and which are not: ``Account(2, ["a:3: one token"], ["a:4: ..."], [], [])``.
 
     ``skipped`` rows could not be read or encoded, ``dropped`` rows were too long, and ``shortened`` rows are truncated
-    or split. A row that a mixture draws twice counts twice.
+    or split. Rows ``by_turn`` have a sequence for each learned turn, because the chat template rewrites earlier turns.
+    A row that a mixture draws twice counts twice.
     """
 
     rows: int
     skipped: list[str]
     dropped: list[str]
     shortened: list[str]
+    by_turn: list[str]
 
 
 def account(rows: Iterable[Row], changed: Iterable[Changed]) -> Account:
     """Count the rows that are used, and sort the changes."""
-    used = Account(0, [], [], [])
-    named = {"skipped": used.skipped, "dropped": used.dropped, "shortened": used.shortened}
-    unused = set()
+    used = Account(0, [], [], [], [])
+    named, unused = used._asdict(), set()
     for source, reason in changed:
         kind = outcome(reason)
-        named[kind].append(f"{source}: {reason.removeprefix(SKIPPED).removeprefix(DROPPED)}")
-        if kind != "shortened":
+        named[kind].append(f"{source}: {reason.removeprefix(PREFIXES.get(kind, ''))}")
+        if kind in ("skipped", "dropped"):
             unused.add(source)
     return used._replace(rows=sum(row.source not in unused for row in rows))
 
 
-def outcome(reason: str) -> Literal["skipped", "dropped", "shortened"]:
+def outcome(reason: str) -> Outcome:
     """What became of a row that was changed for a reason."""
-    return "skipped" if reason.startswith(SKIPPED) else "dropped" if reason.startswith(DROPPED) else "shortened"
+    for kind, prefix in PREFIXES.items():
+        if reason.startswith(prefix):
+            return kind
+    return "shortened"
 
 
 @contextmanager
@@ -168,11 +177,10 @@ def without_cache() -> Iterator[None]:
 
 
 def _logged(encoded: Encoded) -> Encoded:
-    if encoded.changed:
-        first = encoded.changed[0]
-        logger.warning(
-            "rows truncated or dropped: %d, the first: %s: %s", len(encoded.changed), first.source, first.reason
-        )
+    changed = [change for change in encoded.changed if outcome(change.reason) != "by_turn"]
+    if changed:
+        first = changed[0]
+        logger.warning("rows truncated or dropped: %d, the first: %s: %s", len(changed), first.source, first.reason)
     return encoded
 
 

@@ -41,6 +41,27 @@ class Prefix(NamedTuple):
     opens_turn: bool
 
 
+class Added(NamedTuple):
+    """The ids with which two texts end after their common beginning: ``Added([2], [5, 9, 2])``."""
+
+    before: list[int]
+    after: list[int]
+
+
+class Endings(NamedTuple):
+    """What a template writes where a turn of the assistant ends: ``Endings([2], 5, 7)``.
+
+    Attributes:
+        last: what it writes only after the last turn of a conversation, such as another EOS.
+        answer, calls: the token that opens the next role's turn, after an answer and after a turn with tool calls. None
+            if that says nothing about the end, because it opens the assistant's turns too.
+    """
+
+    last: list[int]
+    answer: int | None
+    calls: int | None
+
+
 class RewrittenError(UserError):
     """The template renders a prefix of a conversation differently when messages follow."""
 
@@ -106,7 +127,7 @@ def turns_by_marks(
             raise UserError(f"{row.source}: message {i}: the chat template marks nothing of it as generated")
         if i in learned:
             start, stop = span
-            turn = _without_end(tokens.ids, start, stop, special)
+            turn = without_end(tokens.ids, start, stop, special)
             ended_outside = turn.end_id is None and stop < len(tokens.ids) and tokens.ids[stop] in ends
             turns.append(turn._replace(end_id=tokens.ids[stop]) if ended_outside else turn)
     return turns
@@ -134,10 +155,72 @@ def turns_by_prefixes(
     for i in learned:
         start = lengths[Prefix(i, opens_turn=True)]
         stop = lengths[Prefix(i + 1, opens_turn=False)] if i + 1 < len(row.messages) else len(ids)
-        turns.append(_without_end(ids, start, stop, special))
+        turns.append(without_end(ids, start, stop, special))
     if any(turn.start >= turn.end for turn in turns):
         raise UserError(f"{row.source}: the chat template adds nothing for a turn of the assistant")
     return turns
+
+
+def endings(opening: Added | None, answer: Added | None, calls: Added | None, special: SpecialTokens) -> Endings:
+    """The endings of a template.
+
+    Args:
+        opening: what opens the assistant's turn.
+        answer: what the template writes after an answer at the end, and before a message of the user.
+        calls: what it writes after tool calls at the end, and before the result of a tool.
+        special: the special tokens.
+    """
+    last = answer.before if answer is not None and special.ids.issuperset(answer.before) else []
+
+    def closer(added: Added | None) -> int | None:
+        if opening is None or added is None or added.before != last or not added.after:
+            return None
+        first = added.after[0]
+        return first if first in special.ids and first not in opening.after else None
+
+    return Endings(last, closer(answer), closer(calls))
+
+
+def closed(
+    row: Conversation, learned: list[int], ids: list[int], turns: list[Turn], endings: Endings
+) -> tuple[list[int], list[Turn]]:
+    """Turns that are ended by the token of the next role, with this token as their end.
+
+    It is appended after the last turn, where the template has no next role to write.
+    """
+    ids, ended = list(ids), []
+    for i, turn in zip(learned, turns, strict=True):
+        end = endings.calls if row.messages[i].get("tool_calls") else endings.answer
+        if turn.end_id is None and end is not None:
+            if turn.end == len(ids):
+                ids.append(end)
+            if ids[turn.end] in (endings.calls, endings.answer):
+                turn = turn._replace(end_id=ids[turn.end])
+        ended.append(turn)
+    return ids, ended
+
+
+def same(a: list[int], b: list[int]) -> int:
+    """How many tokens two lists of ids begin with in common."""
+    differ = (t for t, (left, right) in enumerate(zip(a, b, strict=False)) if left != right)
+    return next(differ, min(len(a), len(b)))
+
+
+def reasoning_left_out(row: Conversation, learned: list[int], text: str) -> RewrittenError | None:
+    """An error that names the first learned turn whose reasoning does not follow that of earlier ones in the text."""
+    end = 0
+    for i in learned:
+        message = row.messages[i]
+        inside = message["content"].rpartition("</think>")[0].rpartition("<think>")[2]
+        for part in (message.get("reasoning_content", "").strip(), inside.strip()):
+            start = text.find(part, end)
+            if start < 0:
+                return RewrittenError(
+                    f"{row.source}: the chat template leaves out the reasoning of message {i}, so the model would not "
+                    "learn it: use a template that keeps it, or remove it from the row"
+                )
+            end = start + len(part)
+    return None
 
 
 def check_prefix(source: str, ids: list[int], before: list[int], messages: int, special: SpecialTokens) -> None:
@@ -148,10 +231,9 @@ def check_prefix(source: str, ids: list[int], before: list[int], messages: int, 
     """
     if ids[: len(before)] == before:
         return
-    differ = (t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
-    same = next(differ, min(len(before), len(ids)))
-    start = max(0, same - 8)
-    alone, whole = (special.show(part[start : same + 8]) for part in (before, ids))
+    alike = same(before, ids)
+    start = max(0, alike - 8)
+    alone, whole = (special.show(part[start : alike + 8]) for part in (before, ids))
     raise RewrittenError(
         f"{source}: the first {messages} messages alone do not have the ids that they have in the whole conversation,"
         f" so what the model learns is not what it is asked; from token {start} on\n"
@@ -161,7 +243,7 @@ def check_prefix(source: str, ids: list[int], before: list[int], messages: int, 
     )
 
 
-def _without_end(ids: list[int], start: int, stop: int, special: SpecialTokens) -> Turn:
+def without_end(ids: list[int], start: int, stop: int, special: SpecialTokens) -> Turn:
     """The turn in ``ids[start:stop]``, without its end token and the white space after that."""
     for end in range(stop - 1, start - 1, -1):
         if ids[end] in special.ids:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.errors import UserError
 from burnish.render.templates import ChatTemplate, Rendered
-from burnish.types import Message
+from burnish.render.texts import fixed_texts, outline, texts_of, with_texts
+from burnish.types import Messages
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding, Tokenizer
@@ -197,7 +198,7 @@ class LiteralEncoder:
 
         None if the template writes something else around other contents.
         """
-        contents = [message["content"] for message in rendered.messages]
+        contents = texts_of(rendered.messages)
         taken = {*rendered.text, *"".join(contents)}
         stand_in = next(chr(code) for code in PRIVATE if chr(code) not in taken)
         if where is None:
@@ -207,12 +208,9 @@ class LiteralEncoder:
                 "".join(stand_in if i in chosen else character for i, character in enumerate(content))
                 for content, chosen in zip(contents, where, strict=True)
             ]
-        messages = tuple(
-            Message(role=message["role"], content=other)
-            for message, other in zip(rendered.messages, others, strict=True)
-        )
+        messages = with_texts(rendered.messages, others)
         try:
-            hidden = self._template.render(messages, rendered.source, rendered.add_generation_prompt).text
+            hidden = self._render_like(rendered, messages)
         except UserError:  # the template accepted the original messages: it depends on what they say
             return None
         if len(hidden) != len(rendered.text):
@@ -240,7 +238,7 @@ class LiteralEncoder:
             UserError: the template depends on just these characters.
         """
         special = self._special
-        contents = [message["content"] for message in rendered.messages]
+        contents = texts_of(rendered.messages)
         where: list[set[int]] = [set() for _ in contents]
         harmless = rendered.text
         while True:
@@ -262,16 +260,27 @@ class LiteralEncoder:
         return harmless
 
     def usual(self, rendered: Rendered) -> list[int] | None:
-        """The special tokens that the template writes around messages of these roles that say nothing of interest.
+        """The special tokens that the template writes around such messages that say nothing of interest.
 
         None if it refuses such messages.
+
+        Raises:
+            UserError: the name or the schema of a tool spells a special token.
         """
-        messages = tuple(Message(role=message["role"], content=self._special.letter) for message in rendered.messages)
+        for text in fixed_texts(rendered.messages, rendered.tools):
+            if spelled := self._special.within(self._tokens(text).ids):
+                names = ", ".join(self._special.names[id] for id in sorted(set(spelled)))
+                raise UserError(f"{rendered.source}: the name or schema of a tool spells {names}: take it out")
         try:
-            text = self._template.render(messages, rendered.source, rendered.add_generation_prompt).text
+            text = self._render_like(rendered, outline(rendered.messages, self._special.letter))
         except UserError:  # the template accepted the original messages: it depends on what they say
             return None
         return self._special.within(self._tokens(text).ids)
+
+    def _render_like(self, rendered: Rendered, messages: Messages) -> str:
+        """The text of other messages, with the tools and the generation prompt of these."""
+        source, opens_turn = rendered.source, rendered.add_generation_prompt
+        return self._template.render(messages, source, opens_turn, tools=rendered.tools).text
 
     def _depends(self, ids: set[int], source: str) -> UserError:
         names = ", ".join(sorted(self._special.names[id] for id in ids))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.errors import UserError, did_you_mean
 from burnish.render import worker
-from burnish.types import Messages
+from burnish.types import Messages, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,12 @@ tokenizer's EOS token if it has one."""
 
 SHOWN_ROLES = 8
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+READS = {
+    "tools": re.compile(r"\btools\b"),
+    "tool_calls": re.compile(r"\btool_calls\b"),
+    "reasoning_content": re.compile(r"\b(reasoning_content|thinking)\b"),
+}
+"""How a template names what it may leave out. Templates without tools ignore these keys instead of refusing them."""
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -76,6 +82,7 @@ class Unrendered(NamedTuple):
     messages: Messages
     add_generation_prompt: bool
     source: str
+    tools: Tools = ()
 
 
 class Rendered(NamedTuple):
@@ -90,6 +97,7 @@ class Rendered(NamedTuple):
     messages: Messages
     add_generation_prompt: bool
     source: str
+    tools: Tools = ()
 
 
 class ChatTemplate:
@@ -115,33 +123,58 @@ class ChatTemplate:
             ) from error
         self.marks_generation = MARK.search(self.source) is not None
         self.plain = self.source in PLAIN_TEMPLATES.values()
+        self._unread = [name for name, pattern in READS.items() if pattern.search(self.source) is None]
         # Those that the template does not name would only cost time, for every conversation.
         special: dict[str, Any] = tokenizer.special_tokens_map
         self._special_tokens = {name: token for name, token in special.items() if name in self.source}
 
     def render(
-        self, messages: Messages, source: str, add_generation_prompt: bool = False, find_generated: bool = False
+        self,
+        messages: Messages,
+        source: str,
+        add_generation_prompt: bool = False,
+        find_generated: bool = False,
+        tools: Tools = (),
     ) -> Rendered:
         """Render messages to text; ``find_generated``: with the spans that the template marks as generated.
 
         Raises:
-            UserError: the template refuses the messages, fails, or exceeds a limit.
+            UserError: the template refuses the messages, fails, exceeds a limit, or does not read the tools, tool calls
+                or reasoning that there are.
         """
-        return self.render_many([Unrendered(messages, add_generation_prompt, source)], find_generated)[0]
+        return self.render_many([Unrendered(messages, add_generation_prompt, source, tools)], find_generated)[0]
 
     def render_many(self, conversations: list[Unrendered], find_generated: bool = False) -> list[Rendered]:
         """Like ``render``, for many conversations. The error is that of the first one that cannot be rendered."""
+        if self._unread:
+            for one in conversations:
+                self._check_read(one)
         batch = worker.Batch(
             self.source,
             self._special_tokens,
             find_generated,
-            [(one.messages, one.add_generation_prompt) for one in conversations],
+            [(one.messages, one.add_generation_prompt, one.tools) for one in conversations],
         )
         try:
             texts = worker.render_here(batch) if self.plain else worker.render(batch)
         except worker.RenderingError as error:
             raise UserError(_message(conversations[error.index], error.failure)) from error
         return [Rendered(text, generated, *one) for one, (text, generated) in zip(conversations, texts, strict=True)]
+
+    def reads(self, name: str) -> bool:
+        """Whether the template reads ``tools``, ``tool_calls`` or ``reasoning_content``."""
+        return name not in self._unread
+
+    def _check_read(self, conversation: Unrendered) -> None:
+        """Raise a UserError for the first key of a conversation that the template would silently leave out."""
+        there = {"tools"} if conversation.tools else set()
+        there.update(key for message in conversation.messages if len(message) > 2 for key in message)
+        for name in self._unread:
+            if name in there:
+                raise UserError(
+                    f"{conversation.source}: the chat template does not read {name!r}, so the model would not see it:"
+                    " use a template that does, or remove it from the row"
+                )
 
 
 def _message(conversation: Unrendered, failure: worker.Failure) -> str:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from burnish.types import Messages  # an import that the child does not need
+    from burnish.types import Messages, Tools  # an import that the child does not need
 
 BATCH = 1024  # rows; a pipe must hold a byte for each, and some hold only 4096
 SIZE = 8  # bytes that a size takes
@@ -91,9 +91,9 @@ class RenderingError(Exception):
 
 
 class Batch(NamedTuple):
-    """Conversations to render with one template, each with its ``add_generation_prompt``.
+    """Conversations to render with one template, each with its ``add_generation_prompt`` and its tools.
 
-    ``Batch("{% for m in messages %}...", {"eos_token": "</s>"}, False, [(({"role": "user", ...},), True)])``
+    ``Batch("{% for m in messages %}...", {"eos_token": "</s>"}, False, [(({"role": "user", ...},), True, ())])``
 
     ``find_generated`` asks for the spans of the ``{% generation %}`` blocks.
     """
@@ -101,7 +101,7 @@ class Batch(NamedTuple):
     template: str
     special_tokens: Mapping[str, Any]
     find_generated: bool
-    conversations: Sequence[tuple[Messages, bool]]
+    conversations: Sequence[tuple[Messages, bool, Tools]]
 
 
 def start() -> None:
@@ -133,10 +133,11 @@ def _results(batch: Batch) -> Iterator[Text | Failure]:
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for messages, add_generation_prompt in batch.conversations:
+    for messages, add_generation_prompt, tools in batch.conversations:
         try:
             texts, generated = render_jinja_template(
                 conversations=[list(messages)],  # pyright: ignore[reportArgumentType]
+                tools=list(tools) or None,
                 chat_template=batch.template,
                 return_assistant_tokens_mask=batch.find_generated,
                 add_generation_prompt=add_generation_prompt,
@@ -367,8 +368,9 @@ def serve(progress: int) -> None:
 def _answer(batch: Batch, limits: Limits, answers: BufferedWriter, progress: int) -> None:
     """Render up to the first conversation that cannot be rendered."""
     results = _results(batch)
-    for messages, _ in batch.conversations:
-        given = sum(len(message["content"]) for message in messages)
+    for messages, _, tools in batch.conversations:
+        given = sum(len(m["content"]) if len(m) == 2 else len(repr(m)) for m in messages)
+        given += len(repr(tools)) if tools else 0
         os.write(progress, b".")
         # When the timer expires, the operating system ends the process with SIGPROF. A handler in Python would not run
         # before a single long operation, such as a large power, returns.

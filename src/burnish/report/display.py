@@ -17,6 +17,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from burnish.report.metrics import Recorder, counted, describe, duration, headline, is_timing, number
+from burnish.report.transcript import shortened
 
 SHOWN_SAMPLES = 4
 HISTORY = 32
@@ -149,14 +150,19 @@ class StageView(Progress):
     def sample_line(self, row: Mapping[str, Any]) -> str:
         """One plain line for a sample: ``[3/3 ppo] step 40, held out | score 1.250 | prompt | completion``.
 
-        A sample of a stage that makes rows has no step: its step is None.
+        A sample of a stage that makes rows has no step: its step is None. The messages of an episode follow in lines of
+        their own (``message_lines``).
         """
         score = f"score {number(float(row['score']))}" if row.get("score") is not None else "no score"
         prompt = visible(row.get("prompt", ""), 60, keep="end")
         step = row.get("step", int(self.task.completed))
         held_out = ", held out" if row.get("kind") == "eval" else ""
         place = f"step {step}{held_out}" if step is not None else "sample"
-        return f"{self.title} {place} | {score} | {prompt} | {visible(row['completion'], 120)}"
+        return f"{self.title} {place} | {score} | {prompt} | {_completion(row)}"
+
+    def message_lines(self, row: Mapping[str, Any]) -> list[str]:
+        """Plain lines for the messages of an episode, ``    tool guess: Higher.``; none for other samples."""
+        return [f"    {visible(text, 140)}" for text in shortened(row.get("messages", ()), 12)]
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The progress bar, headline metrics and the last samples."""
@@ -227,6 +233,14 @@ def _name(key: str) -> str:
     return describe(key).short or key.removeprefix("eval_").replace("_", " ")
 
 
+def _completion(row: Mapping[str, Any]) -> str:
+    """A completion in one line, or how an episode went: ``3 turns, finished: done``."""
+    if "messages" not in row:
+        return visible(row["completion"], 120)
+    turns = sum(message["role"] == "assistant" for message in row["messages"])
+    return f"{counted(turns, 'turn')}, finished: {row['finish_reason']}"
+
+
 def _samples_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     title, step = "held-out samples" if rows[0].get("kind") == "eval" else "samples", rows[0].get("step", 0)
     title += f" at step {step}" if step is not None else ""
@@ -237,6 +251,8 @@ def _samples_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         score = "" if row.get("score") is None else number(float(row["score"]))
         prompt, completion = visible(row.get("prompt", ""), 120, keep="end"), visible(row["completion"], 200)
+        if "messages" in row:
+            completion = "\n".join([visible(text, 100) for text in shortened(row["messages"], 5)] + [_completion(row)])
         table.add_row(Text(prompt, style="dim"), Text(completion), score)
     return table
 
@@ -355,7 +371,8 @@ class Display:
         self.view.samples = tuple(rows[:SHOWN_SAMPLES])
         if not self._is_live:
             for row in self.view.samples:
-                self._print(self.view.sample_line(row))
+                for line in (self.view.sample_line(row), *self.view.message_lines(row)):
+                    self._print(line)
 
     def message(self, text: str) -> None:
         """Print a line that stays on the screen."""

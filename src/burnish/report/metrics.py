@@ -183,6 +183,13 @@ METRICS: dict[str, Metric] = {
         "Log-probability, negative advantage", "mean over tokens with a negative advantage, in nats; unbounded below"
     ),
     "kl_loss": Metric("KL to the reference model, in the loss", "reduced as the policy loss is", "lower"),
+    "reverse_kl": Metric(
+        "KL(student || teacher)", "nats per token: how likely the teacher finds the student", "lower", headline=True
+    ),
+    "forward_kl": Metric(
+        "KL(teacher || student)", "nats per token: how likely the student finds the teacher", "lower", headline=True
+    ),
+    "divergence": Metric("Divergence from the teacher", "nats per token, as the method sets it", "lower"),
     "preference": Metric("Preference loss", "-log sigmoid(margin) per pair", "lower"),
     "margin": Metric("Margin", "score of the preferred answer minus that of the other", "higher", headline=True),
     "kl": Metric("KL to the reference model", "nats per completion; how far the policy has moved", headline=True),
@@ -218,8 +225,13 @@ METRICS: dict[str, Metric] = {
         True,
     ),
     "length": Metric("Completion length", "tokens", headline=True),
-    "stopped": Metric("Stopped", "completions that ended with a stop token", None, True),
-    "empty": Metric("Empty", "completions without text", "lower", True),
+    "turns": Metric("Turns", "messages of the policy in an episode", headline=True),
+    "tool_calls": Metric("Tool calls", "per episode", headline=True),
+    "tool_errors": Metric("Tool errors", "per episode: calls that could not be read or failed", "lower", headline=True),
+    "stopped": Metric(
+        "Stopped", "completions that ended with a stop token, or that their environment ended", None, True
+    ),
+    "empty": Metric("Empty", "completions without text, or with an empty message", "lower", True),
     "ranked": Metric("Ranked", "prompts whose completions have different scores", share=True),
     "passed": Metric("Passed", "rows for which the function returned True", None, True, True),
     "chosen": Metric("Score of preferred answers", "mean"),
@@ -260,6 +272,9 @@ METRICS: dict[str, Metric] = {
         "Skipped optimizer steps", "so far, because their loss or gradient was not finite", "lower"
     ),
     "stopped_fraction": Metric("Steps left out", "of all optimizer steps, because of target_kl", "lower", share=True),
+    "environment_tokens": Metric("Tokens of environments", "per episode: what was not sampled after its prompt"),
+    "computed_tokens": Metric("Computed tokens", "per episode: those that the sampler did not know from earlier turns"),
+    "sequences": Metric("Sequences", "per episode; more than 1 if the chat template rewrites earlier turns"),
     "learning_rate": Metric("Learning rate", "", headline=True),
     "grad_norm": Metric("Gradient norm", "before clipping"),
     "tokens": Metric("Tokens", "processed since the line before"),
@@ -270,9 +285,40 @@ METRICS: dict[str, Metric] = {
 }
 
 
+FINISH_REASONS = {
+    "length": "cut off at the length limit",
+    "context": "cut off: the context window was full",
+    "turns": "ended at the limit of turns",
+    "done": "ended by the environment",
+    "error": "ended by an error of the environment",
+}
+"""What finish reasons mean. "stop" needs no explanation."""
+TOOL_ERRORS = {
+    "unparsable": "could not be read as a call of a tool",
+    "unknown": "no tool has this name",
+    "arguments": "the arguments do not fit the tool",
+    "raised": "the tool raised an exception",
+    "timeout": "the tool exceeded its time limit",
+    "result": "the tool returned neither text nor JSON",
+}
+"""What the kinds of errors of tool calls mean."""
+OF_EPISODES = ("finished_", "tool_error_")
+"""How the names of metrics begin that the report shows in a table of their own."""
+
+
 def describe(key: str) -> Metric:
     """The metric's name and meaning. A prefix ``eval_`` is ignored; an unknown key is its own name."""
     key = key.removeprefix("eval_")
+    if key == "reward_environment":
+        meaning = "mean of the environment's own reward; the success rate if it is 0 or 1"
+        return Metric("Reward: environment", meaning, "higher", headline=True)
+    if key.startswith("finished_"):
+        reason = key.removeprefix("finished_")
+        meaning = FINISH_REASONS.get(reason, "ended by the policy, which called no tool")
+        return Metric(f"Finished: {reason}", meaning, None, True)
+    if key.startswith("tool_error_"):
+        kind = key.removeprefix("tool_error_")
+        return Metric(f"Tool error: {kind}", f"per episode: {TOOL_ERRORS.get(kind, kind)}", "lower")
     if key.startswith("reward_"):
         name = key.removeprefix("reward_")
         if match := re.fullmatch(r"(.+)_(pass@|best_of_)(\d+)", name):
@@ -296,12 +342,13 @@ def order(key: str) -> int:
 def headline(values: Mapping[str, float]) -> list[str]:
     """The keys of headline metrics, in order: score, kl, ... if completions are scored, else loss, accuracy, ...
 
-    A reward that equals the score is left out: it is the only one.
+    A reward that equals the score is left out: it is the only one. So are tool calls and their errors if they are 0.
     """
     names = {key: key.removeprefix("eval_") for key in values}
     score = next((values[key] for key, name in names.items() if name == "score"), None)
     hidden = set() if score is None else {"loss", "learning_rate"}
     hidden |= {name for key, name in names.items() if name.startswith("reward_") and values[key] == score}
+    hidden |= {name for key, name in names.items() if name in ("tool_calls", "tool_errors") and not values[key]}
     ends = {f"{key}_{end}" for key in values for end in ("low", "high", "change_low", "change_high")}
     return sorted(
         (key for key, name in names.items() if describe(key).headline and name not in hidden and key not in ends),

@@ -20,6 +20,8 @@ from burnish.errors import UserError, did_you_mean
 from burnish.files import write_text
 from burnish.report.curves import Estimate, estimates, panels
 from burnish.report.metrics import (
+    FINISH_REASONS,
+    OF_EPISODES,
     SAMPLES_FILE,
     Metric,
     counted,
@@ -33,6 +35,7 @@ from burnish.report.metrics import (
     read_metrics,
 )
 from burnish.report.rounds import Rounds, grouped, written_rows
+from burnish.report.transcript import transcript
 
 SHOWN_SAMPLES = 6
 MOST_SAMPLES = 48
@@ -49,6 +52,7 @@ METHODS = ROW_METHODS | {
     "sft": "supervised fine-tuning",
     "reward": "reward model",
     "dpo": "direct preference optimization",
+    "distill": "distillation from a teacher",
     "reinforce": "REINFORCE",
     "step_value": "step-level value model",
     "ppo": "proximal policy optimization",
@@ -59,14 +63,6 @@ TWO_MODELS = ("Other model", "Model")
 """What an evaluation of two models compares, instead of before and after."""
 STATES = {"pending": "not started", "skipped": "not run"}
 """Descriptions of states. The others need none."""
-# Descriptions of finish reasons. "stop" needs none.
-FINISH_REASONS = {
-    "length": "cut off at the length limit",
-    "context": "cut off: the context window was full",
-    "turns": "ended at the limit of turns",
-    "done": "ended by the environment",
-    "error": "ended by an error",
-}
 
 
 def write(run_folder: Path) -> Path:
@@ -328,7 +324,14 @@ def _numbered(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     score = float(row["score"]) if row.get("score") is not None else None
     rewards = [f"{name} {_typeset(float(value), digits=2)}" for name, value in row.get("rewards", {}).items()]
-    return {**row, "score": score, "rewards": rewards if len(rewards) > 1 else [], "ending": _ending(row)}
+    return {
+        **row,
+        "score": score,
+        "rewards": rewards if len(rewards) > 1 or score is None else [],
+        "ending": _ending(row),
+        "transcript": transcript(row.get("messages", ())),
+        "sequences": row.get("sequences", ()),
+    }
 
 
 def _alone(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -443,6 +446,9 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     before = results.get("before") or (evaluations[0] if evaluations else {})
     after = results.get("after") or (evaluations[-1] if evaluations else {})
     compared = changes({} if before.get("step", -1) == after.get("step", -2) else before, after)
+    compared, episodes = _without_episodes(compared)
+    if not episodes and (measured := [line for line in training if any(_of_episodes(key) for key in line)]):
+        _, episodes = _without_episodes(changes(measured[0] if len(measured) > 1 else {}, measured[-1]))
     matter = headline_changes(compared) or compared
     method = entry.get("method") or ""
     makes_rows = method in ROW_METHODS
@@ -464,7 +470,9 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "unchanged": _why_unchanged(entry),
         "changes": matter,
         "other_changes": [change for change in compared if change not in matter],
-        **panels(entry["name"], [] if makes_rows else lines),
+        "episodes": episodes,
+        "episodes_of": ("First iteration", "Last iteration") if not evaluations and training else None,
+        **panels(entry["name"], [] if makes_rows else list(map(_drawn, lines))),
         "samples": joined[:MOST_SAMPLES],
         "sample_count": len(joined),
         "sample_heads": heads,
@@ -476,6 +484,30 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "files": entry.get("files") or {},
     }
     return stage | {"cards": [_card(stage, _most_telling(compared))]}
+
+
+def _of_episodes(key: str) -> bool:
+    return key.removeprefix("eval_").startswith(OF_EPISODES)
+
+
+def _drawn(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl without finish reasons and kinds of tool errors, which are in a table."""
+    return {key: value for key, value in line.items() if not _of_episodes(key)}
+
+
+def _without_episodes(compared: list[Change]) -> tuple[list[Change], list[Change]]:
+    """The other metrics; and those of episodes: the environment's reward, finish reasons and kinds of tool errors.
+
+    What is 0 before and after is left out.
+    """
+    episodes = [
+        change
+        for change in compared
+        if _of_episodes(change.key) and any(side is not None and side.value for side in (change.before, change.after))
+    ]
+    own = [change for change in compared if change.key == "reward_environment"]
+    others = [change for change in compared if not _of_episodes(change.key)]
+    return others, own + episodes if episodes else []
 
 
 def _why_unchanged(entry: Mapping[str, Any]) -> str | None:
@@ -490,7 +522,8 @@ def _card(stage: Mapping[str, Any], change: Change | None) -> dict[str, Any]:
     """The card of a stage: one metric, or else its state."""
     if change is None:
         state = "the model stays as it is" if stage["unchanged"] else STATES.get(stage["state"], stage["state"])
-        note = "nothing selected" if stage["unchanged"] else " · ".join(stage["facts"]) or "nothing written yet"
+        unwritten = "" if stage["state"] == "done" else "nothing written yet"
+        note = "nothing selected" if stage["unchanged"] else " · ".join(stage["facts"]) or unwritten
         return {"name": stage["name"], "change": None, "big": state, "note": note}
     said = _in_words(change) if change.verdict or not stage["so_far"] else "so far"
     return {"name": stage["name"], "change": change, "note": said}
@@ -522,5 +555,6 @@ def _facts(entry: Mapping[str, Any], training: list[dict[str, Any]]) -> list[str
 
 def _rows(splits: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The number of rows that each split uses, and which are not: lists of ``"train.jsonl:17: no answer"``."""
-    none: dict[str, Any] = {"rows": 0, "skipped": [], "dropped": [], "shortened": [], "left_out": {}, "counts": {}}
+    none: dict[str, Any] = {"rows": 0, "skipped": [], "dropped": [], "shortened": [], "by_turn": 0}
+    none |= {"left_out": {}, "counts": {}}
     return [{"split": split, **none, **counts} for split, counts in splits.items()]

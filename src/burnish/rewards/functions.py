@@ -104,10 +104,10 @@ def _parameters(function: Reward) -> Mapping[str, inspect.Parameter]:
 def _copied(trajectory: Trajectory) -> Trajectory:
     """A copy of a trajectory that shares no mutable values with it."""
     try:
-        prompt, columns = copy.deepcopy((trajectory.prompt, dict(trajectory.columns)))
+        prompt, turns, columns = copy.deepcopy((trajectory.prompt, trajectory.turns, dict(trajectory.columns)))
     except Exception as error:  # a column may hold any object
         raise UserError(
             f"{trajectory.source}: its columns cannot be copied for a reward: {error}; use plain values"
         ) from error
     sequences = tuple(sequence.with_arrays() for sequence in trajectory.sequences)  # their arrays are read-only
-    return replace(trajectory, prompt=prompt, columns=Columns(columns), sequences=sequences)
+    return replace(trajectory, prompt=prompt, turns=turns, columns=Columns(columns), sequences=sequences)

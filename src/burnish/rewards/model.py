@@ -15,7 +15,7 @@ from burnish.models.forward import scores, unwrap
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
-from burnish.types import Conversation, Example, Message, Trajectory
+from burnish.types import Conversation, Example, Trajectory
 
 TOKEN_BUDGET = 8192
 """Maximum number of tokens, including padding, in one forward pass."""
@@ -74,10 +74,7 @@ class ModelReward:
         Raises:
             UserError: if the template rejects a completion, or the completion is too long even without its prompt.
         """
-        rows = [
-            Conversation((*t.prompt, Message(role="assistant", content=t.text)), len(t.prompt), t.source)
-            for t in trajectories
-        ]
+        rows = [Conversation((*t.prompt, *t.messages), len(t.prompt), t.source, t.tools) for t in trajectories]
         examples = [Example((sequence,)) for sequence in Renderer(self.tokenizer).answers(rows, self.length)]
         rewards = [0.0] * len(trajectories)
         with torch.no_grad():

@@ -74,7 +74,7 @@ class Scorer:
                 self.values[group, name] = checked(returned, reward, trajectories)
 
     def advance(self, wait: bool = False) -> None:
-        """Let coroutines continue. With ``wait``, return only when one of them has ended."""
+        """Let coroutines continue. With ``wait``, wait up to a second until one of them has ended."""
         if not self.tasks:
             return
         user_tasks().advance(wait)

@@ -57,13 +57,18 @@ class StepReward:
         """Return one number per sampled token of each trajectory.
 
         Raises:
-            UserError: if the template rejects a prompt, or the tokens come from another tokenizer.
+            UserError: if the template rejects a prompt, the tokens come from another tokenizer, or a trajectory has
+                several turns.
         """
+        if several := [t.source for t in trajectories if len(t.turns) > 1]:
+            raise UserError(f"{several[0]}: a step-value model scores completions of one turn, but this is an episode")
         return [self._rewards(t, values) for t, values in zip(trajectories, self.values(trajectories), strict=True)]
 
     def _rewards(self, trajectory: Trajectory, values: list[float]) -> list[float]:
         """The rewards of a solution, computed from the values of its prefixes."""
         tokens = trajectory.tokens.tolist()
+        if not tokens:  # an environment failed before the first turn
+            return []
         self._check_tokenizer(trajectory)
         value_at = {t: values[t] for t in step_ends(self.tokenizer, tokens, self.delimiter)}
         if not trajectory.stopped or self._unfinished(tokens, value_at):
@@ -92,7 +97,7 @@ class StepReward:
     @torch.no_grad()
     def values(self, trajectories: list[Trajectory]) -> list[list[float]]:
         """V of each prefix of each solution: one number per sampled token."""
-        prompts = Renderer(self.tokenizer).prompts([Prompt(t.prompt, {}, t.source) for t in trajectories])
+        prompts = Renderer(self.tokenizer).prompts([Prompt(t.prompt, {}, t.source, t.tools) for t in trajectories])
         examples = [_example(prompt, t) for prompt, t in zip(prompts, trajectories, strict=True)]
         values: list[list[float]] = [[] for _ in trajectories]
         passes = self.layout.passes(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import progress
 from burnish.errors import UserError
-from burnish.generate.protocol import Completion, Generator, Request, request_seed
+from burnish.generate.protocol import Generator, Request, request_seed
 from burnish.generate.sampling import Sampling
 from burnish.generate.stopping import eos_ids
-from burnish.models.limits import check_room
+from burnish.models.limits import check_room, context_window
 from burnish.models.loaded import Loaded
 from burnish.protocols import Engine, Run
 from burnish.render.encode import AllSkippedError, encode
@@ -17,20 +20,21 @@ from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
-from burnish.rl.trajectory import begin, with_scores, with_turn
+from burnish.rl.environment import Environments
+from burnish.rl.episodes import Rollouts
+from burnish.rl.trajectory import with_scores
 from burnish.types import Changed, Encoded, Example, Prompt, Row, Sequence, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 SCORED_TOGETHER = 64
 """Number of trajectories per call of a reward, rounded up to whole prompts.
 
 Small enough for scoring to start early, and large enough for a reward model's batch.
 """
-
-POLL_SECONDS = 0.05
-"""While coroutines of rewards are running, they continue after this much sampling time."""
 
 
 def collect(
@@ -44,6 +48,7 @@ def collect(
     run: Run,
     generator: Generator,
     sampling_round: int = 0,
+    environments: Environments | None = None,
 ) -> list[Trajectory]:
     """Sample ``sampling.samples`` completions of each prompt in ``indices``, and score them.
 
@@ -65,7 +70,9 @@ def collect(
         rewards,
         generator,
         run.tokenizer,
+        environments,
         version=iteration,
+        context=context_window(engine.network.policy),
         seed=(run.seed, iteration, sampling_round, engine.rank),
     )
     generator.drop_cache()
@@ -94,6 +101,7 @@ def sample_prompts(
     truncation: Truncation,
     rewards: list[NamedReward],
     seed: int,
+    environments: Environments | None = None,
 ) -> tuple[list[Sampled], list[Changed]]:
     """Sample ``sampling.samples`` completions of each prompt, and score them.
 
@@ -106,6 +114,7 @@ def sample_prompts(
     Raises:
         UserError: if a prompt leaves no room for a completion.
     """
+    prompts = with_tools(prompts, environments, loaded.tokenizer)
     try:
         examples, changed = encode_prompts(list(prompts), loaded.tokenizer, truncation, sampling.longest)
     except AllSkippedError as error:  # other chunks may have prompts that can be encoded
@@ -122,7 +131,16 @@ def sample_prompts(
         at += 1
     flat = [request for group in requests for request in group]
     rows = [row for row, _ in kept for _ in range(sampling.samples)]
-    trajectories = sample_and_score(rows, flat, rewards, generator, loaded.tokenizer, seed=(seed, first))
+    trajectories = sample_and_score(
+        rows,
+        flat,
+        rewards,
+        generator,
+        loaded.tokenizer,
+        environments,
+        context=context_window(loaded.model),
+        seed=(seed, first),
+    )
     generator.drop_cache()
     groups = [trajectories[k : k + sampling.samples] for k in range(0, len(trajectories), sampling.samples)]
     return [Sampled(*one) for one in zip(indices, requests, groups, strict=True)], changed
@@ -152,42 +170,65 @@ def encode_prompts(
     return encode(rows, to_examples, truncation, key, completion)
 
 
+def with_tools(
+    prompts: list[Prompt], environments: Environments | None, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The prompts with the tools of their environments, if the chat template shows tools.
+
+    Raises:
+        UserError: as in ``Environments.tools_of``.
+    """
+    if environments is None or environments.turns:
+        return prompts
+    if Renderer(tokenizer).template.reads("tools"):
+        return [replace(prompt, tools=environments.tools_of(prompt)) for prompt in prompts]
+    logger.warning(
+        "the chat template does not show tools: describe them in the prompts; the model calls one as "
+        "<tool>name(arguments)</tool>, and its result is a message of the user"
+    )
+    return prompts
+
+
 def sample_and_score(
     rows: list[Prompt],
     requests: list[Request],
     rewards: list[NamedReward],
     generator: Generator,
     tokenizer: Any,
+    environments: Environments | None = None,
     *,
     version: int = 0,
+    context: int | None = None,
     seed: tuple[int, ...] = (),
 ) -> list[Trajectory]:
     """Sample and score one trajectory per request. Returns them in the order of the requests.
 
-    A group of trajectories is scored as soon as all of its completions are finished. Coroutines of rewards continue
-    between two polls of the generator. Groups depend only on the requests, so equal requests give identical results, in
-    whatever order completions finish.
+    A group of trajectories is scored as soon as all of them have ended. Coroutines of rewards continue between two
+    polls of the generator. Groups depend only on the requests, so equal requests give identical results, in whatever
+    order completions finish.
 
     Args:
         rows: the row of each request. The samples of a prompt are adjacent.
         requests: requests that all have the same ``sampling``.
-        rewards: rewards, each of which is called once per group.
+        rewards: rewards, each of which is called once per group. That of the environments is one of them.
         generator: a generator with nothing else in flight.
         tokenizer: decodes the completions.
+        environments: answer the policy's turns; None for completions of one turn.
         version: version of the generator's weights.
+        context: the model's context window; None if it has no limit.
         seed: seeds the random numbers of rewards, together with the group and the reward's name.
     """
     size = _group_size(requests[0].sampling.samples) if requests else 1
     missing = {start // size: len(requests[start : start + size]) for start in range(0, len(requests), size)}
     trajectories: list[Any] = [None] * len(requests)
-    places = {handle: k for k, handle in enumerate(generator.submit(requests, version))}
+    ended = 0
     with Scorer(rewards, seed) as scorer:
-        while places:
-            for handle, completion in generator.poll(POLL_SECONDS if scorer.tasks else None):
-                k = places.pop(handle)
-                progress.report("sampling", len(requests) - len(places), len(requests))
-                text = _text(tokenizer, completion)
-                trajectories[k] = with_turn(begin(rows[k], requests[k].tokens), completion, text)
+        hurry = partial(bool, scorer.tasks)
+        for some in Rollouts(rows, requests, generator, tokenizer, environments, version, context, hurry):
+            for k, trajectory in some:
+                ended += 1
+                progress.report("sampling", ended, len(requests))
+                trajectories[k] = trajectory
                 group = k // size
                 missing[group] -= 1
                 if not missing[group]:
@@ -212,10 +253,6 @@ def scored(trajectories: list[Trajectory], rewards: list[NamedReward], seed: tup
 
 def _group_size(samples: int) -> int:
     return -(-SCORED_TOGETHER // samples) * samples
-
-
-def _text(tokenizer: Any, completion: Completion) -> str:
-    return tokenizer.decode(completion.tokens, skip_special_tokens=True).strip()
 
 
 def _with_scores(trajectories: list[Trajectory], scores: Scores) -> list[Trajectory]:

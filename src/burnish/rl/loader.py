@@ -31,11 +31,12 @@ from burnish.protocols import Engine, Run, StepLoader
 from burnish.render.encode import cache_key
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import collect, encode_prompts
+from burnish.rl.collect import collect, encode_prompts, with_tools
+from burnish.rl.environment import Environments
 from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary, value_metrics
 from burnish.rl.mismatch import mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
-from burnish.rl.trajectory import learned_arrays, with_learned_arrays
+from burnish.rl.trajectory import learned_arrays, shares, with_learned_arrays
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Trajectory
 
 if TYPE_CHECKING:
@@ -50,12 +51,23 @@ class Sampler:
         reward: Reward | list[NamedReward],
         sampling: Sampling | None = None,
         generator: GeneratorFactory | None = None,
+        environments: Environments | None = None,
     ) -> None:
-        self.rewards = reward if isinstance(reward, list) else [NamedReward("reward", 1.0, reward)]
+        rewards = reward if isinstance(reward, list) else [NamedReward("reward", 1.0, reward)]
+        self.rewards = rewards if environments is None else environments.rewards(rewards)
+        self.environments = environments
         self.sampling = sampling or Sampling()
         self.factory: GeneratorFactory = generator or LocalGenerator
         self.generator: Generator | None = None
         self.start_scores: dict[str, float] = {}
+
+    @property
+    def longest(self) -> int:
+        """The maximum number of sampled tokens of a trajectory."""
+        if self.environments is None:
+            return self.sampling.longest
+        limits, every = self.environments.limits, self.environments.limits.max_turns * self.sampling.longest
+        return every if limits.max_tokens is None else min(every, limits.max_tokens)
 
     def bind(self, engine: Engine, run: Run) -> Generator:
         """Return the generator of the policy's completions, which is created on the first call."""
@@ -91,7 +103,9 @@ class Sampler:
 
     def examples(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, truncation: Truncation) -> Encoded:
         """Encode prompts, leaving room for the completion. No token of a prompt is learned."""
-        return encode_prompts(rows, tokenizer, truncation, self.sampling.longest, cache_key(tokenizer, "prompts"))
+        prompts = [row for row in rows if isinstance(row, Prompt)]
+        shown: list[Row] = [*with_tools(prompts, self.environments, tokenizer)]
+        return encode_prompts(shown, tokenizer, truncation, self.sampling.longest, cache_key(tokenizer, "prompts"))
 
     def logprobs(
         self, policy: nn.Module, batch: MicroBatch, transform: SamplingTransform, hidden: Tensor | None = None
@@ -152,7 +166,18 @@ class Sampler:
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
         generator = self.bind(engine, run)
-        trajectories = collect(rows, prompts, indices, -1, sampling, self.rewards, engine, run, generator)
+        trajectories = collect(
+            rows,
+            prompts,
+            indices,
+            -1,
+            sampling,
+            self.rewards,
+            engine,
+            run,
+            generator,
+            environments=self.environments,
+        )
         rollouts = [Example(t.sequences) for t in trajectories]
         if reference is not None:
             measure = self.logprobs_of(engine.network.policy, reference, use_sampler_logprobs=decoding == "sampled")
@@ -161,8 +186,23 @@ class Sampler:
         run.measured(row_sums(trajectories, rollouts))
         for t in trajectories:
             self.start_scores.setdefault(t.source, t.score)
-        run.samples(sample_rows(trajectories, "eval"))
+        run.samples(sample_rows(trajectories, "eval", run.tokenizer))
         return metrics
+
+
+def are_prompts(rows: list[Row]) -> bool:
+    """Whether rows are prompts, as opposed to rows of another kind.
+
+    Raises:
+        UserError: if there are both.
+    """
+    other = next((row for row in rows if type(row) is not type(rows[0])), None)
+    if other is not None:
+        raise UserError(
+            f"{rows[0].source} is a {type(rows[0]).__name__} row and {other.source} a {type(other).__name__} row: "
+            "expected rows of one kind"
+        )
+    return bool(rows) and isinstance(rows[0], Prompt)
 
 
 def rows_and_tokens(examples: list[Example]) -> tuple[list[Prompt], list[tuple[int, ...]]]:
@@ -256,10 +296,12 @@ class RolloutLoader(StepLoader):
         rewards = self._rewards(trajectories, mask, arrays, metrics)
         # 4. Advantages and returns, over the whole batch.
         learned = self._advantages(rewards, mask, arrays, metrics)
+        if any(sum(s.loss_mask.any() for s in example.sequences) > 1 for example in examples):
+            learned["share"] = shares(examples)
         self.pending = with_learned_arrays(examples, **learned)
         self.run.log(metrics)
         if self.iteration % self.settings.show_every == 0:
-            self.run.samples(sample_rows(trajectories[:4], "train"))
+            self.run.samples(sample_rows(trajectories[:4], "train", self.run.tokenizer))
 
     def _sample(self, indices: list[int]) -> tuple[list[Trajectory], dict[str, float]]:
         """Complete and score prompts. Returns trajectories in the order of ``indices``, and metrics of sampling.
@@ -295,7 +337,7 @@ class RolloutLoader(StepLoader):
         """Complete and score prompts. Returns the trajectories of each prompt."""
         what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
         generator = self.sampler.bind(self.engine, self.run)
-        trajectories = collect(*what, self.engine, self.run, generator, sampling_round)
+        trajectories = collect(*what, self.engine, self.run, generator, sampling_round, self.sampler.environments)
         each = self.sampler.sampling.samples
         return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 

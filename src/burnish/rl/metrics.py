@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from burnish.math.statistics import RowSums
+from burnish.render.spans import learned_spans
+from burnish.rl.environment import ERRORS
 from burnish.types import Example, Trajectory
+
+FINISH = ("stop", "length", "context", "turns", "done", "error")
+"""Why an episode ends (``Trajectory``)."""
 
 
 def summary(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -25,7 +30,38 @@ def summary(trajectories: list[Trajectory]) -> dict[str, float]:
         "ties": 1 - len(scores.unique()) / n,
         "length": lengths.mean().item(),
         "stopped": sum(t.stopped for t in trajectories) / n,
-    } | {f"reward_{name}": sum(t.rewards[name] for t in trajectories) / n for name in trajectories[0].rewards}
+        **{f"reward_{name}": sum(t.rewards[name] for t in trajectories) / n for name in trajectories[0].rewards},
+        **{name: sum(values) / n for name, values in of_episodes(trajectories).items()},
+    }
+
+
+def of_episodes(trajectories: list[Trajectory]) -> dict[str, list[float]]:
+    """What episodes with an environment did, one number for each; {} without an environment.
+
+    ``finished_REASON`` is 1 for episodes with this finish reason, and ``tool_error_KIND`` counts errors of this kind.
+    """
+    if not any(map(is_episode, trajectories)):
+        return {}
+    sampled = [float(len(t.tokens)) for t in trajectories]
+    whole = [float(sum(len(s) for s in t.sequences)) for t in trajectories]
+    prompts = [float(t.turns[0].prompt_tokens if t.turns else len(t.sequences[0])) for t in trajectories]
+    values = {
+        "turns": [float(len(t.turns)) for t in trajectories],
+        "sequences": [float(len(t.sequences)) for t in trajectories],
+        "environment_tokens": [a - b - c for a, b, c in zip(whole, sampled, prompts, strict=True)],
+        "computed_tokens": [
+            float(sum(turn.prompt_tokens - turn.cached_tokens + turn.tokens for turn in t.turns)) for t in trajectories
+        ],
+        "tool_calls": [float(len(t.tool_calls)) for t in trajectories],
+        "tool_errors": [float(len(t.tool_errors)) for t in trajectories],
+    }
+    values |= {f"tool_error_{kind}": [float(t.tool_errors.count(kind)) for t in trajectories] for kind in ERRORS}
+    return values | {f"finished_{why}": [float(t.finish_reason == why) for t in trajectories] for why in FINISH}
+
+
+def is_episode(trajectory: Trajectory) -> bool:
+    """Whether there was an environment. One that fails at once leaves an episode without turns."""
+    return not trajectory.turns or any(turn.message is not None for turn in trajectory.turns)
 
 
 def value_metrics(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
@@ -79,6 +115,7 @@ def row_sums(trajectories: list[Trajectory], examples: list[Example]) -> dict[st
         "stopped": [float(t.stopped) for t in trajectories],
     }
     values |= {f"reward_{name}": [t.rewards[name] for t in trajectories] for name in trajectories[0].rewards}
+    values |= of_episodes(trajectories)
     if _has_reference(examples):
         values["kl"] = [_log_ratio(example) for example in examples]
     sources = [t.source for t in trajectories]
@@ -109,8 +146,12 @@ def _log_ratio(example: Example) -> float:
     return total("kl_logprobs", "old_logprobs", "sampler_logprobs") - total("ref_logprobs")
 
 
-def sample_rows(trajectories: list[Trajectory], kind: str) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl. ``kind`` is ``train`` or ``eval``."""
+def sample_rows(trajectories: list[Trajectory], kind: str, tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl. ``kind`` is ``train`` or ``eval``.
+
+    An episode with an environment also has its ``messages`` after the prompt, and its ``sequences`` as text that is
+    learned or not.
+    """
     return [
         {
             "kind": kind,
@@ -121,17 +162,39 @@ def sample_rows(trajectories: list[Trajectory], kind: str) -> list[dict[str, Any
             "finish_reason": t.finish_reason,
             "source": t.source,
         }
+        | (_transcript(t, tokenizer) if is_episode(t) else {})
         for t in trajectories
     ]
 
 
+def _transcript(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    """The messages and sequences of an episode. A message of the policy says what was special about its turn."""
+    messages: list[dict[str, Any]] = []
+    for turn in trajectory.turns:
+        own = {
+            "finish_reason": "" if turn.finish_reason == "stop" else turn.finish_reason,
+            "errors": list(turn.errors),
+            "reward": turn.reward,
+        }
+        messages.append({**(turn.message or {}), **{name: value for name, value in own.items() if value}})
+        messages += [{**reply} for reply in turn.replies]
+    return {"messages": messages, "sequences": [learned_spans(s, tokenizer) for s in trajectory.sequences]}
+
+
 def completed_row(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory of one turn as a row to train on: prompt, completion, score, rewards, and columns in ``meta``."""
-    prompt = trajectory.prompt
+    """A trajectory as a row to train on: prompt, completion, score, rewards, and columns in ``meta``.
+
+    The completion is text, or the messages of an episode up to the policy's last one.
+    """
+    prompt, completion = trajectory.prompt, list(trajectory.messages)
+    while completion and completion[-1]["role"] != "assistant":
+        completion.pop()
     row: dict[str, Any] = {
         "prompt": prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else list(prompt),
-        "completion": trajectory.text,
+        "completion": completion if is_episode(trajectory) else trajectory.text,
     }
+    if trajectory.tools:
+        row["tools"] = list(trajectory.tools)
     if trajectory.rewards:
         row |= {"score": trajectory.score, "rewards": dict(trajectory.rewards)}
     row["finish_reason"] = trajectory.finish_reason

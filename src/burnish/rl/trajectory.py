@@ -23,15 +23,16 @@ Ids = npt.ArrayLike
 
 def begin(row: Prompt, tokens: Ids) -> Trajectory:
     """A trajectory with the tokens of its prompt and no turns yet."""
-    return Trajectory(row.messages, (), (_context(tokens, row.source),), "", row.columns, row.source)
+    start = _context(tokens, row.source)
+    return Trajectory(row.messages, (), (start,), "", row.columns, row.source, tools=row.tools)
 
 
-def with_turn(trajectory: Trajectory, completion: Completion, text: str) -> Trajectory:
-    """The trajectory with one more turn of the policy. ``text`` is the decoded completion."""
+def with_turn(trajectory: Trajectory, completion: Completion, turn: Turn) -> Trajectory:
+    """The trajectory with one more turn of the policy."""
     sequence = _grown(trajectory.sequences[-1], completion.tokens, True, completion.logprobs)
     return replace(
         trajectory,
-        turns=(*trajectory.turns, Turn(text, completion.finish_reason)),
+        turns=(*trajectory.turns, turn),
         sequences=(*trajectory.sequences[:-1], sequence),
         finish_reason=completion.finish_reason,
     )
@@ -116,6 +117,15 @@ def with_learned_arrays(examples: list[Example], **arrays: Tensor) -> list[Examp
             )
         )
     return made
+
+
+def shares(examples: list[Example]) -> Tensor:
+    """For each learned token (N, L), the share of the example's learned tokens that are in the same sequence."""
+    learned = [np.array([int(s.loss_mask.sum()) for s in example.sequences]) for example in examples]
+    values = np.zeros((len(examples), max((sizes.sum() for sizes in learned), default=0)))
+    for row, sizes in zip(values, learned, strict=True):
+        row[: sizes.sum()] = np.repeat(sizes / max(sizes.sum(), 1), sizes)
+    return torch.from_numpy(values)
 
 
 def _split(sequences: tuple[Sequence, ...], numbers: npt.NDArray) -> list[npt.NDArray]:

@@ -54,9 +54,10 @@ class Engine:
         self.sharded = sharded
         self.accelerator = accelerator
         self.token_budget = token_budget
+        frozen = [model.to(accelerator.device) for model in network.frozen]
         # which layout is fastest depends on the precision of the passes
         with accelerator.autocast():
-            self.layout = Layout(network.models, accelerator.device, **layout)
+            self.layout = Layout([*network.models, *frozen], accelerator.device, **layout)
         self._generation_model = network.policy
         if sharded:
             for model in network.models:
