@@ -196,15 +196,16 @@ def test_threads_share_a_sandbox():
 
 @pytest.mark.slow
 def test_fifty_snippets_a_second_with_sympy(record_property: Callable[[str, object], None]):
+    """A rollout has many episodes at the same time, so there is always a snippet to run on each core."""
     pytest.importorskip("sympy")
     code = "from sympy import expand, symbols\nx = symbols('x')\nexpand((x + 1) ** 3)"
     rates = []
-    with Sandbox() as sandbox:
-        for _ in range(8):  # the best of them, because other tests run at the same time
+    with Sandbox() as sandbox, ThreadPoolExecutor(4) as threads:
+        for _ in range(8):  # the best of them, because other programs run at the same time
             began = time.perf_counter()
-            for _ in range(20):
-                assert sandbox.run(code).value == "x**3 + 3*x**2 + 3*x + 1"
-            rates.append(20 / (time.perf_counter() - began))
+            results = list(threads.map(sandbox.run, [code] * 40))
+            rates.append(len(results) / (time.perf_counter() - began))
+            assert {result.value for result in results} == {"x**3 + 3*x**2 + 3*x + 1"}
     record_property("snippets per second", round(max(rates)))
     assert max(rates) >= 50
 
