@@ -200,6 +200,8 @@ class RowMethodSpec:
     """Its measures in a stage with rewards, besides these, if they are others."""
     held_out: bool = False
     """Whether its rows should be held out: those that an earlier stage trains on are reported."""
+    values: bool = False
+    """Whether its generator returns the values of the model's step-level value head, if there is one."""
     implementation: str = ""
     """``package.module:Name`` of the class, for methods that recipes refer to by name."""
 

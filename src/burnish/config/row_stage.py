@@ -266,7 +266,8 @@ class _Run:
     """The run, as a method that makes rows sees it. Models are loaded when they are first used."""
 
     def __init__(self, recipe: Recipe, stage: Stage) -> None:
-        self.recipe, self.stage = recipe, stage
+        assert stage.method is not None
+        self.recipe, self.stage, self.spec = recipe, stage, ROW_METHODS[stage.method.name]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._models: dict[str, Loaded] = {}
         self._generators: dict[str, Generator] = {}
@@ -330,7 +331,9 @@ class _Run:
         if loaded.is_reward_model:
             raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
-            self._generators[loaded.reference] = factory(self.stage.generator)(loaded.model, loaded.tokenizer)
+            values = {"critic": loaded.value_head} if self.spec.values and loaded.value_head is not None else {}
+            make = factory(self.stage.generator)
+            self._generators[loaded.reference] = make(loaded.model, loaded.tokenizer, **values)
         return self._generators[loaded.reference]
 
     @property

@@ -124,8 +124,8 @@ class PlanQueue(deque[tuple[Handle, list[Request]]]):
 class GeneratorFactory(Protocol):
     """Creates a generator for a model: the class ``LocalGenerator``, or the result of ``generate.settings.factory``."""
 
-    def __call__(self, model: Any, tokenizer: Any) -> Generator:
-        """Create a generator for this model."""
+    def __call__(self, model: Any, tokenizer: Any, *, critic: Any = ...) -> Generator:
+        """Create a generator for this model. With a critic, which not all generators take, it can return values."""
         ...
 
 
@@ -140,5 +140,10 @@ def complete(generator: Generator, requests: SequenceOf[Request], version: int =
 
 def request_seed(run_seed: int, prompt: int, sample: int, iteration: int) -> int:
     """A seed in [0, 2**63) for each (run seed, prompt, sample, iteration). It is the same on every machine."""
-    key = f"{run_seed}/{prompt}/{sample}/{iteration}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    return derived_seed(run_seed, prompt, sample, iteration)
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) for each sequence of numbers and names. It is the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -15,6 +15,7 @@ from burnish.methods.settings import (
     RLOOConfig,
     SampleConfig,
     ScoreConfig,
+    SearchConfig,
     SFTConfig,
     StepValueConfig,
 )
@@ -96,6 +97,18 @@ _ROW_SPECS = (
         measures_with_rewards=("score", "length", "stopped", "empty", "ranked"),
         truncates=True,
         implementation="burnish.methods.sample:Sample",
+    ),
+    RowMethodSpec(
+        "search",
+        SearchConfig,
+        (Prompt,),
+        outputs={"steps.jsonl": (Steps,), "solutions.jsonl": (Conversation, Scored), "trees.jsonl": ()},
+        needs=("model",),
+        takes=("template", "dtype", "trust_remote_code", "generation", "generator"),
+        measures=("solved", "solutions", "nodes", "depth", "tokens"),
+        truncates=True,
+        values=True,
+        implementation="burnish.methods.search:Search",
     ),
     RowMethodSpec(
         "score",

@@ -17,6 +17,7 @@ from burnish.math.choices import (
     PreferenceLoss,
 )
 from burnish.models.settings import ModelSource
+from burnish.search.settings import AnswerSettings, StepSettings
 from burnish.types import Config
 
 
@@ -46,6 +47,20 @@ class SFTConfig(Config):
 
 class SampleConfig(Config):
     """Settings of ``sample``, which completes prompts. ``generation:`` has the number of samples and the others."""
+
+
+class SearchConfig(Config):
+    """Settings of ``search``, which solves questions by tree search and writes their solutions as rows."""
+
+    simulations: int = Field(40, ge=1, description="states that are evaluated in each tree")
+    children: int = Field(5, ge=1, description="steps that are sampled after each state")
+    exploration: float = Field(1.25, ge=0, description="weight of rarely visited steps against those with a high Q")
+    trees: int = Field(1, ge=1, description="maximum number of trees of a question")
+    correct: int = Field(4, ge=1, description="maximum number of correct solutions that are kept of a question")
+    incorrect: int = Field(4, ge=0, description="maximum number of incorrect solutions that are kept of a question")
+    tokens: int | None = Field(None, ge=1, description="maximum number of tokens that are sampled for a tree")
+    step: StepSettings = Field(StepSettings(), description="what a reasoning step is")
+    answer: AnswerSettings = Field(AnswerSettings(), description="how answers are found and checked")
 
 
 class ScoreConfig(Config):

@@ -103,6 +103,15 @@ def load_head(head: nn.Module, path: Path) -> None:
             head.delimiter = (file.metadata() or {}).get("delimiter", head.delimiter)
 
 
+def is_step_value_head(path: Path) -> bool:
+    """Whether a file has the weights of a step-level value head, and not of another critic."""
+    try:
+        with safe_open(path, "pt") as file:
+            return "delimiter" in (file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
 def separate_critic(
     policy: nn.Module, reward_model: nn.Module | None = None, scale: float = 1.0, shift: float = 0.0
 ) -> nn.Module:

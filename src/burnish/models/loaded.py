@@ -10,6 +10,7 @@ from peft import TaskType
 from transformers import PreTrainedTokenizerBase
 
 from burnish.models import loading
+from burnish.models.heads import StepValueHead
 from burnish.render.templates import prepare_template, set_template
 
 
@@ -22,6 +23,8 @@ class Loaded:
     tokenizer: Any
     is_reward_model: bool = False
     """Whether the model scores sequences. Otherwise, it is a language model."""
+    value_head: StepValueHead | None = None
+    """The head that estimates the value of reasoning steps, if the model has one."""
 
 
 def load(
@@ -48,7 +51,8 @@ def load(
     load_weights = loading.load_reward_model if reward_model else loading.load_policy
     model: Any = load_weights(reference, dtype=loading.choose_dtype(dtype), trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Loaded(reference, model.to(device).eval(), tokenizer, reward_model)
+    head = None if reward_model else loading.load_value_head(reference, model)
+    return Loaded(reference, model.to(device).eval(), tokenizer, reward_model, head and head.to(device))
 
 
 def load_tokenizer(reference: str, template: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -36,7 +36,15 @@ from burnish.models import bases, quantize
 from burnish.models.adapters import without_warning
 from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
-from burnish.models.heads import VALUE_HEAD, Network, StepValueHead, disable_dropout, init_score, load_head
+from burnish.models.heads import (
+    VALUE_HEAD,
+    Network,
+    StepValueHead,
+    disable_dropout,
+    init_score,
+    is_step_value_head,
+    load_head,
+)
 from burnish.models.settings import Quantization
 from burnish.models.stored import json_object
 from burnish.render.encode import cache_folder
@@ -260,15 +268,29 @@ def load_value_model(reference: str, *, dtype: torch.dtype = torch.float32, trus
     Raises:
         UserError: there is no value head, or it is of another kind or belongs to another model.
     """
-    folder = resolve(reference)
-    path = Path(folder) / VALUE_HEAD
+    path = Path(resolve(reference)) / VALUE_HEAD
     if not path.is_file():
         raise UserError(f"{reference}: no {VALUE_HEAD}: expected a model trained by a stage with method step_value")
     policy = load_policy(reference, dtype=dtype, trust_remote_code=trust_remote_code)
-    head = StepValueHead(unwrap(policy).config.get_text_config().hidden_size, dtype)
+    head = _step_value_head(path, policy)
+    return Network(disable_dropout(policy), head)
+
+
+def load_value_head(reference: str, policy: nn.Module) -> StepValueHead | None:
+    """Load the step-level value head that is saved beside a policy; None if there is none.
+
+    Raises:
+        UserError: the head cannot be read, or belongs to another model.
+    """
+    path = Path(resolve(reference)) / VALUE_HEAD
+    return _step_value_head(path, policy) if path.is_file() and is_step_value_head(path) else None
+
+
+def _step_value_head(path: Path, policy: nn.Module) -> StepValueHead:
+    head = StepValueHead(unwrap(policy).config.get_text_config().hidden_size, unwrap(policy).dtype)
     load_head(head, path)
     _check_finite(head, str(path))
-    return Network(disable_dropout(policy), head)
+    return head
 
 
 def adapter_config(folder: str) -> Any:

@@ -115,22 +115,13 @@ def sample_prompts(
         UserError: if a prompt leaves no room for a completion.
     """
     prompts = with_tools(prompts, environments, loaded.tokenizer)
-    try:
-        examples, changed = encode_prompts(list(prompts), loaded.tokenizer, truncation, sampling.longest)
-    except AllSkippedError as error:  # other chunks may have prompts that can be encoded
-        examples, changed = [], error.changed
-    kept = [(row, example.sequences[0].tokens) for example in examples if isinstance(row := example.row, Prompt)]
-    check_room(loaded.model, [row for row, _ in kept], [tuple(tokens.tolist()) for _, tokens in kept])
-    ends, requests, indices, at = frozenset(eos_ids(loaded.model, loaded.tokenizer)), [], [], 0
-    for row, tokens in kept:
-        while prompts[at] is not row:  # it was left out
-            at += 1
-        seeds = [request_seed(seed, first + at, g, 0) for g in range(sampling.samples)]
-        requests.append([Request(tuple(tokens.tolist()), one, sampling, ends) for one in seeds])
-        indices.append(first + at)
-        at += 1
+    kept, changed = prompts_of_chunk(prompts, first, loaded, truncation, sampling.longest)
+    ends, requests = frozenset(eos_ids(loaded.model, loaded.tokenizer)), []
+    for index, _, tokens in kept:
+        seeds = [request_seed(seed, index, g, 0) for g in range(sampling.samples)]
+        requests.append([Request(tokens, one, sampling, ends) for one in seeds])
     flat = [request for group in requests for request in group]
-    rows = [row for row, _ in kept for _ in range(sampling.samples)]
+    rows = [row for _, row, _ in kept for _ in range(sampling.samples)]
     trajectories = sample_and_score(
         rows,
         flat,
@@ -143,7 +134,41 @@ def sample_prompts(
     )
     generator.drop_cache()
     groups = [trajectories[k : k + sampling.samples] for k in range(0, len(trajectories), sampling.samples)]
+    indices = [index for index, _, _ in kept]
     return [Sampled(*one) for one in zip(indices, requests, groups, strict=True)], changed
+
+
+class Encodable(NamedTuple):
+    """A prompt that the model can complete: ``Encodable(17, row, (1, 9, 8))``, with the index of its row."""
+
+    index: int
+    row: Prompt
+    tokens: tuple[int, ...]
+
+
+def prompts_of_chunk(
+    prompts: list[Prompt], first: int, loaded: Loaded, truncation: Truncation, completion: int
+) -> tuple[list[Encodable], list[Changed]]:
+    """Encode a chunk of prompts, the first of which has the index ``first``, leaving room for a completion.
+
+    Returns:
+        The prompts that can be completed, and those that were skipped, dropped or shortened.
+
+    Raises:
+        UserError: if a prompt leaves no room for a completion.
+    """
+    try:
+        examples, changed = encode_prompts(list(prompts), loaded.tokenizer, truncation, completion)
+    except AllSkippedError as error:  # other chunks may have prompts that can be encoded
+        examples, changed = [], error.changed
+    kept, at = [], 0
+    for example in examples:
+        while prompts[at] is not example.row:  # it was left out
+            at += 1
+        kept.append(Encodable(first + at, prompts[at], tuple(example.sequences[0].tokens.tolist())))
+        at += 1
+    check_room(loaded.model, [row for _, row, _ in kept], [tokens for _, _, tokens in kept])
+    return kept, changed
 
 
 def encode_prompts(

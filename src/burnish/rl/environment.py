@@ -7,7 +7,6 @@ method ``respond`` that receives whole messages. Functions can be tools of any e
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burnish.errors import UserError, did_you_mean
+from burnish.generate.protocol import derived_seed
 from burnish.rewards.functions import NamedReward
 from burnish.rl.settings import Limits
 from burnish.time_limit import TimeLimitExceeded
@@ -198,7 +198,7 @@ class Environment:
     def next_seed(self) -> int:
         """The seed of the next call. It depends only on the episode and the number of calls before."""
         self.answered += 1
-        return derived(self.seed, self.answered)
+        return derived_seed(self.seed, self.answered)
 
     async def reset(self) -> Messages:
         """Begin the episode. Returns the messages of the prompt, with what ``reset`` adds to them."""
@@ -347,12 +347,6 @@ class EnvironmentReward:
                     "in the recipe"
                 )
         return [0.0 if t.environment_reward is None else t.environment_reward for t in trajectories]
-
-
-def derived(seed: int, number: int) -> int:
-    """Another seed in [0, 2**63) for each (seed, number). It is the same on every machine."""
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _methods(instance: Any) -> dict[str, Callable[..., Any]]:

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.errors import UserCodeError, UserError
-from burnish.generate.protocol import Completion, Generator, Handle, Request
+from burnish.generate.protocol import Completion, Generator, Handle, Request, derived_seed
 from burnish.render.renderer import Extension, History, Renderer
-from burnish.rl.environment import Answer, Environment, Environments, derived
+from burnish.rl.environment import Answer, Environment, Environments
 from burnish.rl.trajectory import begin, with_context, with_rewritten_history, with_turn
 from burnish.time_limit import TimeLimitExceeded
 from burnish.types import Message, Messages, Prompt, ToolCall, Trajectory, Turn
@@ -62,7 +62,7 @@ class Episode:
 
     def continue_with(self, tokens: tuple[int, ...]) -> None:
         """Set the request of the next turn."""
-        self.request = replace(self.request, tokens=tokens, seed=derived(self.seed, self.turns))
+        self.request = replace(self.request, tokens=tokens, seed=derived_seed(self.seed, self.turns))
 
 
 class Rollouts:
@@ -155,7 +155,10 @@ class Rollouts:
         """The trajectories of a block of episodes."""
         every = [
             Episode(
-                i, self.rows[i], self.requests[i], environments.open(self.rows[i], derived(self.requests[i].seed, -1))
+                i,
+                self.rows[i],
+                self.requests[i],
+                environments.open(self.rows[i], derived_seed(self.requests[i].seed, -1)),
             )
             for i in block
         ]
@@ -375,7 +378,7 @@ def first_prompt(environments: Environments, row: Prompt, seed: int) -> Prompt:
     Raises:
         UserError, UserCodeError: if the environment fails.
     """
-    environment = environments.open(row, derived(seed, -1))
+    environment = environments.open(row, derived_seed(seed, -1))
     call = environment.reset()
     during, limit = f"on {row.source}", environments.limits.timeout
     task = user_tasks().start(call, what=environment.name, during=during, seed=environment.next_seed(), timeout=limit)

@@ -13,7 +13,7 @@ from torch import Tensor
 from burnish.math.statistics import RowSums
 from burnish.render.spans import learned_spans
 from burnish.rl.environment import ERRORS
-from burnish.types import Example, Trajectory
+from burnish.types import Example, Message, Messages, Trajectory
 
 FINISH = ("stop", "length", "context", "turns", "done", "error")
 """Why an episode ends (``Trajectory``)."""
@@ -190,7 +190,7 @@ def completed_row(trajectory: Trajectory) -> dict[str, Any]:
     while completion and completion[-1]["role"] != "assistant":
         completion.pop()
     row: dict[str, Any] = {
-        "prompt": prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else list(prompt),
+        "prompt": text_or_messages(prompt),
         "completion": completion if is_episode(trajectory) else trajectory.text,
     }
     if trajectory.tools:
@@ -199,3 +199,8 @@ def completed_row(trajectory: Trajectory) -> dict[str, Any]:
         row |= {"score": trajectory.score, "rewards": dict(trajectory.rewards)}
     row["finish_reason"] = trajectory.finish_reason
     return row | ({"meta": dict(trajectory.columns)} if trajectory.columns else {})
+
+
+def text_or_messages(prompt: Messages) -> str | list[Message]:
+    """The text of a prompt that is one message of the user, or else its messages, as in a row."""
+    return prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else list(prompt)

@@ -49,7 +49,7 @@ class Python:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._sandbox = _shared(PythonConfig(**settings))
+        self._sandbox = shared_sandbox(PythonConfig(**settings))
         self._history: History = ()
 
     def reset(self, **columns: Any) -> None:
@@ -64,10 +64,10 @@ class Python:
         """
         result = self._sandbox.run(code, after=self._history)
         self._history = result.history
-        return _shown(result)
+        return shown(result)
 
 
-def _shown(result: Result) -> str:
+def shown(result: Result) -> str:
     """The result as the model sees it: its output, and then its value, or the reason why it failed.
 
     Addresses are left out, because they would differ if an interrupted run is resumed.
@@ -81,7 +81,7 @@ _sandboxes: dict[str, Sandbox] = {}
 _lock = threading.Lock()
 
 
-def _shared(settings: PythonConfig) -> Sandbox:
+def shared_sandbox(settings: PythonConfig) -> Sandbox:
     """The sandbox of this process with these settings."""
     key = settings.model_dump_json()
     with _lock:
