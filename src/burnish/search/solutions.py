@@ -1,0 +1,85 @@
+"""Solutions of searched trees, as rows that train a policy and its step values (Chen et al., "AlphaMath", 2024).
+
+``balance(prefer(usable(distinct(paths(trees)))))`` gives the rows of one question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from burnish.search.tree import Code, Node, S, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A path from a question to an end: ``Solution((("3 * 4 = 12", 0.8), ("2 + 12 = 14", 1.0)), 1.0, ("ok",))``."""
+
+    steps: tuple[tuple[str, float], ...]
+    """The text and the label Q of each step. The last label is the outcome."""
+    outcome: float
+    """1.0 (correct) or -1.0."""
+    codes: tuple[Code, ...] = ()
+    """How the code of each step that has any went."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of the steps."""
+        return tuple(text for text, _ in self.steps)
+
+
+def paths(trees: Iterable[Tree[S]]) -> list[Solution]:
+    """All solutions with a known outcome that the trees of one question visited, failures included.
+
+    The first of every tree comes before the second of any, so that a few of them come from many trees. An empty last
+    step ends the step before it, which takes its label; a solution without any text is left out.
+    """
+    each = [[solution for node in tree.nodes() if (solution := _solution(node)) is not None] for tree in trees]
+    return [solution for turn in zip_longest(*each) for solution in turn if solution is not None]
+
+
+def _solution(node: Node[S]) -> Solution | None:
+    if node.outcome is None or not node.visits:
+        return None
+    nodes = node.lineage()
+    steps = [(each.step.text, each.q) for each in nodes if each.step.text]
+    if not steps:
+        return None
+    steps[-1] = steps[-1][0], node.outcome
+    return Solution(tuple(steps), node.outcome, tuple(each.step.code for each in nodes if each.step.code))
+
+
+def distinct(solutions: Iterable[Solution]) -> list[Solution]:
+    """The first of all solutions with the same texts."""
+    first: dict[tuple[str, ...], Solution] = {}
+    for solution in solutions:
+        first.setdefault(solution.texts, solution)
+    return list(first.values())
+
+
+def usable(solutions: Iterable[Solution]) -> list[Solution]:
+    """The solutions but those with code that always failed."""
+    return [solution for solution in solutions if set(solution.codes) != {"error"}]
+
+
+def prefer(solutions: Iterable[Solution]) -> list[Solution]:
+    """Solutions whose code printed the answer, then those whose code never failed, then the rest."""
+
+    def rank(solution: Solution) -> int:
+        if "answer" in solution.codes:
+            return 0
+        return 2 if "error" in solution.codes else 1
+
+    return sorted(solutions, key=rank)
+
+
+def balance(solutions: Sequence[Solution], correct: int = 4, incorrect: int = 4) -> list[Solution]:
+    """The first correct solutions, then as many incorrect ones, up to the limits, which are at least 1.
+
+    If there are none of one kind, one of the other is kept.
+    """
+    right = [solution for solution in solutions if solution.outcome > 0][:correct]
+    wrong = [solution for solution in solutions if solution.outcome < 0][:incorrect]
+    count = max(1, min(len(right), len(wrong)))
+    return right[:count] + wrong[:count]
