@@ -100,6 +100,13 @@ def first_visits(model: Endless, simulations: int, exploration: float) -> list[i
     return [child.visits for child in tree.root.children]
 
 
+@pytest.mark.parametrize(("value", "second"), [(0.22, [2, 0]), (0.205, [1, 1])])
+def test_exploration_grows_with_the_root_of_the_visits_of_the_parent(value: float, second: list[int]) -> None:
+    # a was visited once: value + 0.5 sqrt(2) / 2 against 0.4 sqrt(2) for b, so a is next above 0.15 sqrt(2) = 0.2121
+    steps = [step("a", 0.5), step("b", 0.4)]
+    assert first_visits(Endless({"": steps}, {"a": value, "b": 0.0}), 2, 1.0) == second
+
+
 def test_without_exploration_the_search_is_greedy_on_q() -> None:
     steps = [step("a", 0.01), step("b", 0.98), step("c", 0.01)]
     # a is the first of equals and stays above 0; priors do not matter
@@ -257,7 +264,7 @@ def test_the_simulations_that_reach_the_limit_of_seconds_are_the_last() -> None:
             return super().expand(asks)
 
     trees = questions(range(2))
-    grow(trees, Slow(ending=0.0), Settings(100, seconds=5.0), clock=lambda: now[0])
+    grow(trees, Slow(ending=0.0), Settings(100, seconds=6.0), clock=lambda: now[0])
     assert [(tree.stopped, tree.simulations) for tree in trees] == [("seconds", 3)] * 2
 
 

@@ -43,6 +43,14 @@ def test_a_path_names_child_indices_from_the_root() -> None:
     assert [node.step.text for node in tree.nodes()] == ["", "a", "b", "x", "y", "z"]
 
 
+def test_a_node_is_shown_without_its_tree() -> None:
+    tree = Tree.start(0, "")
+    node = tree.root
+    for _ in range(2000):  # deeper than Python's stack
+        (node,) = node.add([step("a")])
+    assert len(repr(tree)) < 500 and "depth=2000" in repr(node)
+
+
 def test_sampled_tokens_are_counted_with_duplicates() -> None:
     model = Scripted({"": [step("a", tokens=3), step("a", tokens=3), step("b", tokens=4)]})
     tree = Tree.start(0, "")
