@@ -35,7 +35,7 @@ def grow(
     A simulation samples children of the node that the last one visited (at first of the root), walks from the root to
     an unvisited node, and backs its value v up: N += 1 and W += v at this node and all its ancestors. The walk goes to
     the child with the highest Q + c * prior * sqrt(N of the parent) / (1 + N), where Q is 0 before the first visit, and
-    to the first of equals. It passes by nodes with nothing left to visit, so a tree ends only when its simulations or a
+    to the first of equals. It skips nodes with nothing left to visit, so a tree ends only when its simulations or a
     limit are spent, or when all its solutions are finished and visited.
 
     The bare question has N = 1 and the value 0 from the start. So N = 1 + the sum of the children's N at every node,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 S = TypeVar("S")
@@ -39,11 +39,11 @@ class Node(Generic[S]):
     """The state that a step reaches, with its statistics: ``Node(step, parent, index=2, depth=1)``."""
 
     step: Step[S]
-    parent: Node[S] | None = None
+    parent: Node[S] | None = field(default=None, repr=False)
     index: int = 0
     """Its place among its parent's children."""
     depth: int = 0
-    children: tuple[Node[S], ...] = ()
+    children: tuple[Node[S], ...] = field(default=(), repr=False)
     visits: int = 0
     """N: number of values backed up through this node, its own included."""
     total: float = 0.0
@@ -122,7 +122,8 @@ class Tree(Generic[S]):
 class StepModel(Protocol[S]):
     """Samples and judges steps. Each method serves all trees at once.
 
-    So that a tree does not depend on what grows beside it, a result may depend only on its node.
+    A result must depend only on its node, for example with draws seeded by the question and ``node.path()``. Then a
+    tree does not depend on the trees that grow beside it.
     """
 
     def expand(self, asks: Sequence[tuple[Node[S], int]], /) -> Sequence[Sequence[Step[S]]]:
@@ -199,8 +200,8 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
     ``{"question": 7, "stopped": "budget", "simulations": 1, "tokens": 18, "nodes": [{"id": 0, "visits": 2, ...},
     {"id": 1, "parent": 0, "step": "3 * 4 = 12", "prior": 0.8, "visits": 1, "q": 0.5, "total": 0.5, ...}]}``
 
-    Nodes are listed depth first. A node leaves out what it has not (visits of 0, no outcome, no code). ``q`` is
-    ``total / visits``, for the reader.
+    Nodes are listed depth first. A key is left out where there is nothing to tell: no visits, no outcome, no code.
+    ``q`` is ``total / visits``, for the reader.
     """
     numbers: dict[Node[S], int] = {}
     nodes: list[dict[str, Any]] = []
