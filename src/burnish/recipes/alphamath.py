@@ -49,9 +49,7 @@ class Student:
     def __init__(self, rng: random.Random, hard: float, habit: float, slip: float) -> None:
         facts = [(first, second) for first in range(HOURS) for second in NUMBERS]
         self.rng, self.habit, self.slip = rng, habit, slip
-        self.habits: dict[Fact, int] = {
-            fact: self._wrong(fact) for fact in rng.sample(facts, round(hard * len(facts)))
-        }
+        self.habits: dict[Fact, int] = {fact: self._wrong(fact) for fact in rng.sample(facts, round(hard * len(facts)))}
 
     def add(self, first: int, second: int) -> int:
         """What the student thinks the sum is."""

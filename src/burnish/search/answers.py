@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from burnish import user_functions
 from burnish.errors import UserError
 from burnish.search.settings import AnswerSettings
 from burnish.time_limit import TimeLimitExceeded, time_limit
-from burnish.types import Columns
 from burnish.user_code import user_code
 
 MATH_SECONDS = 5.0
@@ -48,7 +48,7 @@ class Answers:
             raise UserError(f"answer.find {reference} returned {type(found).__name__}: expected a string or None")
         return found
 
-    def check(self, answer: str, columns: Columns) -> bool | None:
+    def check(self, answer: str, columns: Mapping[str, Any]) -> bool | None:
         """Whether an answer is correct, given the columns of the question's row; None if this cannot be told."""
         reference = self.settings.check
         if ":" not in reference:
@@ -73,7 +73,7 @@ def math_answer(text: str) -> str | None:
 
     try:
         with _quiet(), time_limit(MATH_SECONDS):
-            found = parse(text, parsing_timeout=None)
+            found = parse(text, parsing_timeout=0)
     except TimeLimitExceeded:
         return None
     return str(found[-1]) if found else None
@@ -86,8 +86,8 @@ def math_equal(expected: str, answer: str) -> bool | None:
 
     try:
         with _quiet(), time_limit(MATH_SECONDS):
-            gold = parse(expected, parsing_timeout=None)
-            return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None) if gold else None
+            gold = parse(expected, parsing_timeout=0)
+            return verify(gold, parse(answer, parsing_timeout=0), timeout_seconds=0) if gold else None
     except TimeLimitExceeded:
         return None
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from burnish.render.renderer import Renderer
 from burnish.rl.python import PythonConfig, shared_sandbox, shown
 from burnish.rl.sandbox.types import Result
 from burnish.search.settings import CodeSettings, StepSettings
-from burnish.search.tree import Node, Step
+from burnish.search.tree import Finish, Node, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,7 @@ class StepSampler:
         draft.text = str(self.tokenizer.decode(draft.tokens, skip_special_tokens=True))
         ended = completion.finish_reason == "stop" and draft.tokens[-1] in self.stop_ids
         if completion.finish_reason != "stop":
-            draft.reason = completion.finish_reason
+            draft.reason = "context" if completion.finish_reason == "context" else "length"
         elif ended:
             draft.reason = "turn"
         elif draft.text.replace(self.settings.delimiter, "").strip():
@@ -207,10 +207,10 @@ class StepSampler:
             code="" if result is None else "ok" if result.reason == "ok" else "error",
         )
 
-    def _finish(self, draft: _Draft, state: Partial, text: str) -> str:
+    def _finish(self, draft: _Draft, state: Partial, text: str) -> Finish:
         """Why a solution ends with this step; an empty string if it does not."""
         settings = self.settings
-        if draft.reason in ("length", "context"):
+        if draft.reason == "length" or draft.reason == "context":
             return draft.reason
         if draft.reason == "turn" or (settings.final is not None and settings.final in text):
             return "unparsable" if self.answer(state.text) is None else "answer"
@@ -232,7 +232,7 @@ class _Draft:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     parts: int = 0
-    reason: str = ""
+    reason: Literal["", "step", "turn", "length", "context"] = ""
     """Why the step is complete: step, turn, length or context."""
     value: float | None = None
     code: str | None = None
