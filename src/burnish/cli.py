@@ -276,6 +276,133 @@ def generate(
 
 
 @app.command()
+def search(
+    model: ModelArgument,
+    source: Annotated[Path, typer.Argument(metavar="ROWS", help="File with one question per row.")],
+    method: Annotated[
+        list[str],
+        typer.Option(
+            metavar="METHOD[:KEY=VALUE,...]",
+            help="greedy, majority, best-of-n, sbs, dvts or mcts. Repeat it to compare methods.",
+            callback=_check_text,
+        ),
+    ],
+    beams: Annotated[int | None, typer.Option(min=1, show_default="3", help="sbs, dvts: solutions to keep.")] = None,
+    children: Annotated[
+        int | None, typer.Option(min=1, show_default="5", help="sbs, dvts, mcts: next steps to sample for a solution.")
+    ] = None,
+    simulations: Annotated[int | None, typer.Option(min=1, show_default="40", help="mcts: simulations.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, show_default="5", help="majority, best-of-n: solutions to sample.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, show_default="1", help="All methods but greedy, which samples nothing.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256", help="Limit of a step.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, show_default="8", help="Maximum number of steps.")] = None,
+    delimiter: Annotated[
+        str | None,
+        typer.Option(
+            callback=_check_text,
+            show_default="that of the value head",
+            help="The text that ends a step. Write a line break as \\n.",
+        ),
+    ] = None,
+    final: Annotated[
+        str | None, typer.Option(callback=_check_text, help="A step with this text ends a solution.")
+    ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTINGS",
+            callback=_check_text,
+            help="Run the code of steps in the sandbox. YAML as in recipes, {} for the defaults.",
+        ),
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            callback=_check_text, show_default="math", help="How to find answers: math, last_line or file.py:name."
+        ),
+    ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            callback=_check_text, show_default="math", help="How to check answers: math, exact or file.py:name."
+        ),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(callback=_check_text, show_default="answer", help="The column of known answers.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="ROWS", help="Use only the first rows.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Limit of sampled tokens of a question.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Time limit of a question, shared by those searched together.")
+    ] = None,
+    together: Annotated[
+        int | None, typer.Option(min=1, show_default="64", help="Number of questions searched together.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, show_default="256", help="Maximum number of steps sampled together.")
+    ] = None,
+    template: TemplateOption = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    dtype: DType = "auto",
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write solutions and their trees as JSON lines to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Solve questions by search over reasoning steps, and compare methods and their costs."""
+    if output is not None and os.path.realpath(source) == os.path.realpath(output):
+        raise UserError("--output would overwrite the questions: choose another file")
+    _make_room(output)
+    _check_names(model, source)
+    from burnish.commands import generate as inference
+    from burnish.commands import search as searching
+
+    strategies = searching.strategies(
+        method, {"beams": beams, "children": children, "simulations": simulations, "samples": samples}
+    )
+    settings = searching.settings_of(
+        strategies,
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "max_new_tokens": max_new_tokens,
+            "depth": depth,
+            "delimiter": delimiter,
+            "final": final,
+            "code": code,
+            "find": find,
+            "check": check,
+            "column": column,
+            "tokens": tokens,
+            "seconds": seconds,
+            "together": together,
+            "slots": slots,
+            "seed": seed,
+        },
+    )
+    rows = inference.prompts([], source)[:limit]
+    if output is not None:
+        inference.check_columns(rows)
+    loaded = inference.load(model, template, dtype)
+    solved = searching.run(loaded, rows, strategies, settings, output)
+    result = searching.results(loaded, solved, seed)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+        return
+    _print(*searching.notes(result))
+    _print_table(searching.table(result))
+    if output is not None:
+        _print(f"{sum(map(len, solved.values())):,} solutions in {output}")
+
+
+@app.command()
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(callback=_check_text, help="System message.")] = None,

@@ -140,10 +140,10 @@ def test_only_the_last_line_of_interrupted_output_may_be_damaged(damaged: bytes,
     whole = json.dumps(part).encode() + b"\n"
     for end in (b"", b"\n"):
         path.write_bytes(whole + whole + damaged + end)
-        assert inference._written(path) == [part, part]
+        assert inference.read_parts(path) == [part, part]
     path.write_bytes(whole + damaged + b"\n" + whole)
     with pytest.raises(UserError, match=r"partial:2: this line of unfinished output is damaged: remove the file"):
-        inference._written(path)
+        inference.read_parts(path)
 
 
 def test_a_system_message_comes_before_the_prompt(here: Path, tiny_folder: Path) -> None:

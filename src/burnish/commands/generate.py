@@ -31,7 +31,7 @@ from burnish.models.loaded import load as load
 from burnish.models.logprobs import logprobs
 from burnish.render.renderer import Renderer
 from burnish.terminal import check_typed
-from burnish.types import Config, Prompt, Sequence
+from burnish.types import Prompt, Sequence
 
 AT_ONCE = 64
 """Number of completions generated between two writes."""
@@ -209,8 +209,8 @@ def write(
     file has a hash of everything that determines the completions.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f".{output.name}.{_fingerprint(loaded, prompt_rows, decoding, seed, scores)}.partial")
-    parts = _written(aside)
+    aside = unfinished(output, loaded, prompt_rows, type(decoding).__name__, decoding.model_dump(), seed, scores)
+    parts = read_parts(aside)
     start = sum(count for count, _ in parts)
     console = Console(stderr=True)
     with (
@@ -258,7 +258,7 @@ Part = tuple[int, list[dict[str, Any]]]
 PART: pydantic.TypeAdapter[Part] = pydantic.TypeAdapter(Part)
 
 
-def _written(path: Path) -> list[Part]:
+def read_parts(path: Path) -> list[Part]:
     """The parts in a file of unfinished output. The last line may be damaged: the process was killed, or power failed.
 
     Raises:
@@ -279,11 +279,12 @@ def _written(path: Path) -> list[Part]:
     return parts
 
 
-def _fingerprint(loaded: Loaded, prompt_rows: list[Prompt], decoding: Config, seed: int, scores: bool) -> str:
+def unfinished(output: Path, loaded: Loaded, prompt_rows: list[Prompt], *settings: Any) -> Path:
+    """The file of unfinished output. Its name has a hash of everything that determines the output."""
     folder = Path(loading.resolve(loaded.reference))
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    settings = [type(decoding).__name__, decoding.model_dump(), seed, scores, loaded.tokenizer.chat_template]
     prompts = [(row.messages, row.tools, dict(row.columns), row.source) for row in prompt_rows]
     dtype = str(next(loaded.model.parameters()).dtype)
-    return hashlib.sha256(repr([str(folder), stats, dtype, settings, prompts]).encode()).hexdigest()[:12]
+    known = [str(folder), stats, dtype, [*settings, loaded.tokenizer.chat_template], prompts]
+    return output.with_name(f".{output.name}.{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}.partial")
