@@ -170,6 +170,7 @@ def test_an_environment_may_call_the_model(tiny_llama: Any, tiny_tokenizer: Any)
 
 def test_a_generator_in_another_process_samples_the_same_episodes(tiny_llama: Any, tiny_tokenizer: Any) -> None:
     def tokens(trajectories: list[Trajectory]) -> list[Any]:
+        assert all(turn.cached_tokens for t in trajectories for turn in t.turns[1:])
         return [[s.tokens.tolist() for s in t.sequences] for t in trajectories]
 
     model = tiny_llama()

@@ -316,13 +316,14 @@ class Rollouts:
 
     def _limit(self, episode: Episode) -> Request:
         """The request of the next turn, for no more tokens than the episode has left."""
-        sampling = episode.request.sampling
+        request = replace(episode.request, keep_cache=episode.turns + 1 < self.limits.max_turns)
+        sampling = request.sampling
         left = sampling.longest if self.limits.max_tokens is None else self.limits.max_tokens - episode.spent
         if left >= sampling.longest:
-            return episode.request
+            return request
         shortest = min(sampling.min_new_tokens, left)
         shorter = {"max_new_tokens": left, "length_range": None, "min_new_tokens": shortest}
-        return replace(episode.request, sampling=sampling.model_copy(update=shorter))
+        return replace(request, sampling=sampling.model_copy(update=shorter))
 
     # --- calls of the user's code ---------------------------------------------------------------------------------
 
