@@ -51,7 +51,7 @@ class LocalGenerator:
     ) -> None:
         self.model, self.tokenizer, self.critic, self.slots = model, tokenizer, critic, slots
         self.version = 0
-        self.prefix_bytes = _prefix_bytes(unwrap(model).device) if prefix_bytes is None else prefix_bytes
+        self.prefix_bytes = prefix_bytes
         self._plans = PlanQueue()
         self._current: Handle | None = None  # the handle of the first request of the plan that is being decoded
         self._session: DecodingSession | None = None
@@ -127,11 +127,6 @@ class LocalGenerator:
         """Drop the cache and all requests in flight."""
         self._plans.clear()
         self._session = None
-
-
-def _prefix_bytes(device: torch.device) -> int:
-    """The default of ``prefix_bytes``. It does not depend on free memory, so that equal plans store the same."""
-    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 2 * 2**30
 
 
 def load_named(model: Any, weights: Iterable[tuple[str, Tensor]] | Path) -> None:

@@ -16,6 +16,11 @@ SMALLEST = 1024
 """The first capacity in tokens."""
 
 
+def default_bytes(device: torch.device) -> int:
+    """A quarter of a GPU's memory, or 2 GiB. Free memory has no influence, so that equal plans store the same texts."""
+    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 2 * 2**30
+
+
 class PrefixStore:
     """The keys and values of texts, as a trie of tokens.
 

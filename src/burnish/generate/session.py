@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from burnish import kernels
 from burnish.generate.draw import draw
 from burnish.generate.kv_cache import SlotCache, layer_windows
-from burnish.generate.prefixes import PrefixStore
+from burnish.generate.prefixes import PrefixStore, default_bytes
 from burnish.generate.protocol import Completion, Request
 from burnish.generate.stopping import completes_stop
 from burnish.kernels import decoding
@@ -60,7 +60,7 @@ class DecodingSession:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, critic: Any, max_slots: int, version: int, prefix_bytes: int
+        self, model: Any, tokenizer: Any, critic: Any, max_slots: int, version: int, prefix_bytes: int | None
     ) -> None:
         base = unwrap(model)
         self.config = base.config.get_text_config(decoder=True)
@@ -70,7 +70,7 @@ class DecodingSession:
         layers, self.windows = layer_windows(model)
         self.by_rows = decoding.is_faster(base)
         self.cache = SlotCache(layers, self.device)
-        self.prefixes = PrefixStore(prefix_bytes)
+        self.prefixes = PrefixStore(default_bytes(self.device) if prefix_bytes is None else prefix_bytes)
         self.max_slots, self.version, self.live, self.length = max_slots, version, 0, 0
         self.requests: list[Request] = []
         self.waiting: deque[Group] = deque()

@@ -31,6 +31,12 @@ CUT = "\n[... cut off: {} more characters]"
 """What replaces the rest of a message of the environment that is too long."""
 CHARACTERS = 32
 """No more characters per allowed token of a message are tokenized."""
+OPEN_PER_SLOT = 4
+"""Number of episodes per slot of the generator that are open together.
+
+With several, slots stay in use when some turns of a wave end early. More would need more memory for environments and
+for the keys and values that the generator keeps between turns.
+"""
 SYSTEMATIC = 4
 """If at least this many episodes are sampled and the environment fails in all of them, the run stops."""
 
@@ -110,9 +116,7 @@ class Rollouts:
             return
         self.limits, self.renderer = self.environments.limits, Renderer(self.tokenizer)
         try:
-            # Blocks of as many episodes as the generator decodes together, because it then still has the keys and
-            # values of a turn when the next one begins.
-            block = self.generator.slots
+            block = OPEN_PER_SLOT * self.generator.slots
             for start in range(0, len(self.requests), block):
                 yield from self._episodes(self.environments, range(start, min(start + block, len(self.requests))))
         finally:
