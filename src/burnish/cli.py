@@ -336,6 +336,9 @@ def search(
     column: Annotated[
         str | None, typer.Option(callback=_check_text, show_default="answer", help="The column of known answers.")
     ] = None,
+    question: Annotated[
+        str | None, typer.Option(callback=_check_text, show_default="prompt", help="The column of questions.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="ROWS", help="Use only the first rows.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Limit of sampled tokens of a question.")] = None,
     seconds: Annotated[
@@ -387,7 +390,7 @@ def search(
             "seed": seed,
         },
     )
-    rows = inference.prompts([], source)[:limit]
+    rows = searching.questions(source, question)[:limit]
     if output is not None:
         inference.check_columns(rows)
     loaded = inference.load(model, template, dtype)

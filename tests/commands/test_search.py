@@ -51,7 +51,18 @@ def test_methods_are_compared_in_a_table(here: Path, models: Path) -> None:
     first, *rest = result.output.splitlines()
     assert first == "10 questions, 10 with a known answer; brackets show 95 % confidence intervals"
     head, *lines = rest[-4:]
-    assert head.split() == ["method", "accuracy", "difference", "steps", "model", "calls", "tokens", "seconds"]
+    assert head.split() == [
+        "method",
+        "accuracy,",
+        "%",
+        "difference,",
+        "%",
+        "steps",
+        "model",
+        "calls",
+        "tokens",
+        "seconds",
+    ]
     assert [line.partition(")")[0] for line in lines[1:]] == ["sbs(1, 5", "sbs(3, 5"] and lines[0].startswith("greedy")
     assert "[" in lines[0] and "without an answer: depth" in result.output
 
@@ -136,6 +147,7 @@ def test_a_stopped_search_resumes_with_the_same_solutions(
         (["--method", "sbs", "--delimiter", ";"], r"its value head judges steps that end with '\n'"),
         (["--method", "sbs", "--code", "{begin: x}"], "--code: begin: unknown key"),
         (["--method", "sbs", "--find", "last"], "find: expected math, last_line or file.py:name, got 'last'"),
+        (["--method", "sbs", "--check", "gone.py:f"], "gone.py: no such file"),
         (["--method", "sbs", "--output", "q.jsonl"], "--output would overwrite the questions"),
         ([], "Missing option '--method'"),
     ],
@@ -157,6 +169,10 @@ def test_rows_and_models_are_checked(here: Path, models: Path) -> None:
     (here / "texts.jsonl").write_text('{"text": "1+1=2"}\n', "utf-8")
     result = call(models / "values", "texts.jsonl", "--method", "greedy")
     assert result.exit_code == 2 and "texts.jsonl:1" in result.output and "prompt" in result.output
+    (here / "gsm.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n', "utf-8")
+    result = call(models / "values", "gsm.jsonl", "--method", "greedy")
+    assert result.exit_code == 2 and "to read it, add --question question" in result.output
+    assert call(models / "values", "gsm.jsonl", "--method", "greedy", "--question", "question", *FAST).exit_code == 0
     assert call(models / "values", "none.jsonl", "--method", "greedy").exit_code == 2
     assert call("no-model", "q.jsonl", "--method", "greedy").exit_code == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from rich.table import Table
 
 from burnish.commands.generate import read_parts, unfinished
 from burnish.config.yaml import OVERRIDE, Document, complain, read
+from burnish.data import readers
 from burnish.errors import UserError, did_you_mean
 from burnish.files import storing, write_text
 from burnish.generate.sampling import Sampling
 from burnish.mistakes import mistakes
 from burnish.models.loaded import Loaded
 from burnish.report.page import table_of
+from burnish.search.answers import Answers
 from burnish.search.inference import METHODS, READ, InferenceSettings, Solved, Strategy, check, compare, solve_chunks
 from burnish.search.settings import AnswerSettings, CodeSettings, StepSettings
 from burnish.search.tree import from_json, to_json
@@ -35,6 +38,19 @@ COSTS = ("steps", "passes", "tokens", "seconds")
 
 
 # --- options ------------------------------------------------------------------------------------------------------
+
+
+def questions(source: Path, column: str | None = None) -> list[Prompt]:
+    """Read questions from a file of rows. ``column`` is the one with the question, if it is not named as usual.
+
+    Raises:
+        UserError: as in ``readers.load``.
+    """
+    try:
+        loaded = readers.load(source, (Prompt,), keys={} if column is None else {"prompt": column}).rows
+    except UserError as error:
+        raise UserError(re.sub(r"set data\.keys: \{prompt: (\w+)\}", r"add --question \1", str(error))) from error
+    return [row for row in loaded if isinstance(row, Prompt)]
 
 
 def strategies(methods: Sequence[str], options: Mapping[str, Any]) -> list[Strategy]:
@@ -99,7 +115,7 @@ def settings_of(found: Sequence[Strategy], options: Mapping[str, Any]) -> Infere
         return _checked(kind, defaults | mine)
 
     # seed, tokens and so on are fields of InferenceSettings itself
-    return _checked(
+    settings: InferenceSettings = _checked(
         InferenceSettings,
         {
             "step": part(StepSettings),
@@ -108,6 +124,8 @@ def settings_of(found: Sequence[Strategy], options: Mapping[str, Any]) -> Infere
             **given,
         },
     )
+    Answers(settings.answer)  # loads functions of the user, so that a missing one is reported early
+    return settings
 
 
 def _unescaped(text: str) -> str:
@@ -213,7 +231,7 @@ def table(result: Mapping[str, Any]) -> Table:
     """A table with one line for each method."""
     methods = result["methods"]
     accuracy, several = result["known"] > 0, len(methods) > 1
-    title = ["method", *(["accuracy"] if accuracy else []), *(["difference"] if accuracy and several else [])]
+    title = ["method", *(["accuracy, %"] if accuracy else []), *(["difference, %"] if accuracy and several else [])]
     rows = [[*title, "steps", "model calls", "tokens", "seconds"]]
     for label, line in methods.items():
         cells = [label]
@@ -243,9 +261,9 @@ def notes(result: Mapping[str, Any]) -> list[str]:
 
 
 def _interval(estimate: Mapping[str, float], signed: bool = False) -> str:
-    """``81.2 % [79.4, 82.9]``."""
+    """``81.2 [79.4, 82.9]``, in percent."""
     sign = "+" if signed else ""
-    text = f"{estimate['value'] * 100:{sign}.1f} %"
+    text = f"{estimate['value'] * 100:{sign}.1f}"
     if "low" not in estimate:
         return text
     return f"{text} [{estimate['low'] * 100:{sign}.1f}, {estimate['high'] * 100:{sign}.1f}]"
