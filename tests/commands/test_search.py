@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_a_stopped_search_resumes_with_the_same_solutions(
         assert row | {"seconds": 0} == whole | {"seconds": 0}
     assert json.loads(resumed.output)["methods"]["sbs(3, 5)"]["rows"] == 10
     assert list(here.glob(".out.jsonl*")) == []
+
+
+def test_the_python_on_the_page_runs(here: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (here / "runs" / "step_value").mkdir(parents=True)
+    (here / "runs" / "step_value" / "values").symlink_to(models / "values")
+    (here / "q.jsonl").rename("questions.jsonl")
+    exec(code, {})
+    *solved, difference = capsys.readouterr().out.splitlines()
+    assert len(solved) > 10 and difference.startswith("{'value': ")
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------------
