@@ -130,12 +130,19 @@ def test_a_stopped_search_resumes_with_the_same_solutions(
     assert list(here.glob(".out.jsonl*")) == []
 
 
-def test_the_python_on_the_page_runs(here: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_python_of_the_page_run(here: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^burnish search (.*)$", page, re.MULTILINE)
     (here / "runs" / "step_value").mkdir(parents=True)
     (here / "runs" / "step_value" / "values").symlink_to(models / "values")
     (here / "q.jsonl").rename("questions.jsonl")
+    (here / "new.jsonl").write_text('{"prompt": "1+1="}\n', "utf-8")
+    assert len(commands) == 3
+    for command in commands:
+        result = call(*command.split(), *FAST)
+        assert result.exit_code == 0, result.output
+    assert len(json_rows(here / "solutions.jsonl")) == 1
     exec(code, {})
     *solved, difference = capsys.readouterr().out.splitlines()
     assert len(solved) > 10 and difference.startswith("{'value': ")

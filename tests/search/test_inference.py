@@ -10,6 +10,7 @@ import pytest
 
 from burnish.commands.generate import completions
 from burnish.errors import UserError
+from burnish.generate.local import LocalGenerator
 from burnish.generate.sampling import Sampling
 from burnish.models.loaded import Loaded
 from burnish.search.answers import Answers
@@ -180,6 +181,27 @@ def test_the_steps_that_reach_the_time_limit_are_the_last(model: Loaded) -> None
     # At 4, three seconds are over.
     assert [(one.steps, one.finish) for one in solved] == [(3, "seconds")] * 2
     assert all(one.answer is None for one in solved)
+
+
+@pytest.mark.parametrize("method", ["majority", "sbs", "dvts", "mcts"])
+def test_the_time_limit_is_kept_where_each_call_takes_a_second(
+    model: Loaded, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[int] = []
+    submit = LocalGenerator.submit
+
+    def counting(self: Any, requests: Any, version: int) -> Any:
+        submitted.append(len(requests))
+        return submit(self, requests, version)
+
+    monkeypatch.setattr(LocalGenerator, "submit", counting)
+    strategy = Strategy.model_validate({"method": method, **SMALL.get(method, {})})
+    solved = solve(questions(4), model, strategy, settings(seconds=2.5), lambda: float(len(submitted)))
+    # two calls end before the limit, and the third one reaches it; one more may compute values of what it sampled
+    assert {one.seconds * 4 for one in solved} <= {3.0, 4.0}
+    assert {one.tree.stopped for one in solved} <= {"seconds", "exhausted"} and "seconds" in [
+        one.tree.stopped for one in solved
+    ]
 
 
 # --- votes --------------------------------------------------------------------------------------------------------
