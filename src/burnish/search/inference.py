@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -35,6 +35,9 @@ from burnish.search.settings import AnswerSettings, StepSettings
 from burnish.search.steps import Partial, StepSampler, open_sandbox
 from burnish.search.tree import Clock, Node, Step, Tree
 from burnish.types import Config, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 METHODS = ("greedy", "majority", "best-of-n", "sbs", "dvts", "mcts")
 READ: dict[str, tuple[str, ...]] = {
@@ -215,9 +218,9 @@ def solve_chunks(
             nodes = _search(trees, sampler, strategy, settings, step.depth, answers, clock)
             spent = (generator.passes - before[0], generator.calls - before[1], clock() - began)
             generator.drop_cache()
-            passes, calls, seconds = (number / len(trees) for number in spent)
+            costs = _Costs(*(number / len(trees) for number in spent))
             yield [
-                _solved(row, tree, node, answers, len(ids), loaded.tokenizer, passes, calls, seconds)
+                _solved(row, len(ids), tree, node, answers, loaded.tokenizer, costs)
                 for row, ids, tree, node in zip(rows[part], tokens[part], trees, nodes, strict=True)
             ]
             progress.report(sampler.label, min(first + settings.together, len(rows)), len(rows))
@@ -373,36 +376,40 @@ def vote(nodes: Sequence[Node[Partial]], answers: Answers) -> Node[Partial]:
     return max((members for _, members in groups), key=len)[0] if groups else nodes[0]
 
 
+class _Costs(NamedTuple):
+    """What a question cost."""
+
+    passes: float
+    calls: float
+    seconds: float
+
+
 def _solved(
     row: Prompt,
+    prompt: int,
     tree: Tree[Partial],
     node: Node[Partial],
     answers: Answers,
-    prompt: int,
-    tokenizer: Any,
-    passes: float,
-    calls: float,
-    seconds: float,
+    tokenizer: PreTrainedTokenizerBase,
+    costs: _Costs,
 ) -> Solved:
-    """A final solution, checked against the known answer if there is one. ``prompt`` is the prompt's tokens."""
+    """A final solution after a prompt of so many tokens, checked against the known answer if there is one."""
     state = node.step.state
     answer = answers.find(state.text) if node.answered else None
     column = row.columns.get(answers.settings.column)
     known = column is not None and str(column).strip() != ""
     return Solved(
-        row.source,
-        str(tokenizer.decode(state.tokens[prompt:], skip_special_tokens=True)).strip(),
-        answer,
-        node.step.finish or tree.stopped,
-        node.value if state.value is None else state.value,
-        None if not known else False if answer is None else answers.check(answer, row.columns),
-        sum(each.step.text != "" for each in node.lineage()),
-        tree.tokens,
-        passes,
-        calls,
-        seconds,
-        tree,
-        known,
+        source=row.source,
+        text=str(tokenizer.decode(list(state.tokens[prompt:]), skip_special_tokens=True)).strip(),
+        answer=answer,
+        finish=node.step.finish or tree.stopped,
+        value=node.value if state.value is None else state.value,
+        correct=None if not known else False if answer is None else answers.check(answer, row.columns),
+        steps=sum(each.step.text != "" for each in node.lineage()),
+        tokens=tree.tokens,
+        **costs._asdict(),
+        tree=tree,
+        known=known,
     )
 
 
