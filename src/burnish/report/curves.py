@@ -262,8 +262,7 @@ def calibration_panel(salt: str, series: Mapping[str, Sequence[Binned]]) -> dict
         {"name": name, "marker": MARKERS[marker], "color": INK[color]}
         for name, color, marker in zip(series, COLORS, MARKERS, strict=False)
     ]
-    said = [f"{name} {sum(one.count for one in bins):,}" for name, bins in series.items()]
-    return {"key": key, "summary": ", ".join(said), "svg": Markup(_svg(salt, draw, height=3.4))}
+    return {"key": key, "summary": "; ".join(series), "svg": Markup(_svg(salt, draw, height=3.4))}
 
 
 # --- SVG ----------------------------------------------------------------------------------------------------------

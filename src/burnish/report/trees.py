@@ -13,7 +13,7 @@ from typing import Any
 from burnish.errors import UserError
 from burnish.math.statistics import wilson
 from burnish.report.curves import Binned, calibration_panel
-from burnish.report.metrics import SOLUTION_ENDS, counted, number
+from burnish.report.metrics import SOLUTION_ENDS, counted
 
 TREES_FILE = "data/trees.jsonl"
 MOST_TREES = 2000
@@ -37,11 +37,15 @@ Line = Mapping[str, Any]
 
 @dataclass
 class Shown:
-    """A node of the page: ``Shown("3 * 4 = 12", "N 17 · Q 0.25", "N 17 · Q 0.25 · V 0.31 · prior 0.98", q=0.25)``."""
+    """A node of the page.
+
+    ``Shown("3 * 4 = 12", "N 17 · Q 0.25", "p 0.98", "N 17 · Q 0.25 · p 0.98 · V 0.31", q=0.25)``
+    """
 
     step: str
     """The text of the step; empty for the question, and for a step that only ends the solution."""
     brief: str
+    prior: str
     facts: str
     q: float | None
     """Q; None before the first visit."""
@@ -160,15 +164,14 @@ def _shown(node: Line, values: bool, selected: bool) -> Shown:
     v = estimate(node) if values else None
     outcome = node.get("outcome")
     brief = f"N {visits} · Q {_number(q)}" if q is not None else "not visited"
-    facts = [brief]
-    facts += [f"V {_number(v)}"] if v is not None else []
-    facts += [f"prior {_number(node['prior'])}"] if "parent" in node else []
+    prior = f"p {_number(node['prior'])}" if "parent" in node else ""
+    facts = [brief, *filter(None, [prior, f"V {_number(v)}" if v is not None else ""])]
     facts += [f"code: {node['code']}"] if "code" in node else []
     facts += [f"ended: {finish} ({SOLUTION_ENDS.get(finish, finish)})"] if finish else []
     verdict = "" if outcome is None else "correct" if outcome > 0 else "wrong"
     facts += [f"outcome: {verdict}"] if verdict else []
     mark = verdict if finish == "answer" else finish if visits else ""
-    return Shown(node.get("step", ""), brief, " · ".join(facts), q, mark, selected)
+    return Shown(node.get("step", ""), brief, prior, " · ".join(facts), q, mark, selected)
 
 
 def _number(value: float) -> str:
@@ -262,16 +265,12 @@ def calibration(salt: str, trees: Sequence[Tree]) -> dict[str, Any] | None:
     if not has_values(trees):
         return None
     ends, earlier = predictions(trees)
-    series = {"ends of solutions": ends, "earlier states": earlier}
-    notes = [
-        f"{name} {number(error(found))} (best constant: {number(spread(found))})"
-        for name, found in series.items()
+    series = {
+        f"{name}: error {error(found):.2f}, of the best constant {spread(found):.2f}": bins(found)
+        for name, found in (("Ends of solutions", ends), ("Earlier states", earlier))
         if found
-    ]
-    if not notes:
-        return None
-    panel = calibration_panel(salt, {name: bins(found) for name, found in series.items() if found})
-    return panel | {"errors": f"Mean (V - outcome)²: {', '.join(notes)}."}
+    }
+    return calibration_panel(salt, series) if series else None
 
 
 def searched(name: str, stage: Path) -> dict[str, Any]:
