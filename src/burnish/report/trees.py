@@ -77,7 +77,7 @@ class Drawn:
 
 
 def read(stage: Path) -> list[Tree]:
-    """The first trees of a search stage, whose file may still be growing; [] if there is none.
+    """The first trees of a search stage; [] if it is not done.
 
     Raises:
         UserError: if a line is damaged. The message names it.
@@ -88,8 +88,6 @@ def read(stage: Path) -> list[Tree]:
     trees = []
     with path.open(encoding="utf-8") as file:
         for place, line in enumerate(itertools.islice(file, MOST_TREES), start=1):
-            if not line.endswith("\n"):
-                break
             try:
                 trees.append(json.loads(line))
             except ValueError:
@@ -266,7 +264,7 @@ def calibration(salt: str, trees: Sequence[Tree]) -> dict[str, Any] | None:
         return None
     ends, earlier = predictions(trees)
     series = {
-        f"{name}: error {error(found):.2f}, of the best constant {spread(found):.2f}": bins(found)
+        f"{name}: error {error(found):.2f} (constant: {spread(found):.2f})": bins(found)
         for name, found in (("Ends of solutions", ends), ("Earlier states", earlier))
         if found
     }
