@@ -24,7 +24,7 @@ def made(*ends: tuple[Finish, float | None, float | None, int]) -> dict[str, lis
     nodes: list[Node[Partial]] = tree.root.add(steps)
     for node, (_, outcome, _, visits) in zip(nodes, ends, strict=True):
         node.outcome, node.visits, node.total = outcome, visits, outcome or 0.0
-    row = Prompt([{"role": "user", "content": "1+1=?"}], {"answer": "2"}, "q.jsonl:1")
+    row = Prompt(({"role": "user", "content": "1+1=?"},), {"answer": "2"}, "q.jsonl:1")
     return dict(Search()._made([(row, [tree])], Counter()).measured)
 
 

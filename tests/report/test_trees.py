@@ -107,6 +107,15 @@ def test_of_a_large_tree_the_most_visited_nodes_are_shown_and_the_others_counted
     assert found.facts[-1] == "81 nodes, of which the 60 most visited are shown"
 
 
+def test_of_a_long_solution_the_first_nodes_are_shown() -> None:
+    steps = [node(k, k - 1, f"step {k}", visits=100 - k, value=0.0) for k in range(1, 80)]
+    found = drawn(
+        "Solved", tree(0, node(0, None, visits=100), *steps, node(80, 79, "", visits=1, **end(1.0))), values=True
+    )
+    assert found.selected.step == found.solution[-1] == "step 59"  # the 60th node, after the root
+    assert found.selected.left_out == 1
+
+
 @given(seed=st.integers(0, 10_000), simulations=st.integers(0, 80))
 def test_shown_nodes_are_a_tree(seed: int, simulations: int) -> None:
     grown = questions([7])

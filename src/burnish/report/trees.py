@@ -124,9 +124,10 @@ def drawn(title: str, tree: Tree, values: bool) -> Drawn:
     """
     nodes: Sequence[Line] = tree["nodes"]
     ends = sorted((node for node in nodes if "outcome" in node), key=lambda node: -node["outcome"])
-    path = _lineage(nodes, ends[0] if ends else nodes[0])
+    path = _lineage(nodes, ends[0] if ends else nodes[0])[:MOST_NODES]
+    on_path = {node["id"] for node in path}
     # Of a node and its child, the node has more visits and the lower id. So no node comes without its parent.
-    ranked = sorted(nodes, key=lambda node: (node not in path, -node.get("visits", 0), node["id"]))
+    ranked = sorted(nodes, key=lambda node: (node["id"] not in on_path, -node.get("visits", 0), node["id"]))
     kept = sorted(ranked[:MOST_NODES], key=lambda node: node["id"])
     shown: dict[int, Shown] = {}
     for node in kept:
