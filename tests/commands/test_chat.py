@@ -96,7 +96,7 @@ def test_a_full_context_drops_the_oldest_whole_turns(make_talk: Any) -> None:
     talk = make_talk(system="sys", context=128)
     for n in range(4):
         shown = "".join(talk.answer(f"question {n}"))
-    text = talk.loaded.tokenizer.decode(talk.generator._session.held[0])
+    text = talk.loaded.tokenizer.decode(talk.generator._session.requests[0].tokens)
     assert "system\nsys<|im_end|>" in text and "question 0" not in text
     assert "the context of 128 tokens is full; dropped: 'question " in shown
     assert talk.turns[0]["role"] == "user" and talk.turns[-2]["content"] == "question 3"

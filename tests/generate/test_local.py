@@ -474,7 +474,8 @@ def test_a_request_computes_only_tokens_that_are_not_in_the_cache(name):
     torch.manual_seed(1)
     model = MODELS[name]().eval()
     sampling = Sampling(max_new_tokens=8)
-    first = [Request(ids, i, sampling, frozenset({4})) for i, ids in enumerate(prompts(20, 31, 25, 18, 40))]
+    ends = frozenset({4})
+    first = [Request(ids, i, sampling, ends, keep_cache=True) for i, ids in enumerate(prompts(20, 31, 25, 18, 40))]
     widths = []
     model.base_model.register_forward_pre_hook(
         lambda _, __, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -484,7 +485,7 @@ def test_a_request_computes_only_tokens_that_are_not_in_the_cache(name):
         before = complete(generator, first)
         widths.clear()
         second = [
-            Request((*r.tokens, *c.tokens.tolist(), *more), 100 + r.seed + sample, sampling, frozenset({4}))
+            Request((*r.tokens, *c.tokens.tolist(), *more), 100 + r.seed + sample, sampling, ends)
             for r, c, more in zip(first, before, prompts(3, 6, 2, 9, 4, seed=1), strict=True)
             for sample in range(1 + (r.seed == 2))
         ]
@@ -515,7 +516,7 @@ def test_the_cache_is_dropped_with_the_weights():
     model.model.register_forward_pre_hook(
         lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    generator, (request,) = LocalGenerator(model, slots=2), requests(40)
+    generator, request = LocalGenerator(model, slots=2), replace(requests(40)[0], keep_cache=True)
     drops = (
         lambda: None,
         generator.drop_cache,

@@ -575,16 +575,18 @@ def test_an_episode_does_not_depend_on_others_nor_on_the_order_of_their_ends() -
     assert (random.getstate(), torch.get_rng_state().tolist()) == state
 
 
-def test_a_wave_is_one_plan_of_all_open_episodes_in_blocks_of_the_slots() -> None:
+def test_a_wave_is_one_plan_of_all_open_episodes_in_blocks_of_four_for_each_slot() -> None:
     tokenizer = FAMILIES["chatml"].tokenizer()
-    environments = Environments({"": Ask}, turns=True, arguments={"questions": ("1", "2")})
+    environments = Environments({"": Ask}, turns=True, arguments={"questions": ("1", "2")}, max_turns=3)
     rows = [prompt(name) for name in "abcde"]
     requests = [Request(ids, i, Sampling(), frozenset()) for i, ids in enumerate(Renderer(tokenizer).prompts(rows))]
-    generator = ScriptedGenerator(tokenizer, lambda _: "z<|im_end|>", slots=2)
+    generator = ScriptedGenerator(tokenizer, lambda _: "z<|im_end|>", slots=1)
     trajectories = sample_and_score(rows, requests, environments.rewards([]), generator, tokenizer, environments)
-    assert [len(plan) for plan in generator.plans] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
+    assert [len(plan) for plan in generator.plans] == [4, 4, 4, 1, 1, 1]
+    kept = [{request.keep_cache for request in plan} for plan in generator.plans]
+    assert kept == [{True}, {True}, {False}] * 2, "nothing follows a third turn"
     seeds = [[request.seed for request in plan] for plan in generator.plans]
-    assert len({seed for plan in seeds for seed in plan}) == 15 and seeds[0] == [0, 1] and seeds[3] == [2, 3]
+    assert len({seed for plan in seeds for seed in plan}) == 15 and seeds[0] == [0, 1, 2, 3] and seeds[3] == [4]
     assert [t.source for t in trajectories] == [row.source for row in rows]
 
 

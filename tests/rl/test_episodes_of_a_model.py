@@ -57,13 +57,14 @@ def episodes(
     return sample_and_score(rows, requests, world.rewards([]), generator, tokenizer, world, context=context)
 
 
-def test_each_token_is_computed_once(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+@pytest.mark.parametrize("slots", [64, 3])
+def test_each_token_is_computed_once(slots: int, tiny_llama: Any, tiny_tokenizer: Any) -> None:
     model = tiny_llama()
     read: list[int] = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    trajectories = episodes(model, tiny_tokenizer)
+    trajectories = episodes(model, tiny_tokenizer, slots)
     assert max(len(t.turns) for t in trajectories) > 2 and all(len(t.sequences) == 1 for t in trajectories)
     for t in trajectories:
         for before, turn in zip(t.turns, t.turns[1:], strict=False):
@@ -170,6 +171,7 @@ def test_an_environment_may_call_the_model(tiny_llama: Any, tiny_tokenizer: Any)
 
 def test_a_generator_in_another_process_samples_the_same_episodes(tiny_llama: Any, tiny_tokenizer: Any) -> None:
     def tokens(trajectories: list[Trajectory]) -> list[Any]:
+        assert all(turn.cached_tokens for t in trajectories for turn in t.turns[1:])
         return [[s.tokens.tolist() for s in t.sequences] for t in trajectories]
 
     model = tiny_llama()

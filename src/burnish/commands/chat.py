@@ -133,7 +133,7 @@ class Talk:
     def _sampled(self, prompt: tuple[int, ...], sampled: list[int]) -> Iterator[int]:
         """Yield sampled tokens and append them to ``sampled``. Sets ``ended_by``, which is None if stopped."""
         ends = frozenset(eos_ids(self.loaded.model, self.loaded.tokenizer))
-        request = Request(prompt, request_seed(self.seed, self.answers, 0, 0), self.sampling, ends)
+        request = Request(prompt, request_seed(self.seed, self.answers, 0, 0), self.sampling, ends, keep_cache=True)
         (handle,) = self.generator.submit([request], self.generator.version)
         self.ended_by = None
         while not self.stopped and self.ended_by is None:

@@ -20,15 +20,17 @@ BLOCK = 64
 
 @dataclass
 class Cursor:
-    """Where a forward pass over the first B slots writes its keys and values.
+    """Where a forward pass over B slots writes its keys and values.
 
-    Those of slot ``rows[i]`` (B, 1) go to the columns ``positions[i]`` (B, T). ``length`` columns are in use.
+    Those of slot ``rows[i]`` (B, 1), which is ``start + i``, go to the columns ``positions[i]`` (B, T). ``length``
+    columns are in use.
     """
 
     slots: int
     capacity: int
     rows: Tensor
     positions: Tensor
+    start: int = 0
     length: int = 0
 
 
@@ -59,8 +61,8 @@ class SlotLayer(CacheLayerMixin):
         at = self.cursor
         self.keys[at.rows, :, at.positions] = key_states.transpose(1, 2)
         self.values[at.rows, :, at.positions] = value_states.transpose(1, 2)
-        live = len(at.rows)
-        return self.keys[:live, :, : at.length], self.values[:live, :, : at.length]
+        here = slice(at.start, at.start + len(at.rows))
+        return self.keys[here, :, : at.length], self.values[here, :, : at.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of columns, and the index of the first one."""
@@ -84,12 +86,24 @@ class SlotCache(Cache):
         self.stores = [SlotLayer(self.cursor) for _ in range(layers)]
         super().__init__(layers=list(self.stores))
 
-    def at(self, positions: Tensor, length: int) -> None:
-        """Set the cursor: the next keys of slot i go to the columns ``positions[i]`` (B, T), all below ``length``."""
+    @property
+    def token_bytes(self) -> int:
+        """The memory in bytes of one token's keys and values in all layers."""
+        return sum(
+            states.element_size() * states.shape[1] * states.shape[3]
+            for store in self.stores
+            for states in (store.keys, store.values)
+        )
+
+    def at(self, positions: Tensor, length: int, start: int = 0) -> None:
+        """Set the cursor: the next keys of slot ``start + i`` go to the columns ``positions[i]`` (B, T).
+
+        All positions are below ``length``.
+        """
         self.reserve(length=length)
         self.cursor.positions = positions
-        self.cursor.rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self.cursor.length = length
+        self.cursor.rows = torch.arange(start, start + len(positions), device=positions.device)[:, None]
+        self.cursor.start, self.cursor.length = start, length
 
     def reserve(self, slots: int = 0, length: int = 0) -> None:
         """Grow the cache to at least this many slots and columns. Its content is kept."""

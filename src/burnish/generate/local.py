@@ -26,9 +26,10 @@ class LocalGenerator:
     ``complete(LocalGenerator(model, tokenizer), [Request((1, 9, 8), seed=5)])`` returns a list of one ``Completion``.
 
     Each completion is drawn with its own seed, so its tokens do not depend on the rest of the batch, except through
-    rounding. If a request begins with tokens that are in the cache, only the rest is computed. The cache is kept until
-    ``update_weights`` or ``drop_cache``. Log-probabilities are those of the warped distribution before the pad id and
-    early stop ids are masked, as in a forward pass over the completed text.
+    rounding. The keys and values of requests with ``keep_cache`` are stored until ``update_weights`` or ``drop_cache``,
+    and a request of a later plan computes only what comes after the longest stored text that it begins with.
+    Log-probabilities are those of the warped distribution before the pad id and early stop ids are masked, as in a
+    forward pass over the completed text.
 
     Args:
         model: a causal language model. Passing its own parameters to ``update_weights`` copies nothing.
@@ -36,13 +37,21 @@ class LocalGenerator:
             strings and every id can be sampled.
         critic: the head that computes values of sampled tokens, for requests with ``return_values``.
         slots: maximum number of rows decoded together.
+        prefix_bytes: maximum memory of stored keys and values. If it is reached, no more are stored in this plan, and
+            the next plan drops those that it does not begin with. By default, a quarter of a GPU's memory, or 2 GiB.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, critic: SharedCritic | StepValueHead | None = None, slots: int = 64
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        critic: SharedCritic | StepValueHead | None = None,
+        slots: int = 64,
+        prefix_bytes: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.critic, self.slots = model, tokenizer, critic, slots
         self.version = 0
+        self.prefix_bytes = prefix_bytes
         self._plans = PlanQueue()
         self._current: Handle | None = None  # the handle of the first request of the plan that is being decoded
         self._session: DecodingSession | None = None
@@ -90,7 +99,9 @@ class LocalGenerator:
             return False
         if self._session is None:
             model = kernels.enable(self.model)
-            self._session = DecodingSession(model, self.tokenizer, self.critic, self.slots, self.version)
+            self._session = DecodingSession(
+                model, self.tokenizer, self.critic, self.slots, self.version, self.prefix_bytes
+            )
         self._current, requests = self._plans.popleft()
         self._session.begin(requests)
         return True

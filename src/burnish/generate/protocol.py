@@ -32,7 +32,8 @@ class Request:
 
     The completion ends at the first token in ``stop_ids``. Generators ignore ``sampling.samples``: for n samples, the
     caller submits n requests with the same tokens and different seeds. With ``return_values``, the completion includes
-    the critic's values.
+    the critic's values. ``keep_cache`` says that a later request will begin with this text, so that the generator keeps
+    its keys and values if it can.
     """
 
     tokens: tuple[int, ...]
@@ -40,6 +41,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     return_values: bool = False
+    keep_cache: bool = False
 
 
 @dataclass(frozen=True, eq=False)

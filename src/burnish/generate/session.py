@@ -1,15 +1,15 @@
 """Decoding with slots: a fixed number of rows share one key/value cache in which every row has its own length.
 
 There is no left padding. A prompt is computed once for all its samples. A finished row is evicted, and a waiting
-request is admitted to its slot. A slot keeps the keys and values of an evicted row, so that a later request with the
-same beginning computes only the rest.
+request is admitted to its slot. The keys and values of an evicted row are stored if its request says so, and a request
+of a later plan that begins with a stored text computes only the rest.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from burnish import kernels
 from burnish.generate.draw import draw
 from burnish.generate.kv_cache import SlotCache, layer_windows
+from burnish.generate.prefixes import PrefixStore, default_bytes
 from burnish.generate.protocol import Completion, Request
 from burnish.generate.stopping import completes_stop
 from burnish.kernels import decoding
@@ -31,12 +32,23 @@ PREFILL_TOKENS = 8192
 FULL_PREFILL = 1024
 """From this many prompt tokens in a forward pass on, padding costs more than another pass."""
 
-REUSED = 16
-"""Minimum number of first tokens that a prompt must share with a slot to reuse its cache."""
-
 RUNNING, LIMIT, STOP = range(3)
 
-NOTHING = np.zeros(0, dtype=np.int64)
+
+class Group(NamedTuple):
+    """Requests with the same prompt, by their indices, and the nodes of the longest stored prefix of the prompt.
+
+    The prefix does not include the prompt's last token, which is the first input of every request.
+    """
+
+    members: list[int]
+    prompt: tuple[int, ...]
+    prefix: list[int]
+
+    @property
+    def rest(self) -> int:
+        """The number of tokens to compute before the requests can start."""
+        return len(self.prompt) - 1 - len(self.prefix)
 
 
 class DecodingSession:
@@ -44,10 +56,12 @@ class DecodingSession:
 
     A plan is a list of requests that are completed together: ``begin(requests)``, then ``step()`` while ``busy``. There
     are as many slots as the largest plan so far needs, but at most ``max_slots``. A slot is one entry of every tensor
-    in ``state``. ``held[slot]`` are the tokens whose keys and values a slot that is not live still holds.
+    in ``state``. ``prefix_bytes`` limits the memory of stored keys and values.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, critic: Any, max_slots: int, version: int) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, critic: Any, max_slots: int, version: int, prefix_bytes: int | None
+    ) -> None:
         base = unwrap(model)
         self.config = base.config.get_text_config(decoder=True)
         self.body, self.head, self.critic, self.tokenizer = backbone(model), head(model), critic, tokenizer
@@ -56,17 +70,17 @@ class DecodingSession:
         layers, self.windows = layer_windows(model)
         self.by_rows = decoding.is_faster(base)
         self.cache = SlotCache(layers, self.device)
-        self.held: list[np.ndarray] = []
+        self.prefixes = PrefixStore(default_bytes(self.device) if prefix_bytes is None else prefix_bytes)
         self.max_slots, self.version, self.live, self.length = max_slots, version, 0, 0
         self.requests: list[Request] = []
-        self.waiting: deque[list[int]] = deque()
+        self.waiting: deque[Group] = deque()
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
     @property
     def slots(self) -> int:
         """The number of rows that the cache has room for."""
-        return len(self.held)
+        return self.cache.cursor.slots
 
     @property
     def busy(self) -> bool:
@@ -78,18 +92,19 @@ class DecodingSession:
         assert not self.busy
         self.requests = requests
         self.places = min(self.max_slots, len(requests))
-        self.held += [NOTHING] * (self.places - self.slots)
         self.cache.reserve(slots=self.places)
-        groups: dict[tuple[int, ...], list[int]] = {}
+        prompts: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(request.tokens, []).append(index)
-        self.waiting = deque(
-            members[start : start + self.places]
-            for _, members in sorted(groups.items(), key=lambda group: -len(group[0]))
+            prompts.setdefault(request.tokens, []).append(index)
+        self.prefixes.make_room(prompts)
+        groups = [
+            Group(members[start : start + self.places], prompt, prefix)
+            for prompt, members in prompts.items()
+            for prefix in [self.prefixes.match(prompt[:-1])]
             for start in range(0, len(members), self.places)
-        )
+        ]
+        self.waiting = deque(sorted(groups, key=lambda group: (bool(group.prefix), -group.rest, -len(group.prompt))))
         self._prepare_state()
-        self._admit_held()
 
     def _prepare_state(self) -> None:
         """Create tables of the settings that differ between requests, and the state of all slots."""
@@ -98,6 +113,7 @@ class DecodingSession:
         self.transforms = _distinct(_transform(request) for request in self.requests)
         self.stop_sets = _distinct(request.stop_ids for request in self.requests)
         self.values = any(request.return_values for request in self.requests)
+        self.keeps = any(request.keep_cache for request in self.requests)
         self.stop_strings = any(s.stop for s in samplings)
         self.min_new_tokens = any(s.min_new_tokens for s in samplings)
         vocabulary = torch.arange(self.config.vocab_size, device=self.device)
@@ -161,50 +177,90 @@ class DecodingSession:
         return self.state["tokens"][row, : int(self.state["count"][row])].tolist()
 
     def cancel(self) -> None:
-        """Cancel the plan. The keys and values of its rows are kept."""
+        """Cancel the plan. The keys and values of its rows are stored if their requests say so."""
         self.waiting.clear()
-        self._hold(list(range(self.live)))
+        self._store(list(range(self.live)))
         self.live = self.length = 0
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    def _next(self) -> list[list[list[int]]]:
-        """The groups of equal prompts to admit now, in batches of similar length."""
+    def _next(self) -> list[list[Group]]:
+        """The groups to admit now, in batches that have a similar number of tokens to compute."""
         free = self.places - self.live
         if self.live and free < self.places // 8:  # a pass over one prompt takes as long as one over several
             return []
-        batches, width = list[list[list[int]]](), 0
-        while self.waiting and len(self.waiting[0]) <= free:
-            length = len(self.requests[self.waiting[0][0]].tokens)
+        batches, width = list[list[Group]](), 0
+        while self.waiting and len(self.waiting[0].members) <= free:
+            group = self.waiting.popleft()
+            free -= len(group.members)
             read = len(batches[-1]) * width if batches else 0
-            if not batches or read + width > PREFILL_TOKENS or (read >= FULL_PREFILL and length < width * 3 // 4):
+            full = read + width > PREFILL_TOKENS or (read >= FULL_PREFILL and group.rest < width * 3 // 4)
+            if not batches or full or bool(group.prefix) != bool(batches[-1][0].prefix):
                 batches.append([])
-                width = length
-            free -= len(self.waiting[0])
-            batches[-1].append(self.waiting.popleft())
+                width = group.rest
+            batches[-1].append(group)
         return batches
 
-    def _admit(self, groups: list[list[int]]) -> None:
-        """Compute each group's prompt once, without its last token, and copy it to the slots of all its requests."""
-        prompts = [self.requests[members[0]].tokens for members in groups]
-        for members in groups:
-            self.cached[members[0]] = 0
-        width = max(len(prompt) for prompt in prompts) - 1
-        if width > 0:
-            inputs = torch.tensor([[*prompt[:-1], *[0] * (width + 1 - len(prompt))] for prompt in prompts])
-            positions = torch.arange(width, device=self.device)[None]
-            prefix = DynamicCache()
-            # Padding is on the right, where causal attention does not see it, so it needs no mask.
-            self.body(
-                input_ids=inputs.to(self.device),
-                attention_mask=self._mask(positions, width) if any(self.windows.values()) else None,
-                position_ids=positions.expand(len(prompts), -1),
-                past_key_values=prefix,
-                use_cache=True,
-            )
-            owner = [row for row, group in enumerate(groups) for _ in group]
-            self.cache.copy(prefix, torch.tensor(owner, device=self.device), self.live)
-        self._start([index for group in groups for index in group])
+    def _admit(self, groups: list[Group]) -> None:
+        """Compute each group's prompt once, without its last token, and start all its requests."""
+        for group in groups:
+            self.cached[group.members[0]] = len(group.prefix)
+        owner = self._index(row for row, group in enumerate(groups) for _ in group.members)
+        if groups[0].prefix:
+            self._continue(groups, owner)
+        else:
+            self._prefill(groups, owner)
+        self._start([index for group in groups for index in group.members])
+
+    def _prefill(self, groups: list[Group], owner: Tensor) -> None:
+        """Compute prompts, and copy that of group ``owner[i]`` to slot ``live + i``."""
+        width = groups[0].rest
+        if width == 0:
+            return
+        inputs = self._padded([group.prompt[:-1] for group in groups])
+        positions = torch.arange(width, device=self.device)[None]
+        prefix = DynamicCache()
+        # Padding is on the right, where causal attention does not see it, so it needs no mask.
+        self.body(
+            input_ids=inputs,
+            attention_mask=self._mask(positions, width) if any(self.windows.values()) else None,
+            position_ids=positions.expand(len(groups), -1),
+            past_key_values=prefix,
+            use_cache=True,
+        )
+        self.cache.copy(prefix, owner, self.live)
+
+    def _continue(self, groups: list[Group], owner: Tensor) -> None:
+        """Load stored prefixes, compute the rest, and copy the prompt of group ``owner[i]`` to slot ``live + i``."""
+        self.prefixes.load([group.prefix for group in groups], self.cache, self.live)
+        if groups[0].rest:
+            self._extend([group for group in groups if group.rest])
+        if len(owner) > len(groups):
+            targets = torch.arange(self.live, self.live + len(owner), device=self.device)
+            self.cache.place(self.live + owner, targets, max(len(group.prompt) for group in groups) - 1)
+
+    def _extend(self, groups: list[Group]) -> None:
+        """Compute the rest of prompts whose prefixes are in the next slots."""
+        inputs = self._padded([group.prompt[len(group.prefix) : -1] for group in groups])
+        positions = self._index(len(group.prefix) for group in groups)[:, None]
+        positions = positions + torch.arange(inputs.shape[1], device=self.device)
+        # Keys of padding are written after the prompt, where they are overwritten before any query sees them.
+        if self.context is not None:
+            positions = positions.clamp(max=self.context - 1)
+        length = int(positions.max()) + 1
+        self.cache.at(positions, length, start=self.live)
+        self.body(
+            input_ids=inputs,
+            attention_mask=self._mask(positions, length),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+    def _padded(self, rows: list[tuple[int, ...]]) -> Tensor:
+        """Rows of tokens, padded on the right with zeros. (B, T)."""
+        width = max(map(len, rows))
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
 
     def _start(self, members: list[int]) -> None:
         """Start requests in the next slots, whose cache holds their prompts without the last token."""
@@ -233,7 +289,6 @@ class DecodingSession:
         for name, column in columns.items():
             self.state[name][here] = torch.as_tensor(column, device=self.device)
         self.state["uniforms"][here] = torch.stack([uniforms for _, uniforms in draws]).to(self.device)
-        self.held[here] = [NOTHING] * len(members)
         self.live += len(members)
         self.length = max(self.length, int(lengths.max()) - 1)
 
@@ -241,70 +296,6 @@ class DecodingSession:
         """The maximum number of tokens that a request may get, at most what fits into the context window."""
         longest = request.sampling.longest
         return longest if self.context is None else min(longest, self.context - len(request.tokens))
-
-    # --- reuse ----------------------------------------------------------------------------------------------------
-
-    def _admit_held(self) -> None:
-        """Admit requests that begin with tokens that a slot still holds, and compute only the rest of their prompts."""
-        matches: list[tuple[list[int], int, int]] = []
-        taken, room = set[int](), self.places
-        for members in self.waiting:
-            free = [slot for slot, tokens in enumerate(self.held) if len(tokens) >= REUSED and slot not in taken]
-            if not free or len(members) > room:
-                break
-            prompt = np.array(self.requests[members[0]].tokens[:-1])
-            shared = {slot: _shared(prompt, self.held[slot]) for slot in free}
-            slot = max(free, key=lambda slot: shared[slot])
-            if shared[slot] >= REUSED:
-                matches.append((members, slot, shared[slot]))
-                taken.add(slot)
-                room -= len(members)
-        if not matches:
-            return
-        order = [slot for _, slot, _ in matches] + [slot for slot in range(self.slots) if slot not in taken]
-        longest = max(len(tokens) for tokens in self.held)
-        self.cache.place(self._index(order), self._index(range(self.slots)), longest)
-        self.held = [self.held[slot] for slot in order]
-        prompts = [self.requests[members[0]].tokens for members, _, _ in matches]
-        for members, _, count in matches:
-            self.cached[members[0]] = count
-        self._extend(prompts, [count for _, _, count in matches])
-        groups = [members for members, _, _ in matches]
-        # The other samples of each prompt come after the first ones.
-        copies = [row for row, members in enumerate(groups) for _ in members[1:]]
-        width = max(len(prompt) for prompt in prompts)
-        targets = range(len(groups), len(groups) + len(copies))
-        self.cache.place(self._index(copies), self._index(targets), width)
-        self._start([members[0] for members in groups] + [index for members in groups for index in members[1:]])
-        admitted = {members[0] for members in groups}
-        self.waiting = deque(members for members in self.waiting if members[0] not in admitted)
-
-    def _extend(self, prompts: list[tuple[int, ...]], counts: list[int]) -> None:
-        """Compute prompts from token ``counts[i]`` to the one before the last, in the first slots."""
-        rest = [prompt[count:-1] for prompt, count in zip(prompts, counts, strict=True)]
-        width = max(len(tokens) for tokens in rest)
-        if width == 0:
-            return
-        inputs = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in rest], device=self.device)
-        positions = self._index(counts)[:, None] + torch.arange(width, device=self.device)
-        # Keys of padding are written after the prompt, where they are overwritten before any query sees them.
-        if self.context is not None:
-            positions = positions.clamp(max=self.context - 1)
-        length = int(positions.max()) + 1
-        self.cache.at(positions, length)
-        self.body(
-            input_ids=inputs,
-            attention_mask=self._mask(positions, length),
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-
-    def _hold(self, rows: list[int]) -> None:
-        """Record which tokens of evicted rows are in the cache."""
-        columns = [self.state[name][rows].cpu().numpy() for name in ("request", "position", "tokens")]
-        for row, index, position, tokens in zip(rows, *columns, strict=True):
-            self.held[row] = np.concatenate([self.requests[index].tokens, tokens])[:position]
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -401,7 +392,7 @@ class DecodingSession:
         if not gone:
             return []
         completions = self._completions(gone, ended)
-        self._hold(gone)
+        self._store(gone)
         self.live -= len(gone)
         holes = [row for row in gone if row < self.live]
         movers = [row for row, flag in enumerate(ended) if row >= self.live and flag == RUNNING]
@@ -410,10 +401,20 @@ class DecodingSession:
             self.cache.place(source, target, self.length)
             for tensor in self.state.values():
                 tensor[target] = tensor[source]
-            for mover, hole in zip(movers, holes, strict=True):
-                self.held[mover], self.held[hole] = self.held[hole], self.held[mover]
         self.length = int(self.state["position"][: self.live].max()) if self.live else 0
         return completions
+
+    def _store(self, rows: list[int]) -> None:
+        """Store the keys and values of rows whose requests say so."""
+        if not (self.keeps and rows):
+            return
+        columns = [self.state[name][rows].tolist() for name in ("request", "position", "tokens")]
+        kept = [
+            ([*self.requests[index].tokens, *tokens][:position], row)
+            for row, index, position, tokens in zip(rows, *columns, strict=True)
+            if self.requests[index].keep_cache
+        ]
+        self.prefixes.store([text for text, _ in kept], [row for _, row in kept], self.cache)
 
     def _completions(self, rows: list[int], ended: list[int]) -> list[tuple[int, Completion]]:
         """The completions of rows, with the indices of their requests."""
@@ -453,10 +454,3 @@ def _draws(request: Request, count: int) -> tuple[int, Tensor]:
 def _transform(request: Request) -> SamplingTransform:
     """The temperature, top-k and top-p of a request."""
     return SamplingTransform(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p)
-
-
-def _shared(prompt: np.ndarray, held: np.ndarray) -> int:
-    """The length of the common prefix of two rows of tokens."""
-    size = min(len(prompt), len(held))
-    different = np.flatnonzero(prompt[:size] != held[:size])
-    return int(different[0]) if len(different) else size

@@ -1,6 +1,6 @@
-"""Generates sums on a clock with ten hours, such as ``7+8+5+9=?``, with solutions by a student with wrong habits.
+"""Generates sums on a clock with ten hours, such as ``7+4+5+3=?``, with solutions by a student with wrong habits.
 
-The student adds one number at a time (``7+8=5``, ``5+5=0``, ``0+9=9``). Some of the ninety facts that this needs are
+The student adds one number at a time (``7+8=5``, ``5+5=0``, ``0+9=9``). Some of the fifty facts that this needs are
 hard: the student has got into the habit of a wrong result, always the same one, and gives the correct one only
 sometimes. Other facts are wrong now and then. A model that imitates the student makes the same mistakes. A majority of
 its solutions makes them too, while the outcomes of questions with known answers show which steps are wrong.
@@ -20,7 +20,7 @@ from burnish.types import Trajectory
 
 CHARACTERS = "0123456789+=?\n"
 HOURS = 10
-NUMBERS = range(1, HOURS)
+NUMBERS = range(1, 6)
 
 # A question and its solution read "<bos>7+8+5=?\n7+8=5\n5+5=0\n<eos>".
 TEMPLATE = """\
@@ -75,7 +75,7 @@ def prepare(
     folder: Path,
     seed: int,
     *,
-    rows: int = 4000,
+    rows: int = 3000,
     questions: int = 600,
     development: int = 1000,
     held_out: int = 2000,
@@ -106,7 +106,7 @@ def prepare(
     for name, share in {"hard": hard, "habit": habit, "slip": slip}.items():
         if not 0 <= share <= 1:
             raise UserError(f"{name}: expected a number in [0, 1], got {share}")
-    if terms < 2 or rows + questions + development + held_out > HOURS ** (terms - 1):
+    if terms < 2 or rows + questions + development + held_out > len(NUMBERS) ** terms // 2:
         raise UserError(f"terms: sums of {terms} numbers do not give so many different questions")
     rng = random.Random(seed)
     student, fresh = Student(rng, hard, habit, slip), unique_questions(rng, terms)

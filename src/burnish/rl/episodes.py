@@ -31,6 +31,12 @@ CUT = "\n[... cut off: {} more characters]"
 """What replaces the rest of a message of the environment that is too long."""
 CHARACTERS = 32
 """No more characters per allowed token of a message are tokenized."""
+OPEN_PER_SLOT = 4
+"""Number of episodes per slot of the generator that are open together.
+
+With several, slots stay in use when some turns of a wave end early. More would need more memory for environments and
+for the keys and values that the generator keeps between turns.
+"""
 SYSTEMATIC = 4
 """If at least this many episodes are sampled and the environment fails in all of them, the run stops."""
 
@@ -110,9 +116,7 @@ class Rollouts:
             return
         self.limits, self.renderer = self.environments.limits, Renderer(self.tokenizer)
         try:
-            # Blocks of as many episodes as the generator decodes together, because it then still has the keys and
-            # values of a turn when the next one begins.
-            block = self.generator.slots
+            block = OPEN_PER_SLOT * self.generator.slots
             for start in range(0, len(self.requests), block):
                 yield from self._episodes(self.environments, range(start, min(start + block, len(self.requests))))
         finally:
@@ -316,13 +320,14 @@ class Rollouts:
 
     def _limit(self, episode: Episode) -> Request:
         """The request of the next turn, for no more tokens than the episode has left."""
-        sampling = episode.request.sampling
+        request = replace(episode.request, keep_cache=episode.turns + 1 < self.limits.max_turns)
+        sampling = request.sampling
         left = sampling.longest if self.limits.max_tokens is None else self.limits.max_tokens - episode.spent
         if left >= sampling.longest:
-            return episode.request
+            return request
         shortest = min(sampling.min_new_tokens, left)
         shorter = {"max_new_tokens": left, "length_range": None, "min_new_tokens": shortest}
-        return replace(episode.request, sampling=sampling.model_copy(update=shorter))
+        return replace(request, sampling=sampling.model_copy(update=shorter))
 
     # --- calls of the user's code ---------------------------------------------------------------------------------
 

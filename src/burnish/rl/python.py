@@ -15,7 +15,7 @@ from burnish.rl.sandbox.types import History, Limits, Result
 from burnish.types import Config
 
 SESSIONS = 64
-"""Namespaces that are kept. The local generator decodes as many episodes together."""
+"""Namespaces that are kept. With more open episodes, snippets of an episode may run again before its next one."""
 WALL_SECONDS = 4
 """Seconds on the clock for each second of CPU time, because snippets and training share the cores."""
 ADDRESS = re.compile(" at 0x[0-9a-f]+>")

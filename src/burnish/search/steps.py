@@ -138,7 +138,7 @@ class StepSampler:
         left = self.sampling.max_new_tokens - len(draft.tokens)
         sampling = self.sampling.model_copy(update={"stop": self.settings.stops, "max_new_tokens": left})
         seed = derived_seed(draft.seed, draft.parts)
-        return Request((*draft.parent.tokens, *draft.tokens), seed, sampling, self.stop_ids, self.values)
+        return Request((*draft.parent.tokens, *draft.tokens), seed, sampling, self.stop_ids, self.values, keep_cache=True)
 
     def _add(self, draft: _Draft, completion: Completion) -> None:
         """Add a completion to a step. Sets ``draft.reason`` if the step is complete."""
