@@ -117,6 +117,17 @@ def test_a_tree_as_json() -> None:
     }
 
 
+def test_the_estimate_of_an_end_is_kept_beside_its_outcome() -> None:
+    tree = Tree.start(0, "")
+    (known,) = tree.root.add([Step("a", "a", 0.5, 1, "answer", estimate=0.25)])
+    (goes_on,) = tree.root.add([Step("b", "b", 0.5, 1, estimate=0.5)])
+    evaluate(Scripted({}, {"b": 0.5}, {"a": -1.0}), [known, goes_on])
+    _, first, second = to_json(tree)["nodes"]
+    assert (first["value"], first["estimate"]) == (-1.0, 0.25)
+    assert second["value"] == 0.5 and "estimate" not in second  # its value is the estimate
+    assert to_json(from_json(to_json(tree))) == to_json(tree)
+
+
 class Uneven(Seeded):
     """Values whose sums are rounded, so that a mean cannot be multiplied back."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
+from statistics import fmean
 from typing import Any
 
 from burnish.errors import UserError
@@ -16,6 +17,7 @@ from burnish.models.loaded import Loaded
 from burnish.protocols import Made, RowMethod, RowRun
 from burnish.render.encode import outcome
 from burnish.render.solutions import check_delimiter
+from burnish.report.metrics import SOLUTION_ENDS
 from burnish.rl.collect import prompts_of_chunk
 from burnish.rl.metrics import text_or_messages
 from burnish.search import mcts
@@ -140,7 +142,16 @@ class Search(RowMethod):
             measured["solutions"].append(float(len(kept)))
             measured["nodes"].append(float(len(nodes)))
             measured["depth"].append(float(max(node.depth for node in nodes)))
-            measured["tokens"].append(float(sum(tree.tokens for tree in trees)))
+            measured["sampled_tokens"].append(float(sum(tree.tokens for tree in trees)))
+            ends = [node for node in nodes if node.finished and node.visits]
+            if errors := [
+                (node.step.estimate - node.outcome) ** 2
+                for node in ends
+                if node.step.estimate is not None and node.outcome is not None
+            ]:
+                measured["value_error"].append(fmean(errors))
+            for reason in SOLUTION_ENDS if ends else ():
+                measured[f"ended_{reason}"].append(fmean(node.step.finish == reason for node in ends))
         return Made(files, counts, measured, shown)
 
 

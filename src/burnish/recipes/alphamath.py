@@ -1,28 +1,28 @@
-"""Generates sums on a clock with ten hours, such as ``7+4+5+3=?``, with solutions by a student with wrong habits.
+"""Generates puzzles such as ``3 8 5 6 2 = 4``: put + or - before each number so that the result is 4, modulo 10.
 
-The student adds one number at a time (``7+8=5``, ``5+5=0``, ``0+9=9``). Some of the fifty facts that this needs are
-hard: the student has got into the habit of a wrong result, always the same one, and gives the correct one only
-sometimes. Other facts are wrong now and then. A model that imitates the student makes the same mistakes. A majority of
-its solutions makes them too, while the outcomes of questions with known answers show which steps are wrong.
+A solution takes one number at a time: ``3+8=1``, ``1-5=6``, ``6+6=2``, ``2+2=4``. The student whose solutions a model
+first imitates calculates without mistakes, but guesses every sign, so that few of the solutions reach the target. Which
+sign is right shows only at the end. This is what search is for.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from burnish.errors import UserError
 from burnish.recipes import write_rows
 from burnish.recipes.models import character_tokenizer, random_llama
 from burnish.types import Trajectory
 
-CHARACTERS = "0123456789+=?\n"
-HOURS = 10
-NUMBERS = range(1, 6)
+CHARACTERS = "0123456789+-= \n"
+MODULUS = 10
+STEP = re.compile(r"(\d)([+-])(\d)=(\d)")
 
-# A question and its solution read "<bos>7+8+5=?\n7+8=5\n5+5=0\n<eos>".
+# A question and its solution read "<bos>3 8 5=0\n3+8=1\n1-5=6\n<eos>".
 TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -32,43 +32,17 @@ TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}"""
 
-Question = tuple[int, ...]
-Fact = tuple[int, int]
 
+class Puzzle(NamedTuple):
+    """Numbers and a target: ``Puzzle((3, 8, 5), 6)``, which ``3+8-5`` solves."""
 
-class Student:
-    """Adds on the clock, with wrong habits.
+    numbers: tuple[int, ...]
+    target: int
 
-    Args:
-        rng: the source of the habits and of the mistakes.
-        hard: share of the facts for which the student has a wrong habit.
-        habit: probability that the student follows the habit.
-        slip: probability of a mistake, which is a random result, where there is no habit.
-    """
-
-    def __init__(self, rng: random.Random, hard: float, habit: float, slip: float) -> None:
-        facts = [(first, second) for first in range(HOURS) for second in NUMBERS]
-        self.rng, self.habit, self.slip = rng, habit, slip
-        self.habits: dict[Fact, int] = {fact: self._wrong(fact) for fact in rng.sample(facts, round(hard * len(facts)))}
-
-    def add(self, first: int, second: int) -> int:
-        """What the student thinks the sum is."""
-        fact = first, second
-        if fact in self.habits:
-            return self.habits[fact] if self.rng.random() < self.habit else sum(fact) % HOURS
-        return self._wrong(fact) if self.rng.random() < self.slip else sum(fact) % HOURS
-
-    def steps(self, question: Question) -> list[str]:
-        """A solution: ``["7+8=5", "5+5=0"]``. After a mistake, the student continues with its result."""
-        lines, total = [], question[0]
-        for number in question[1:]:
-            result = self.add(total, number)
-            lines.append(f"{total}+{number}={result}")
-            total = result
-        return lines
-
-    def _wrong(self, fact: Fact) -> int:
-        return (sum(fact) + self.rng.randrange(1, HOURS)) % HOURS
+    @property
+    def text(self) -> str:
+        """``3 8 5=6``."""
+        return f"{' '.join(map(str, self.numbers))}={self.target}"
 
 
 def prepare(
@@ -76,75 +50,84 @@ def prepare(
     seed: int,
     *,
     rows: int = 3000,
-    questions: int = 600,
+    questions: int = 800,
     development: int = 1000,
     held_out: int = 2000,
-    terms: int = 6,
-    hard: float = 0.3,
-    habit: float = 0.7,
-    slip: float = 0.1,
+    numbers: int = 5,
 ) -> None:
     """Write ``data/*.jsonl`` and a random ``model`` into a folder; the same seed writes the same bytes.
 
-    No question is in two of the files.
+    Every puzzle can be solved, and none is in two of the files.
 
     Args:
         folder: where to write.
         seed: seed of the data and the weights.
         rows: number of the student's solutions.
-        questions: number of questions with known answers to search.
-        development: number of questions to choose settings on.
-        held_out: number of questions for the final comparison.
-        terms: numbers in each sum.
-        hard: share of the facts for which the student has a wrong habit.
-        habit: probability that the student follows a habit.
-        slip: probability that the student gets another fact wrong.
+        questions: number of puzzles to search.
+        development: number of puzzles to choose settings on.
+        held_out: number of puzzles for the final comparison.
+        numbers: numbers in each puzzle.
 
     Raises:
         UserError: if a number is out of range.
     """
-    for name, share in {"hard": hard, "habit": habit, "slip": slip}.items():
-        if not 0 <= share <= 1:
-            raise UserError(f"{name}: expected a number in [0, 1], got {share}")
-    if terms < 2 or rows + questions + development + held_out > len(NUMBERS) ** terms // 2:
-        raise UserError(f"terms: sums of {terms} numbers do not give so many different questions")
+    if not 2 <= numbers <= 9:
+        raise UserError(f"numbers: expected 2 to 9, got {numbers}")
     rng = random.Random(seed)
-    student, fresh = Student(rng, hard, habit, slip), unique_questions(rng, terms)
-    data = folder / "data"
-    write_rows(data / "sft.jsonl", (solution_row(student, next(fresh)) for _ in range(rows)))
-    for name, count in (("questions", questions), ("development", development), ("held-out", held_out)):
+    fresh, data = puzzles(rng, numbers), folder / "data"
+    for name, count in (("held-out", held_out), ("development", development), ("questions", questions)):
         write_rows(data / f"{name}.jsonl", (question_row(next(fresh)) for _ in range(count)))
+    write_rows(data / "sft.jsonl", (solution_row(rng, next(fresh)) for _ in range(rows)))
     write_model(folder / "model", seed)
 
 
-def exact(trajectories: list[Trajectory]) -> list[float]:
-    """1 if the last line of a solution ends in the correct sum, else 0."""
-    return [float(t.text.strip().rpartition("=")[2] == t.columns["answer"]) for t in trajectories]
+def find(text: str) -> str | None:
+    """The expression that a solution calculates, such as ``3+8-5``; None if its lines do not continue each other."""
+    lines = [STEP.fullmatch(line) for line in text.split("\n")]
+    steps = [match.groups() for match in lines if match is not None]
+    if len(steps) != len(lines) or any(one[3] != other[0] for one, other in zip(steps, steps[1:], strict=False)):
+        return None
+    return steps[0][0] + "".join(sign + number for _, sign, number, _ in steps)
 
 
-def unique_questions(rng: random.Random, terms: int) -> Iterator[Question]:
-    """Random questions, each once."""
-    seen: set[Question] = set()
+def check(answer: str, columns: dict[str, Any]) -> bool:
+    """Whether an expression uses all numbers in their order and has the target as its value, modulo 10."""
+    if re.sub(r"[+-]", " ", answer) != columns["numbers"]:
+        return False
+    return sum(map(int, re.findall(r"[+-]?\d", answer))) % MODULUS == int(columns["target"])
+
+
+def solved(trajectories: list[Trajectory]) -> list[float]:
+    """1 for a solution that reaches the target, else 0."""
+    answers = [(find(t.text), dict(t.columns)) for t in trajectories]
+    return [float(answer is not None and check(answer, columns)) for answer, columns in answers]
+
+
+def puzzles(rng: random.Random, numbers: int) -> Iterator[Puzzle]:
+    """Random puzzles that can be solved, each once."""
+    seen: set[Puzzle] = set()
     while True:
-        question = tuple(rng.choice(NUMBERS) for _ in range(terms))
-        if question not in seen:
-            seen.add(question)
-            yield question
+        drawn = tuple(rng.randrange(1, MODULUS) for _ in range(numbers))
+        target = (drawn[0] + sum(rng.choice((-1, 1)) * number for number in drawn[1:])) % MODULUS
+        if (puzzle := Puzzle(drawn, target)) not in seen:
+            seen.add(puzzle)
+            yield puzzle
 
 
-def question_text(question: Question) -> str:
-    """The text of a question: ``7+8+5=?``."""
-    return "+".join(map(str, question)) + "=?"
+def solution_row(rng: random.Random, puzzle: Puzzle) -> dict[str, str]:
+    """A puzzle with the student's solution, whose signs are guessed."""
+    lines, total = [], puzzle.numbers[0]
+    for number in puzzle.numbers[1:]:
+        sign = rng.choice("+-")
+        result = (total + number if sign == "+" else total - number) % MODULUS
+        lines.append(f"{total}{sign}{number}={result}\n")
+        total = result
+    return {"prompt": puzzle.text, "completion": "".join(lines)}
 
 
-def solution_row(student: Student, question: Question) -> dict[str, Any]:
-    """A question with the student's solution, which is often wrong."""
-    return {"prompt": question_text(question), "completion": "".join(f"{s}\n" for s in student.steps(question))}
-
-
-def question_row(question: Question) -> dict[str, str]:
-    """A question with the correct sum in the column ``answer``."""
-    return {"prompt": question_text(question), "answer": str(sum(question) % HOURS)}
+def question_row(puzzle: Puzzle) -> dict[str, str]:
+    """A puzzle with what ``check`` reads in the columns ``numbers`` and ``target``."""
+    return {"prompt": puzzle.text, "numbers": " ".join(map(str, puzzle.numbers)), "target": str(puzzle.target)}
 
 
 def write_model(folder: Path, seed: int) -> None:

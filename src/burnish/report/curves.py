@@ -216,6 +216,55 @@ def _comparable(lines: Sequence[Line]) -> bool:
     return all(span == 0 or span >= FLAT * whole for span in spans)
 
 
+# --- calibration --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Binned:
+    """Predictions of a bin: ``Binned(0.7, 0.62, 0.5, (0.31, 0.66), 120)``."""
+
+    middle: float
+    """The middle of the bin."""
+    predicted: float
+    """The mean of the predictions."""
+    outcome: float
+    """The mean of what they should predict."""
+    interval: tuple[float, float]
+    count: int
+
+
+def calibration_panel(salt: str, series: Mapping[str, Sequence[Binned]]) -> dict[str, Any]:
+    """A panel with the mean outcome by prediction, both in [-1, 1], and below it the number of predictions."""
+    from markupsafe import Markup
+
+    def draw(figure: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+        upper.plot([-1, 1], [-1, 1], color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
+        width = 0.08
+        for i, (bins, color, marker) in enumerate(zip(series.values(), COLORS, MARKERS, strict=False)):
+            x, y = [one.predicted for one in bins], [one.outcome for one in bins]
+            upper.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.2, markeredgewidth=0)
+            for one in bins:
+                upper.plot([one.predicted, one.predicted], one.interval, color=color, linewidth=1.4)
+            shift = width * (i - (len(series) - 1) / 2)
+            lower.bar([one.middle + shift for one in bins], [one.count for one in bins], width, color=color)
+        for axes in (upper, lower):
+            _style(axes, share=False)
+            axes.set_xlim(-1.05, 1.05)
+            axes.set_xticks([-1, -0.5, 0, 0.5, 1])
+        upper.set_ylim(-1.05, 1.05)
+        upper.set_yticks([-1, -0.5, 0, 0.5, 1])
+        lower.yaxis.set_major_locator(MaxNLocator(2, integer=True))
+
+    key = [
+        {"name": name, "marker": MARKERS[marker], "color": INK[color]}
+        for name, color, marker in zip(series, COLORS, MARKERS, strict=False)
+    ]
+    return {"key": key, "summary": "; ".join(series), "svg": Markup(_svg(salt, draw, height=3.4))}
+
+
 # --- SVG ----------------------------------------------------------------------------------------------------------
 
 

@@ -170,6 +170,7 @@ METRICS: dict[str, Metric] = {
         start=0.5,
     ),
     "accuracy": Metric("Accuracy", "pairs in which the preferred answer scores higher", "higher", True, True),
+    "solved": Metric("Solved", "questions with a correct solution", "higher", True, True),
     "sign_accuracy": Metric(
         "Sign accuracy", "solutions whose last value has the sign of their outcome", "higher", True, True
     ),
@@ -217,6 +218,12 @@ METRICS: dict[str, Metric] = {
     "value_last": Metric(
         "Value error, last third", "squared, over reasoning steps in the last third, including the last", "lower"
     ),
+    "value_error": Metric(
+        "Value error",
+        "mean (V - outcome)² at the ends of a question's solutions; 1 if V is always 0",
+        "lower",
+        headline=True,
+    ),
     "explained_variance": Metric(
         "Explained variance",
         "share of the variance of returns that the critic predicts; 0 is no better than a constant",
@@ -224,6 +231,10 @@ METRICS: dict[str, Metric] = {
         False,
         True,
     ),
+    "solutions": Metric("Solutions", "rows written per question, at most the correct and incorrect ones asked for"),
+    "nodes": Metric("Nodes", "reasoning steps in the trees of a question, with the question itself"),
+    "depth": Metric("Depth", "reasoning steps of the longest solution of a question"),
+    "sampled_tokens": Metric("Sampled tokens", "per question"),
     "length": Metric("Completion length", "tokens", headline=True),
     "turns": Metric("Turns", "messages of the policy in an episode", headline=True),
     "tool_calls": Metric("Tool calls", "per episode", headline=True),
@@ -302,7 +313,16 @@ TOOL_ERRORS = {
     "result": "the tool returned neither text nor JSON",
 }
 """What the kinds of errors of tool calls mean."""
-OF_EPISODES = ("finished_", "tool_error_")
+SOLUTION_ENDS = {
+    "answer": "an answer was found, right or wrong",
+    "unparsable": "no answer was found in the text",
+    "depth": "too many reasoning steps",
+    "tools": "code failed too many times in a row",
+    "context": "the context window was full",
+    "length": "a reasoning step was cut off at the length limit",
+}
+"""What the reasons mean for which solutions of a search end."""
+OF_EPISODES = ("finished_", "tool_error_", "ended_")
 """How the names of metrics begin that the report shows in a table of their own."""
 
 
@@ -316,6 +336,9 @@ def describe(key: str) -> Metric:
         reason = key.removeprefix("finished_")
         meaning = FINISH_REASONS.get(reason, "ended by the policy, which called no tool")
         return Metric(f"Finished: {reason}", meaning, None, True)
+    if key.startswith("ended_"):
+        reason = key.removeprefix("ended_")
+        return Metric(f"Ended: {reason}", SOLUTION_ENDS.get(reason, ""), None, True)
     if key.startswith("tool_error_"):
         kind = key.removeprefix("tool_error_")
         return Metric(f"Tool error: {kind}", f"per episode: {TOOL_ERRORS.get(kind, kind)}", "lower")

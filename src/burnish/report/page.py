@@ -36,6 +36,7 @@ from burnish.report.metrics import (
 )
 from burnish.report.rounds import Rounds, grouped, written_rows
 from burnish.report.transcript import transcript
+from burnish.report.trees import searched
 
 SHOWN_SAMPLES = 6
 MOST_SAMPLES = 48
@@ -44,6 +45,7 @@ MOST_ROUNDS = 10
 ROW_METHODS = {
     "sample": "samples and scores completions",
     "score": "scores rows",
+    "search": "Monte Carlo tree search over reasoning steps",
     "filter": "keeps the rows that pass a function",
     "eval": "evaluation",
 }
@@ -387,6 +389,7 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     return {
         "name": manifest.get("name", folder.name),
+        "searched": any(stage["trees"] for stage in _stages(sections)),
         "state": manifest.get("state", "unknown"),
         "time": duration(seconds) if seconds else "",
         "machine": " · ".join(
@@ -401,6 +404,15 @@ def _page(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         "shown_samples": SHOWN_SAMPLES,
         "most_samples": MOST_SAMPLES,
     }
+
+
+def _stages(sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stages of all sections, those of loops included."""
+    return [
+        stage
+        for part in sections
+        for stage in ([one for each in part["rounds"] for one in each["stages"]] if "rounds" in part else [part])
+    ]
 
 
 def _typeset(value: float, share: bool = False, digits: int = 4) -> str:
@@ -424,9 +436,19 @@ def _loop(loop: Rounds, folder: Path) -> dict[str, Any]:
         span = f"round {first} to {last}" if last > first else f"round {first}"
         said = _in_words(change) if change is not None else ""
         cards.append({"name": compared.stage, "change": change, "note": ": ".join(filter(None, (span, said.lower())))})
+    # These are shown beside each other, and not in the rounds.
+    calibrations = [
+        {"name": f"Round {one['number']}", "panel": stage["calibration"]}
+        for one in rounds
+        for stage in one["stages"]
+        if stage["calibration"]
+    ]
+    for one in rounds:
+        one["stages"] = [stage | {"calibration": None} for stage in one["stages"]]
     return {
         "name": loop.name,
         "state": loop.state,
+        "calibrations": calibrations,
         "flow": " → ".join(loop.stages),
         "ran": loop.ran,
         "rounds": rounds,
@@ -471,6 +493,7 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "changes": matter,
         "other_changes": [change for change in compared if change not in matter],
         "episodes": episodes,
+        "solutions_end": method == "search",
         "episodes_of": ("First iteration", "Last iteration") if not evaluations and training else None,
         **panels(entry["name"], [] if makes_rows else list(map(_drawn, lines))),
         "samples": joined[:MOST_SAMPLES],
@@ -480,6 +503,7 @@ def _stage(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "overlap": entry.get("overlap", ""),
         "rows": _rows(entry.get("rows") or {}),
         "written": written_rows(entry, folder),
+        **(searched(entry["name"], folder) if method == "search" else {"trees": [], "calibration": None}),
         "data": entry.get("data") or ({} if method else entry.get("files") or {}),
         "files": entry.get("files") or {},
     }

@@ -207,6 +207,7 @@ class StepSampler:
             tokens=len(draft.tokens),
             finish=self._finish(draft, state, text),
             code="" if result is None else "ok" if result.reason == "ok" else "error",
+            estimate=draft.value,
         )
 
     def _finish(self, draft: _Draft, state: Partial, text: str) -> Finish:

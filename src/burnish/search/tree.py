@@ -32,6 +32,8 @@ class Step(Generic[S]):
     """Number of tokens that were sampled."""
     finish: Finish = ""
     code: Code = ""
+    estimate: float | None = None
+    """The model's V of this state, if it was read when the step was sampled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -201,7 +203,7 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
     {"id": 1, "parent": 0, "step": "3 * 4 = 12", "prior": 0.8, "visits": 1, "q": 0.5, "total": 0.5, ...}]}``
 
     Nodes are listed depth first. A key is left out where there is nothing to tell: no visits, no outcome, no code.
-    ``q`` is ``total / visits``, for the reader.
+    ``q`` is ``total / visits``, for the reader. ``estimate`` is the model's V at an end whose ``value`` is its outcome.
     """
     numbers: dict[Node[S], int] = {}
     nodes: list[dict[str, Any]] = []
@@ -214,6 +216,8 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
         if node.visits:
             line |= {"visits": node.visits, "q": node.q, "total": node.total}
         optional = {"value": node.value, "finish": step.finish, "outcome": node.outcome, "code": step.code}
+        if node.outcome is not None:
+            optional["estimate"] = step.estimate
         line |= {key: entry for key, entry in optional.items() if entry not in (None, "")}
         if node.exhausted:
             line["exhausted"] = True
@@ -238,6 +242,7 @@ def from_json(data: Mapping[str, Any]) -> Tree[None]:
             line.get("tokens", 0),
             line.get("finish", ""),
             line.get("code", ""),
+            line.get("estimate"),
         )
         if "parent" in line:
             (node,) = nodes[line["parent"]].add([step])
