@@ -25,13 +25,15 @@ class Step(Generic[S]):
     state: S
     """The state after the step."""
     text: str
-    """This step alone, stripped. Empty if the model ended the solution at once."""
+    """What the model wrote in this step, stripped. Empty if it ended the solution at once."""
     prior: float
     """exp(mean log-probability of its tokens), in (0, 1]."""
     tokens: int
     """Number of tokens that were sampled."""
     finish: Finish = ""
     code: Code = ""
+    output: str = ""
+    """What the step's code returned, as the model sees it behind the text."""
 
 
 @dataclass(eq=False, slots=True)
@@ -214,6 +216,7 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
         if node.visits:
             line |= {"visits": node.visits, "q": node.q, "total": node.total}
         optional = {"value": node.value, "finish": step.finish, "outcome": node.outcome, "code": step.code}
+        optional["output"] = step.output
         line |= {key: entry for key, entry in optional.items() if entry not in (None, "")}
         if node.exhausted:
             line["exhausted"] = True
@@ -238,6 +241,7 @@ def from_json(data: Mapping[str, Any]) -> Tree[None]:
             line.get("tokens", 0),
             line.get("finish", ""),
             line.get("code", ""),
+            line.get("output", ""),
         )
         if "parent" in line:
             (node,) = nodes[line["parent"]].add([step])
