@@ -33,8 +33,8 @@ class CodeSettings(Config, use_attribute_docstrings=True):
     def _consistent(self) -> Self:
         if self.output.count("{}") != 1:
             raise ValueError(f"output: expected {{}} once, where the output goes, got {self.output!r}")
-        if self.end != self.end.strip():
-            raise ValueError(f"end: expected no white space around it, because steps are stripped, got {self.end!r}")
+        if self.end != self.end.rstrip():
+            raise ValueError(f"end: expected no white space at its end, because steps are stripped, got {self.end!r}")
         return self
 
 
