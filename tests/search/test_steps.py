@@ -170,11 +170,11 @@ def tiny(dtype: torch.dtype = torch.float64) -> tuple[Any, Any, StepValueHead]:
     """A random model of sums, whose steps are short, with a value head."""
     tokenizer = models.character_tokenizer(alphamath.CHARACTERS, alphamath.TEMPLATE)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = models.random_llama(tokenizer, 0, **sizes, initializer_range=0.1).to(dtype).eval()
+    model: Any = models.random_llama(tokenizer, 0, **sizes, initializer_range=0.1)
     head = StepValueHead(32, dtype)
     torch.manual_seed(0)
     torch.nn.init.normal_(head.value.weight)
-    return model, tokenizer, head
+    return model.to(dtype=dtype).eval(), tokenizer, head
 
 
 def sampled(seed: int = 0, slots: int = 8, **own: Any) -> StepSampler:

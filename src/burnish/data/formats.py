@@ -664,7 +664,7 @@ def _read_steps(record: Record, row: At) -> Steps:
         _no_other_keys(item, ("step", "Q", "output"), here)
         texts.append(_text(item["step"], here.inside("step")).strip())
         output = item.get("output")
-        outputs.append("" if empty(output) or "output" in at.keep else _text(output, here.inside("output")))
+        outputs.append("" if empty(output) else _text(output, here.inside("output")))
         value = _number(item["Q"], here.inside("Q"))
         if abs(value) > 1 + EXACT:
             raise here.inside("Q").bad("Q outside [-1, 1]", f"got {value:g}")

@@ -73,7 +73,7 @@ class _Process:
         assert self.child.stdout is not None
         if not self.child.stdout.readline():
             code = self.child.wait()
-            self.child = None
+            self._end()
             raise RuntimeError(f"math-verify did not start, exit code {code}: is it installed? pip install math-verify")
         return self.child
 
