@@ -438,7 +438,7 @@ def test_steps_may_have_the_output_of_their_code() -> None:
                         ("\n12\n", ""))  # fmt: skip
     without = parse({"instruction": "3 * 4?", "output": [one | {"output": None} for one in steps]}, (Steps,), "r:1")
     assert isinstance(without, Steps) and without.outputs == ()
-    with pytest.raises(UserError, match=r"r:1: output\[0\].output: not text: expected a string, got 12"):
+    with pytest.raises(UserError, match=r"r:1: output\[0\].output: not text: expected a string, got int 12"):
         parse({"instruction": "3 * 4?", "output": [steps[0] | {"output": 12}, steps[1]]}, (Steps,), "r:1")
 
 
