@@ -25,15 +25,20 @@ class Step(Generic[S]):
     state: S
     """The state after the step."""
     text: str
-    """This step alone, stripped. Empty if the model ended the solution at once."""
+    """What the model wrote in this step, stripped. Empty if it ended the solution at once."""
     prior: float
     """exp(mean log-probability of its tokens), in (0, 1]."""
     tokens: int
     """Number of tokens that were sampled."""
     finish: Finish = ""
     code: Code = ""
+<<<<<<< HEAD
     estimate: float | None = None
     """The model's V of this state, if it was read when the step was sampled."""
+=======
+    output: str = ""
+    """What the step's code returned, as the model sees it behind the text."""
+>>>>>>> wt-steps
 
 
 @dataclass(eq=False, slots=True)
@@ -216,8 +221,12 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
         if node.visits:
             line |= {"visits": node.visits, "q": node.q, "total": node.total}
         optional = {"value": node.value, "finish": step.finish, "outcome": node.outcome, "code": step.code}
+<<<<<<< HEAD
         if node.outcome is not None:
             optional["estimate"] = step.estimate
+=======
+        optional["output"] = step.output
+>>>>>>> wt-steps
         line |= {key: entry for key, entry in optional.items() if entry not in (None, "")}
         if node.exhausted:
             line["exhausted"] = True
@@ -242,7 +251,11 @@ def from_json(data: Mapping[str, Any]) -> Tree[None]:
             line.get("tokens", 0),
             line.get("finish", ""),
             line.get("code", ""),
+<<<<<<< HEAD
             line.get("estimate"),
+=======
+            line.get("output", ""),
+>>>>>>> wt-steps
         )
         if "parent" in line:
             (node,) = nodes[line["parent"]].add([step])
