@@ -226,15 +226,10 @@ class StepSampler:
             draft.text,
             prior=math.exp(np.mean(draft.logprobs)),
             tokens=len(draft.tokens),
-<<<<<<< HEAD
-            finish=self._finish(draft, state, text),
-            code="" if result is None else "ok" if result.reason == "ok" else "error",
-            estimate=draft.value,
-=======
             finish=self._finish(draft, state),
             code=self._outcome_of_code(draft),
             output=draft.output,
->>>>>>> wt-steps
+            estimate=draft.value,
         )
 
     def _outcome_of_code(self, draft: _Draft) -> Code:

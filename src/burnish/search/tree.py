@@ -32,13 +32,10 @@ class Step(Generic[S]):
     """Number of tokens that were sampled."""
     finish: Finish = ""
     code: Code = ""
-<<<<<<< HEAD
     estimate: float | None = None
     """The model's V of this state, if it was read when the step was sampled."""
-=======
     output: str = ""
     """What the step's code returned, as the model sees it behind the text."""
->>>>>>> wt-steps
 
 
 @dataclass(eq=False, slots=True)
@@ -221,12 +218,9 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
         if node.visits:
             line |= {"visits": node.visits, "q": node.q, "total": node.total}
         optional = {"value": node.value, "finish": step.finish, "outcome": node.outcome, "code": step.code}
-<<<<<<< HEAD
         if node.outcome is not None:
             optional["estimate"] = step.estimate
-=======
         optional["output"] = step.output
->>>>>>> wt-steps
         line |= {key: entry for key, entry in optional.items() if entry not in (None, "")}
         if node.exhausted:
             line["exhausted"] = True
@@ -251,11 +245,8 @@ def from_json(data: Mapping[str, Any]) -> Tree[None]:
             line.get("tokens", 0),
             line.get("finish", ""),
             line.get("code", ""),
-<<<<<<< HEAD
             line.get("estimate"),
-=======
             line.get("output", ""),
->>>>>>> wt-steps
         )
         if "parent" in line:
             (node,) = nodes[line["parent"]].add([step])
