@@ -25,6 +25,7 @@ class Scripted:
     """The outcomes of finished steps."""
     expanded: list[list[tuple[str, int]]] = field(default_factory=list)
     evaluated: list[list[str]] = field(default_factory=list)
+    checked: list[list[str]] = field(default_factory=list)
 
     def expand(self, asks: Asks) -> list[list[Step[str]]]:
         self.expanded.append([(node.step.state, count) for node, count in asks])
@@ -35,6 +36,7 @@ class Scripted:
         return [self.values[node.step.state] for node in nodes]
 
     def outcomes(self, nodes: Sequence[Node[str]]) -> list[float | None]:
+        self.checked.append([node.step.state for node in nodes])
         return [self.known.get(node.step.state) for node in nodes]
 
 
@@ -81,6 +83,7 @@ class Seeded:
         return 1.0 if node.answered and self.random(node.step.state, "right").random() < 0.5 else -1.0
 
     def outcomes(self, nodes: Sequence[Node[str]]) -> list[float | None]:
+        self.calls.append("outcomes")
         return [self.outcome(node) if self.labeled else None for node in nodes]
 
 

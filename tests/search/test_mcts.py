@@ -6,6 +6,7 @@ import math
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,20 +16,21 @@ from burnish.search.mcts import Settings, best, grow
 from burnish.search.tree import Node, Step, Tree
 from step_models import Asks, Scripted, Seeded, questions, statistics, step
 
-# The question has the steps A and B. Both draws after A2 are equal.
+# The question has the steps A and B, and some draws are equal.
 STEPS = {
-    "": [step("A", 0.5), step("B", 0.25)],
-    "A": [step("A1", 0.5, "answer"), step("A2", 0.25)],
-    "A2": [step("A21", 0.5, "unparsable"), step("A21", 0.125, "unparsable")],
-    "B": [step("B1", 0.5, "answer"), step("B2", 0.25, "answer")],
+    "": [step("A", 0.5), step("B", 0.25), step("A", 0.125)],
+    "A": [step("A1", 0.5, "answer"), step("A2", 0.25), step("A3", 0.125)],
+    "A2": [step("A21", 0.5, "unparsable"), step("A21", 0.125, "unparsable"), step("A21", 0.25, "unparsable")],
+    "A3": [step("A31", 0.5, "answer"), step("A31", 0.5, "answer"), step("A31", 0.5, "answer")],
+    "B": [step("B1", 0.5, "answer"), step("B2", 0.25, "answer"), step("B1", 0.25, "answer")],
 }
-VALUES = {"A": 0.5, "A2": -0.5, "B": -0.25}
-OUTCOMES = {"A1": 1.0, "A21": -1.0, "B1": -1.0, "B2": 1.0}
+VALUES = {"A": 0.5, "A2": -0.5, "A3": 0.25, "B": -0.25}
+OUTCOMES = {"A1": 1.0, "A21": -1.0, "A31": 1.0, "B1": -1.0, "B2": 1.0}
 
 
 def search(simulations: int, **settings: float) -> tuple[Tree[str], Scripted]:
     model, tree = Scripted(STEPS, VALUES, OUTCOMES), Tree.start(0, "")
-    grow([tree], model, Settings(simulations, children=2, exploration=1.0, **settings))  # type: ignore[arg-type]
+    grow([tree], model, Settings(simulations, children=3, exploration=1.0, **settings))  # type: ignore[arg-type]
     return tree, model
 
 
@@ -36,27 +38,27 @@ def sums(tree: Tree[str]) -> dict[str, tuple[int, float]]:
     return {node.step.text: (node.visits, node.total) for node in tree.nodes() if node.visits}
 
 
-# Which node each simulation visits, and (N, W) of its ancestors after it.
-# The score is Q + prior sqrt(N of the parent) / (1 + N).
+# The node that each simulation visits, the ends that it samples there and visits at once, and (N, W) of their ancestors
+# after it. The score is Q + prior sqrt(N of the parent) / (1 + N).
 #
-# 1  A: 0.5 against B: 0.25                                              A (1, 0.5)               question (2, 0.5)
-# 2  A: 0.5 + 0.5 sqrt(2)/2 = 0.85 against B: 0.25 sqrt(2) = 0.35;
-#    A1: 0.5 against A2: 0.25                                  A1 = 1    A (2, 1.5)               question (3, 1.5)
-# 3  A: 0.75 + 0.5 sqrt(3)/3 = 1.04 against B: 0.43; A1 ended  A2 = -.5  A (3, 1.0)               question (4, 1.0)
-# 4  A: 1/3 + 0.5 * 2/4 = 0.58 against B: 0.25 * 2 = 0.5       A21 = -1  A2 (2, -1.5), A (4, 0)   question (5, 0)
-# 5  everything below A has ended                                        B (1, -0.25)             question (6, -0.25)
-# 6  B1: 0.5 against B2: 0.25                                  B1 = -1   B (2, -1.25)             question (7, -1.25)
-# 7  B1 ended                                                  B2 = 1    B (3, -0.25)             question (8, -0.25)
+# 1  A: 0.5 against B: 0.25
+#    A = 0.5, A1 = 1                 A (2, 1.5)                    question (3, 1.5)
+# 2  A: 0.75 + 0.5 sqrt(3)/3 = 1.04 against B: 0.25 sqrt(3) = 0.43; A2: 0.25 sqrt(2) against A3: 0.125 sqrt(2)
+#    A2 = -0.5, A21 = -1             A2 (2, -1.5), A (4, 0)        question (5, 0)
+# 3  A: 0 + 0.5 sqrt(5)/5 = 0.22 against B: 0.25 sqrt(5) = 0.56
+#    B = -0.25, B1 = -1, B2 = 1      B (3, -0.25)                  question (8, -0.25)
+# 4  nothing is left below B and A2
+#    A3 = 0.25, A31 = 1              A3 (2, 1.25), A (6, 1.25)     question (10, 1)
+#
+# If simulation 2 did not visit A21, A would be (3, 1) after it. Then simulation 3 would go to A: 1/3 + 0.5 * 2/4 = 0.58
+# against B: 0.25 * 2 = 0.5.
 AFTER: dict[int, dict[str, tuple[int, float]]] = {
     0: {"": (1, 0.0)},
-    1: {"": (2, 0.5), "A": (1, 0.5)},
-    2: {"": (3, 1.5), "A": (2, 1.5), "A1": (1, 1.0)},
-    3: {"": (4, 1.0), "A": (3, 1.0), "A1": (1, 1.0), "A2": (1, -0.5)},
-    4: {"": (5, 0.0), "A": (4, 0.0), "A1": (1, 1.0), "A2": (2, -1.5), "A21": (1, -1.0)},
+    1: {"": (3, 1.5), "A": (2, 1.5), "A1": (1, 1.0)},
+    2: {"": (5, 0.0), "A": (4, 0.0), "A1": (1, 1.0), "A2": (2, -1.5), "A21": (1, -1.0)},
 }
-AFTER[5] = AFTER[4] | {"": (6, -0.25), "B": (1, -0.25)}
-AFTER[6] = AFTER[5] | {"": (7, -1.25), "B": (2, -1.25), "B1": (1, -1.0)}
-AFTER[7] = AFTER[6] | {"": (8, -0.25), "B": (3, -0.25), "B2": (1, 1.0)}
+AFTER[3] = AFTER[2] | {"": (8, -0.25), "B": (3, -0.25), "B1": (1, -1.0), "B2": (1, 1.0)}
+AFTER[4] = AFTER[3] | {"": (10, 1.0), "A": (6, 1.25), "A3": (2, 1.25), "A31": (1, 1.0)}
 
 
 @pytest.mark.parametrize("simulations", AFTER)
@@ -64,27 +66,37 @@ def test_a_search_by_hand(simulations: int) -> None:
     tree, _ = search(simulations)
     assert sums(tree) == AFTER[simulations]
     assert tree.simulations == simulations
-    assert tree.stopped == ("exhausted" if simulations == 7 else "budget")
+    assert tree.stopped == ("exhausted" if simulations == 4 else "budget")
 
 
 def test_finished_children_of_one_node_do_not_end_the_search() -> None:
     tree, _ = search(100)
-    assert sums(tree) == AFTER[7] and tree.stopped == "exhausted" and tree.simulations == 7
+    assert sums(tree) == AFTER[4] and tree.stopped == "exhausted" and tree.simulations == 4
     assert all(node.exhausted for node in tree.nodes())
 
 
-def test_nodes_are_expanded_when_a_simulation_may_go_on_from_them() -> None:
-    _, model = search(4)
-    # not A1, which has ended, and not A21
-    assert model.expanded == [[("", 2)], [("A", 2)], [("A2", 2)]]
+def test_a_simulation_expands_the_node_that_it_visits() -> None:
+    _, model = search(2)
+    assert model.expanded == [[("", 3)], [("A", 3)], [("A2", 3)]]
     assert model.evaluated == [["A"], ["A2"]]  # the others are ends with a known outcome
+    assert model.checked == [["A1"], ["A21"]]
 
 
 def test_an_unknown_outcome_is_estimated() -> None:
     model, tree = Scripted(STEPS, VALUES | {"A1": 0.125}), Tree.start(0, "")
-    grow([tree], model, Settings(2, children=2, exploration=1.0))
-    assert sums(tree)["A1"] == (1, 0.125) and model.evaluated == [["A"], ["A1"]]
+    grow([tree], model, Settings(1, children=3, exploration=1.0))
+    assert sums(tree) == {"": (3, 0.625), "A": (2, 0.625), "A1": (1, 0.125)}
+    assert model.evaluated == [["A"], ["A1"]]
     assert all(node.outcome is None for node in tree.nodes())
+
+
+def test_a_question_whose_first_steps_are_all_ends_is_exhausted_before_the_first_simulation() -> None:
+    ends = [step("x", finish="answer"), step("y", finish="depth"), step("z", finish="answer")]
+    model, tree = Scripted({"": ends}, {}, {"x": -1.0, "y": -1.0, "z": 1.0}), Tree.start(0, "")
+    grow([tree], model, Settings(simulations=40, children=3, tokens=1))
+    assert sums(tree) == {"": (4, -1.0), "x": (1, -1.0), "y": (1, -1.0), "z": (1, 1.0)}
+    assert (tree.stopped, tree.simulations, tree.tokens) == ("exhausted", 0, 3)
+    assert (model.expanded, model.evaluated, model.checked) == ([[("", 3)]], [], [["x", "y", "z"]])
 
 
 class Endless(Scripted):
@@ -122,31 +134,36 @@ def test_with_much_exploration_visits_are_in_proportion_to_priors() -> None:
     assert first_visits(Endless({"": steps}, {"a": -1.0, "b": 0.0, "c": 1.0}), 10, 1e6) == [6, 3, 1]
 
 
-def reference(model: Seeded, question: int, simulations: int, children: int, c: float) -> list[tuple[object, ...]]:
-    """The search with nothing kept: each simulation adds one end, and all numbers are computed from the list of ends.
+def reference(
+    model: Seeded, question: int, simulations: int, children: int, c: float
+) -> tuple[int, list[tuple[object, ...]]]:
+    """The search with nothing kept: all numbers are computed from the list of visited nodes and their values.
 
-    Returns the state, N and W of every visited node, in no order.
+    Returns the number of simulations, and the path, N and W of every visited node, sorted by path.
     """
-    visited: dict[tuple[int, ...], float] = {(): 0.0}  # the path and value of every visited node
+    visited: dict[tuple[int, ...], float] = {}  # the path and value of every visited node
     nodes: dict[tuple[int, ...], Node[str]] = {(): Tree.start(question, str(question)).root}
 
     def values(path: tuple[int, ...]) -> list[float]:
         return [value for other, value in visited.items() if other[: len(path)] == path]
 
     def below(path: tuple[int, ...]) -> list[Node[str]]:
-        if nodes[path].finished:
-            return []
-        if not nodes[path].children:
-            (steps,) = model.expand([(nodes[path], children)])
-            nodes.update({node.path(): node for node in nodes[path].add(steps)})
         return list(nodes[path].children)
 
     def left(path: tuple[int, ...]) -> bool:
         return path not in visited or any(left(child.path()) for child in below(path))
 
-    for _ in range(simulations):
-        if not left(()):
-            break
+    def visit(path: tuple[int, ...], value: float) -> None:
+        visited[path] = value
+        (steps,) = model.expand([(nodes[path], children)])
+        for child in nodes[path].add(steps):
+            nodes[child.path()] = child
+            if child.finished:
+                visited[child.path()] = model.outcome(child)
+
+    visit((), 0.0)
+    done = 0
+    while done < simulations and left(()):
         path: tuple[int, ...] = ()
         while path in visited:
             scores = {}
@@ -156,9 +173,9 @@ def reference(model: Seeded, question: int, simulations: int, children: int, c: 
                     q = sum(own) / len(own) if own else 0.0
                     scores[child.path()] = q + c * math.sqrt(len(values(path))) * child.step.prior / (1 + len(own))
             path = max(scores, key=lambda place: (scores[place], -place[-1]))
-        node = nodes[path]
-        visited[path] = model.outcome(node) if node.finished else model.evaluate([node])[0]
-    return sorted((nodes[path].path(), len(values(path)), sum(values(path))) for path in visited)
+        visit(path, model.evaluate([nodes[path]])[0])
+        done += 1
+    return done, sorted((path, len(values(path)), sum(values(path))) for path in visited)
 
 
 @given(seed=st.integers(0, 10_000), simulations=st.integers(1, 25), c=st.sampled_from([0.0, 0.5, 1.25, 8.0]))
@@ -167,7 +184,7 @@ def test_a_search_is_the_naive_one(seed: int, simulations: int, c: float) -> Non
     model = Seeded(seed, ending=0.4, depth=3)
     grow([tree], model, Settings(simulations, 3, c))
     visited = [(node.path(), node.visits, node.total) for node in tree.nodes() if node.visits]
-    assert sorted(visited) == reference(model, seed, simulations, 3, c)
+    assert (tree.simulations, sorted(visited)) == reference(model, seed, simulations, 3, c)
 
 
 seeds = st.integers(0, 10_000)
@@ -192,7 +209,28 @@ def test_visits_add_up_and_q_is_the_mean_of_what_was_backed_up(model: Seeded, se
             assert abs(node.q) <= 1 and not (visited and not node.visits)
             if node.finished and node.visits:
                 assert (node.visits, node.q, node.exhausted) == (1, node.outcome, True) and not node.children
-        assert tree.root.visits == tree.simulations + 1 and tree.root.value == 0.0
+        ends = sum(node.finished for node in tree.nodes())
+        assert tree.root.visits == 1 + tree.simulations + ends and tree.root.value == 0.0
+
+
+@given(models, settings)
+def test_a_simulation_visits_one_node_and_all_ends_among_the_steps_sampled_there(
+    model: Seeded, settings: Settings
+) -> None:
+    before: set[tuple[int, ...]] = set()
+    last = 0
+    for simulations in range(settings.simulations + 1):
+        (tree,) = questions([0])
+        grow([tree], model, replace(settings, simulations=simulations))
+        visited = {node.path(): node for node in tree.nodes() if node.visits}
+        if simulations and tree.simulations == last:  # it was exhausted before
+            assert tree.stopped == "exhausted" and visited.keys() == before
+            break
+        new = [visited[path] for path in visited.keys() - before]
+        (node,) = [node for node in new if not node.finished]
+        assert {*new} == {node, *(child for child in node.children if child.finished)}
+        before, last = {*visited}, tree.simulations
+        assert last == simulations
 
 
 @given(models, settings)
@@ -203,7 +241,7 @@ def test_the_budget_is_spent_or_the_tree_exhausted(model: Seeded, settings: Sett
         if tree.stopped == "budget":
             assert tree.simulations == settings.simulations
         else:
-            assert tree.stopped == "exhausted"
+            assert tree.stopped == "exhausted" and tree.simulations <= settings.simulations
             assert all(node.visits and (node.finished or node.children) for node in tree.nodes())
         for node in tree.nodes():
             below = bool(node.children) and all(child.exhausted for child in node.children)
@@ -221,9 +259,17 @@ def test_a_tree_does_not_depend_on_the_trees_beside_it(model: Seeded, settings: 
 
 
 def test_the_trees_of_a_wave_share_one_call() -> None:
-    model = Seeded(ending=0.0)
+    model = Scripted(STEPS, VALUES, OUTCOMES)
+    grow(questions([""] * 20), model, Settings(4, children=3, exploration=1.0))
+    assert model.expanded == [[(state, 3)] * 20 for state in ("", "A", "A2", "B", "A3")]
+    assert model.evaluated == [[state] * 20 for state in ("A", "A2", "B", "A3")]
+    assert model.checked == [["A1"] * 20, ["A21"] * 20, ["B1", "B2"] * 20, ["A31"] * 20]
+
+
+def test_leaves_and_ends_without_a_known_outcome_are_one_call_each() -> None:
+    model = Seeded(labeled=False)
     grow(questions(range(20)), model, Settings(10))
-    assert model.calls == ["expand", "evaluate"] * 10
+    assert model.calls == ["expand", "outcomes", "evaluate"] + ["evaluate", "expand", "outcomes", "evaluate"] * 10
 
 
 def test_no_trees_need_no_model() -> None:
@@ -232,12 +278,12 @@ def test_no_trees_need_no_model() -> None:
     assert model.calls == []
 
 
-def test_the_simulation_that_reaches_the_limit_of_tokens_is_the_last() -> None:
-    tree, _ = search(100, tokens=3)  # two tokens at each expanded node: the question, A
-    assert (tree.stopped, tree.simulations, tree.tokens) == ("tokens", 2, 4)
-    assert sums(tree) == AFTER[2]
-    tree, _ = search(100, tokens=0)
-    assert (tree.stopped, tree.simulations, tree.tokens) == ("tokens", 0, 0)
+@pytest.mark.parametrize(("limit", "simulations"), [(1, 0), (3, 0), (4, 1), (6, 1), (7, 2), (9, 2), (10, 3), (12, 3)])
+def test_no_simulation_begins_once_the_limit_of_tokens_is_reached(limit: int, simulations: int) -> None:
+    tree, _ = search(100, tokens=limit)
+    # three tokens for the steps of the question, and three in each simulation
+    assert (tree.stopped, tree.simulations, tree.tokens) == ("tokens", simulations, 3 + 3 * simulations)
+    assert sums(tree) == AFTER[simulations]
 
 
 def test_one_tree_may_reach_its_limit_before_another() -> None:
@@ -246,16 +292,17 @@ def test_one_tree_may_reach_its_limit_before_another() -> None:
             return [[step("a", tokens=len(node.step.state)), step("b", tokens=0)] for node, _ in asks]
 
     trees = questions(["1", "22", "333"])
-    # the question's length, then 1 for the step a, whose state is one character
-    grow(trees, Lengthy({}, {"a": 0.0, "b": 0.0}), Settings(4, children=2, exploration=0.0, tokens=3))
+    # as many as the question has characters, then 1 in each simulation, after the step a
+    grow(trees, Lengthy({}, {"a": 0.0, "b": 0.0}), Settings(4, children=2, exploration=0.0, tokens=4))
     assert [(tree.stopped, tree.simulations, tree.tokens) for tree in trees] == [
-        ("tokens", 3, 3),
-        ("tokens", 2, 3),
-        ("tokens", 1, 3),
+        ("tokens", 3, 4),
+        ("tokens", 2, 4),
+        ("tokens", 1, 4),
     ]
 
 
-def test_the_simulations_that_reach_the_limit_of_seconds_are_the_last() -> None:
+@pytest.mark.parametrize(("limit", "simulations"), [(2.0, 0), (5.0, 2), (6.0, 2), (6.5, 3)])
+def test_no_simulation_begins_once_the_limit_of_seconds_is_reached(limit: float, simulations: int) -> None:
     now = [0.0]
 
     class Slow(Seeded):
@@ -264,8 +311,9 @@ def test_the_simulations_that_reach_the_limit_of_seconds_are_the_last() -> None:
             return super().expand(asks)
 
     trees = questions(range(2))
-    grow(trees, Slow(ending=0.0), Settings(100, seconds=6.0), clock=lambda: now[0])
-    assert [(tree.stopped, tree.simulations) for tree in trees] == [("seconds", 3)] * 2
+    # two seconds for the steps of the questions, and two for each wave of simulations
+    grow(trees, Slow(ending=0.0), Settings(100, seconds=limit), clock=lambda: now[0])
+    assert [(tree.stopped, tree.simulations) for tree in trees] == [("seconds", simulations)] * 2
 
 
 def test_a_tree_cannot_grow_twice() -> None:
@@ -368,6 +416,6 @@ def test_memory_is_linear_in_nodes(record_property: Callable[[str, object], None
         nodes = sum(1 for tree in trees for _ in tree.nodes())
         costs.append(tracemalloc.get_traced_memory()[0] / nodes)
         tracemalloc.stop()
-        assert nodes == 5 * (1 + 5 * simulations)
+        assert nodes == 5 * (1 + 5 * (1 + simulations))
     record_property("bytes a node", f"{costs[0]:.0f}")
     assert costs[1] < 1.1 * costs[0] and costs[0] < 400

@@ -88,18 +88,20 @@ def test_an_outcome_is_1_or_minus_1() -> None:
 
 
 def test_a_tree_as_json() -> None:
-    steps = [Step("s", "3 * 4 = 12", 0.5, 9, code="ok"), Step("t", "14", 0.25, 4, "answer")]
-    model = Scripted({"": steps}, {"s": 0.5}, {"t": 1.0})
+    first = [Step("s", "3 * 4 = 12", 0.5, 9, code="ok"), Step("t", "14", 0.25, 4, "answer")]
+    second = [Step("u", "12 + 2 = 14", 0.75, 8), Step("u", "12 + 2 = 14", 0.75, 8)]
+    model = Scripted({"": first, "s": second}, {"s": 0.5}, {"t": 1.0})
     tree = Tree.start("q.jsonl:7", "")
+    # 14 is visited when it is sampled. Then the simulation visits 3 * 4 = 12, whose steps are merged.
     grow([tree], model, Settings(simulations=1, children=2))
     data = to_json(tree)
     assert data == {
         "question": "q.jsonl:7",
         "stopped": "budget",
         "simulations": 1,
-        "tokens": 13,
+        "tokens": 9 + 4 + 8 + 8,
         "nodes": [
-            {"id": 0, "visits": 2, "q": 0.25, "total": 0.5, "value": 0.0},
+            {"id": 0, "visits": 3, "q": 0.5, "total": 1.5, "value": 0.0},
             {
                 "id": 1,
                 "parent": 0,
@@ -112,7 +114,21 @@ def test_a_tree_as_json() -> None:
                 "value": 0.5,
                 "code": "ok",
             },
-            {"id": 2, "parent": 0, "step": "14", "prior": 0.25, "tokens": 4, "finish": "answer"},
+            {"id": 2, "parent": 1, "step": "12 + 2 = 14", "prior": 0.75, "tokens": 8},
+            {
+                "id": 3,
+                "parent": 0,
+                "step": "14",
+                "prior": 0.25,
+                "tokens": 4,
+                "visits": 1,
+                "q": 1.0,
+                "total": 1.0,
+                "value": 1.0,
+                "finish": "answer",
+                "outcome": 1.0,
+                "exhausted": True,
+            },
         ],
     }
 

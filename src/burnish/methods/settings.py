@@ -52,7 +52,7 @@ class SampleConfig(Config):
 class SearchConfig(Config):
     """Settings of ``search``, which solves questions by tree search and writes their solutions as rows."""
 
-    simulations: int = Field(40, ge=1, description="states that are evaluated in each tree")
+    simulations: int = Field(40, ge=1, description="maximum number of simulations of a tree")
     children: int = Field(5, ge=1, description="steps that are sampled after each state")
     exploration: float = Field(1.25, ge=0, description="weight of rarely visited steps against those with a high Q")
     trees: int = Field(1, ge=1, description="maximum number of trees of a question")

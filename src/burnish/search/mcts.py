@@ -22,9 +22,9 @@ class Settings:
     exploration: float = 1.25
     """c: how much priors weigh against Q."""
     tokens: int | None = None
-    """Maximum number of sampled tokens of a tree. The simulation that reaches it is the last."""
+    """Maximum number of sampled tokens of a tree. No simulation begins once it is reached."""
     seconds: float | None = None
-    """Maximum time for all trees together. The simulations that reach it are the last."""
+    """Maximum time for all trees together. No simulation begins once it is reached."""
 
 
 def grow(
@@ -50,19 +50,15 @@ def grow(
     for tree in trees:
         assert not tree.root.visits, f"the tree of {tree.question} has grown already"
         tree.root.visits, tree.root.value = 1, 0.0
-    growing = list(trees)
-    _expand([(tree, [tree.root]) for tree in growing], model, settings)
-    while True:
+    paths = [(tree, [tree.root]) for tree in trees]
+    while paths:
+        _expand(paths, model, settings)
         late = clock() >= end
-        growing = [tree for tree in growing if not _stop(tree, settings, late)]
-        if not growing:
-            return
-        paths = [(tree, select(tree, settings.exploration)) for tree in growing]
+        paths = [(tree, select(tree, settings.exploration)) for tree, _ in paths if not _stop(tree, settings, late)]
         evaluate(model, [path[-1] for _, path in paths])
         for tree, path in paths:
             _back_up(path)
             tree.simulations += 1
-        _expand(paths, model, settings)
 
 
 def _expand(paths: Sequence[tuple[Tree[S], list[Node[S]]]], model: StepModel[S], settings: Settings) -> None:
