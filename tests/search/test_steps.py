@@ -162,6 +162,15 @@ def test_a_full_context_ends_a_solution_before_the_generator_refuses_it():
     assert [step.finish for step in walk(sampler)] == ["", "context"]
 
 
+def test_output_that_fills_the_context_ends_a_solution_even_if_it_is_final():
+    prompt = len(root(character_tokenizer()).root.step.state.tokens)
+    written = "final = 1 <code>ok</code>"  # and <output>1</output> and a line break
+    room = len(written) + len("<output>1</output>\n")
+    for context, reason in ((prompt + room + 1, "context"), (prompt + room + 2, "answer")):
+        sampler = scripted(lambda text: written, code={}, final="final", sandbox=Fails(), context=context)
+        assert walk(sampler)[0].finish == reason
+
+
 # --- tokens in, tokens out ----------------------------------------------------------------------------------------
 
 
