@@ -216,7 +216,7 @@ class StepSampler:
             parent.question,
             parent.tree,
             (*parent.tokens, *draft.tokens, *draft.appended),
-            f"{parent.text}{self.settings.delimiter}{text}" if parent.text else text,
+            self.settings.delimiter.join(part for part in (parent.text, text) if part),
             parent.history if result is None else result.history,
             parent.errors if result is None else 0 if result.reason == "ok" else parent.errors + 1,
             draft.value,
