@@ -27,7 +27,7 @@ from burnish.search.settings import StepSettings
 from burnish.search.solutions import paths
 from burnish.search.steps import Partial, StepSampler, open_sandbox
 from burnish.search.tree import Finish, Node, Step, Tree
-from burnish.types import Messages, Steps
+from burnish.types import Messages, Prompt, Steps
 from scripted import ScriptedGenerator
 from stepwise import stepwise
 
@@ -185,13 +185,8 @@ def sampled(seed: int = 0, slots: int = 8, **own: Any) -> StepSampler:
 
 
 def grown(sampler: StepSampler, questions: Sequence[int], tree: int = 0) -> list[Tree[Partial]]:
-    prompts = [f"{question}+{question}=" for question in questions]
-    ids = [
-        sampler.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)[
-            "input_ids"
-        ]
-        for prompt in prompts
-    ]
+    prompts = [Prompt(({"role": "user", "content": f"{question}+{question}="},), {}, "p:1") for question in questions]
+    ids = Renderer(sampler.tokenizer).prompts(prompts)
     trees = [Tree.start(q, Partial(q, tree, tuple(tokens))) for q, tokens in zip(questions, ids, strict=True)]
     grow(trees, sampler, Settings(simulations=6, children=3))
     return trees
