@@ -24,8 +24,7 @@ name: search
 threads: 1
 stages:
   - name: prepare
-    run: burnish.recipes.alphamath:prepare
-    with: {rows: 80, questions: 7, development: 1, held_out: 1, terms: 4}
+    run: mine.py:prepare
   - name: sft
     method: {name: sft}
     model: {stage: prepare}
@@ -49,13 +48,41 @@ stages:
     generator: {slots: 8}
     data: {rows: {stage: prepare, file: questions.jsonl}}
 """
+MINE = """
+import random
+
+from burnish.recipes import write_rows
+from burnish.recipes.models import character_tokenizer, random_llama
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
+)
+
+def prepare(folder, seed):
+    rng, rows = random.Random(seed), {}
+    while len(rows) < 90:
+        a, b, c, d = (rng.randrange(1, 6) for _ in range(4))
+        steps = f"{a}+{b}={a + b}\\n{a + b}+{c}={a + b + c}\\n{a + b + c}+{d}={a + b + c + d}\\n"
+        rows[f"{a}+{b}+{c}+{d}=?"] = steps, str(a + b + c + d)
+    first, last = list(rows.items())[:80], list(rows.items())[80:87]
+    write_rows(folder / "data/sft.jsonl", ({"prompt": p, "completion": steps} for p, (steps, _) in first))
+    write_rows(folder / "data/questions.jsonl", ({"prompt": p, "answer": answer} for p, (_, answer) in last))
+    tokenizer = character_tokenizer("0123456789+=?\\n", TEMPLATE)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.08}
+    random_llama(tokenizer, seed, **sizes).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+def number(text):
+    return text[-1:] or None
+"""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     (folder / "search.yaml").write_text(RECIPE)
-    (folder / "mine.py").write_text("def number(text):\n    return text[-1:] or None\n")
+    (folder / "mine.py").write_text(MINE)
     return folder
 
 
@@ -107,7 +134,7 @@ def test_measures_and_counts_are_those_of_the_rows(whole: Path) -> None:
         solved = {tree["prompt"] for tree in trees if any(node.get("outcome") == 1 for node in tree["nodes"])}
         assert after["eval_solved"] == pytest.approx(len(solved) / 7)
         assert after["eval_solutions"] == pytest.approx(len(rows) / 7)
-        assert after["eval_tokens"] == pytest.approx(sum(tree["tokens"] for tree in trees) / 7)
+        assert after["eval_sampled_tokens"] == pytest.approx(sum(tree["tokens"] for tree in trees) / 7)
         assert sum(entry["rows"]["rows"]["counts"].values()) == 7
 
 
@@ -121,7 +148,7 @@ def test_searches_that_were_killed_end_with_the_same_bytes(
     assert (recipe.folder / "second/unfinished").is_dir()
     pipeline.run(recipe)
     files = [*sorted(whole.glob("*/data/*.jsonl")), whole / "values/model/value_head.safetensors"]
-    assert len(files) == 4 + 3 + 3 + 1
+    assert len(files) == 2 + 3 + 3 + 1
     for path in files:
         again = (recipe.folder / path.relative_to(whole)).read_bytes()
         assert again.replace(str(recipe.folder).encode(), str(whole).encode()) == path.read_bytes(), path

@@ -17,8 +17,6 @@ from burnish.data.recognition import parse
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.sampling import Sampling
-from burnish.models.heads import StepValueHead
-from burnish.recipes import alphamath, models
 from burnish.render.renderer import Renderer
 from burnish.render.solutions import solution
 from burnish.rl.sandbox import client
@@ -29,8 +27,9 @@ from burnish.search.settings import StepSettings
 from burnish.search.solutions import paths
 from burnish.search.steps import Partial, StepSampler, open_sandbox
 from burnish.search.tree import Finish, Node, Step, Tree
-from burnish.types import Messages, Steps
+from burnish.types import Messages, Prompt, Steps
 from scripted import ScriptedGenerator
+from stepwise import stepwise
 
 QUESTION: Messages = ({"role": "user", "content": "3*4+2=?"},)
 END = "<|im_end|>"
@@ -163,33 +162,32 @@ def test_a_full_context_ends_a_solution_before_the_generator_refuses_it():
     assert [step.finish for step in walk(sampler)] == ["", "context"]
 
 
+def test_output_that_fills_the_context_ends_a_solution_even_if_it_is_final():
+    prompt = len(root(character_tokenizer()).root.step.state.tokens)
+    written = "final = 1 <code>ok</code>"  # and <output>1</output> and a line break
+    room = len(written) + len("<output>1</output>\n")
+    for context, reason in ((prompt + room + 1, "context"), (prompt + room + 2, "answer")):
+        sampler = scripted(lambda text: written, code={}, final="final", sandbox=Fails(), context=context)
+        assert walk(sampler)[0].finish == reason
+
+
 # --- tokens in, tokens out ----------------------------------------------------------------------------------------
 
 
-def tiny(dtype: torch.dtype = torch.float64) -> tuple[Any, Any, StepValueHead]:
-    """A random model of sums, whose steps are short, with a value head."""
-    tokenizer = models.character_tokenizer(alphamath.CHARACTERS, alphamath.TEMPLATE)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model: Any = models.random_llama(tokenizer, 0, **sizes, initializer_range=0.1)
-    head = StepValueHead(32, dtype)
-    torch.manual_seed(0)
-    torch.nn.init.normal_(head.value.weight)
-    return model.to(dtype=dtype).eval(), tokenizer, head
-
-
 def sampled(seed: int = 0, slots: int = 8, **own: Any) -> StepSampler:
-    model, tokenizer, head = tiny()
-    generator = LocalGenerator(model, tokenizer, head, slots)
-    sampling = Sampling(max_new_tokens=30)
-    stop = frozenset({tokenizer.eos_token_id})
-    return StepSampler(generator, tokenizer, stop, StepSettings(depth=4), sampling, seed, answer=last_number, **own)
+    loaded = stepwise()
+    generator = LocalGenerator(loaded.model, loaded.tokenizer, loaded.value_head, slots)
+    stop = frozenset({loaded.tokenizer.eos_token_id})
+    settings = StepSettings(depth=4)
+    return StepSampler(
+        generator, loaded.tokenizer, stop, settings, Sampling(max_new_tokens=9), seed, answer=last_number, **own
+    )
 
 
 def grown(sampler: StepSampler, questions: Sequence[int], tree: int = 0) -> list[Tree[Partial]]:
-    trees = []
-    for question in questions:
-        (ids,) = Renderer(sampler.tokenizer).encode_text([f"{question}+{question}=?\n"])
-        trees.append(Tree.start(question, Partial(question, tree, (1, *ids))))
+    prompts = [Prompt(({"role": "user", "content": f"{question}+{question}="},), {}, "p:1") for question in questions]
+    ids = Renderer(sampler.tokenizer).prompts(prompts)
+    trees = [Tree.start(q, Partial(q, tree, tuple(tokens))) for q, tokens in zip(questions, ids, strict=True)]
     grow(trees, sampler, Settings(simulations=6, children=3))
     return trees
 
@@ -199,7 +197,9 @@ def told(tree: Tree[Partial]) -> list[tuple[Any, ...]]:
 
 
 def test_values_are_those_of_a_plain_forward_pass():
-    sampler, (model, _, head) = sampled(), tiny()
+    sampler, loaded = sampled(), stepwise()
+    head = loaded.value_head
+    assert head is not None
     seen = set()
     for tree in grown(sampler, range(1, 6)):
         for node in tree.nodes():
@@ -209,10 +209,10 @@ def test_values_are_those_of_a_plain_forward_pass():
             ended = state.tokens[-1] in sampler.stop_ids
             ids = torch.tensor([state.tokens[: len(state.tokens) - ended]])  # the V before the end token
             with torch.no_grad():
-                expected = head(model.model(ids).last_hidden_state)[0, -1].item()
+                expected = head(loaded.model.model(ids).last_hidden_state)[0, -1].item()
             assert sampler.evaluate([node]) == pytest.approx([expected], abs=1e-9)
             seen.add((ended, node.step.text == ""))
-    assert {(True, False), (False, False)} <= seen
+    assert {(True, True), (False, False)} <= seen  # this model ends its turn after a line break only
 
 
 def test_a_value_that_was_not_read_when_sampling_is_read_later():

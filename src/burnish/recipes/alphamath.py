@@ -49,7 +49,7 @@ def prepare(
     folder: Path,
     seed: int,
     *,
-    rows: int = 3000,
+    rows: int = 8000,
     questions: int = 800,
     development: int = 1000,
     held_out: int = 2000,
@@ -83,7 +83,7 @@ def prepare(
 
 def find(text: str) -> str | None:
     """The expression that a solution calculates, such as ``3+8-5``; None if its lines do not continue each other."""
-    lines = [STEP.fullmatch(line) for line in text.split("\n")]
+    lines = [STEP.fullmatch(line) for line in text.strip().split("\n")]
     steps = [match.groups() for match in lines if match is not None]
     if len(steps) != len(lines) or any(one[3] != other[0] for one, other in zip(steps, steps[1:], strict=False)):
         return None

@@ -216,7 +216,7 @@ class StepSampler:
             parent.question,
             parent.tree,
             (*parent.tokens, *draft.tokens, *draft.appended),
-            f"{parent.text}{self.settings.delimiter}{text}" if parent.text else text,
+            self.settings.delimiter.join(part for part in (parent.text, text) if part),
             parent.history if result is None else result.history,
             parent.errors if result is None else 0 if result.reason == "ok" else parent.errors + 1,
             draft.value,
@@ -245,11 +245,14 @@ class StepSampler:
         settings = self.settings
         if draft.reason == "length" or draft.reason == "context":
             return draft.reason
+        full = self.context is not None and len(state.tokens) >= self.context - 1
+        if full and draft.appended:  # not even the value could be read
+            return "context"
         if draft.reason == "turn" or (settings.final is not None and settings.final in draft.text):
             return "unparsable" if self.answer(state.text) is None else "answer"
         if settings.code is not None and state.errors >= settings.code.errors:
             return "tools"
-        if self.context is not None and len(state.tokens) >= self.context - 1:
+        if full:
             return "context"
         return "depth" if draft.node.depth + 1 >= settings.depth else ""
 
