@@ -214,12 +214,23 @@ class Steps:
     """A solution in steps, each with a value Q in [-1, 1]. The last value is the outcome: 1 (correct) or -1.
 
     ``Steps(({"role": "user", "content": "2 + 3 * 4 = ?"},), ("3 * 4 = 12", "2 + 12 = 14"), (0.8, 1.0), "s.jsonl:9")``
+
+    ``outputs`` are what the code of each step returned: ``("<output>12</output>", "")``; () if no step has any.
+
+    Raises:
+        ValueError: the steps, values and outputs differ in number.
     """
 
     question: Messages
     steps: tuple[str, ...]
     values: tuple[float, ...]
     source: str
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = len(self.steps), len(self.values), len(self.outputs or self.steps)
+        if len(set(numbers)) > 1:
+            raise ValueError(f"{self.source}: {numbers[0]} steps, {numbers[1]} values, {numbers[2]} outputs")
 
     @property
     def correct(self) -> bool:

@@ -431,6 +431,17 @@ def test_other_keys_of_a_message_are_refused(role: str, key: str) -> None:
         assert parse(row, (Conversation,), "r:1", keep=[key]) == expected
 
 
+def test_steps_may_have_the_output_of_their_code() -> None:
+    steps = [{"step": " <code>3*4</code>\n", "output": "\n12\n", "Q": 0.5}, {"step": "so 12", "Q": 1}]
+    row = parse({"instruction": "3 * 4?", "output": steps}, (Steps,), "r:1")
+    assert row == Steps(({"role": "user", "content": "3 * 4?"},), ("<code>3*4</code>", "so 12"), (0.5, 1.0), "r:1",
+                        ("\n12\n", ""))  # fmt: skip
+    without = parse({"instruction": "3 * 4?", "output": [one | {"output": None} for one in steps]}, (Steps,), "r:1")
+    assert isinstance(without, Steps) and without.outputs == ()
+    with pytest.raises(UserError, match=r"r:1: output\[0\].output: not text: expected a string, got int 12"):
+        parse({"instruction": "3 * 4?", "output": [steps[0] | {"output": 12}, steps[1]]}, (Steps,), "r:1")
+
+
 def test_messages_and_steps_may_carry_provenance_keys() -> None:
     record = {"messages": [{**HI[0], "id": 1, "meta": {"a": 1}}, {**HELLO[0], "weight": 1, "finish_reason": "stop"}]}
     assert parse(record, (Conversation,), "r:1") == Conversation(HI + HELLO, None, "r:1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,53 @@ def test_one_target_a_whole_step_after_collating(tiny_tokenizer):
         ends = batch.arrays["outcomes"] != 0
         assert batch.tokens[ends].tolist() == [newline] * 4
         assert batch.arrays["targets"][ends].tolist() == [0.5, 1.0, 0.0, -1.0]
+
+
+# --- output of code ---
+
+
+CODED = Steps(QUESTION, ("<3+8>", "11-2=9"), (0.5, 1.0), "steps.jsonl:1", ("[11]", ""))
+
+
+def test_output_follows_its_step_and_is_not_learned(tiny_tokenizer, ids):
+    masked, learned = (solutions.solution(Renderer(tiny_tokenizer), CODED, mask_output=mask) for mask in (True, False))
+    prompt = asked(tiny_tokenizer)
+    expected = [*prompt, *ids("<3+8>"), *ids("[11]\n"), *ids("11-2=9\n"), tiny_tokenizer.eos_token_id]
+    assert list(masked.tokens) == list(learned.tokens) == expected
+    start = [False] * len(prompt)
+    assert list(masked.loss_mask) == start + [True] * 5 + [False] * 5 + [True] * 8
+    assert list(learned.loss_mask) == start + [True] * 18
+    # The value of a step is at its last token, the delimiter after the output.
+    assert np.flatnonzero(masked.arrays["outcomes"]).tolist() == [len(prompt) + 9, len(prompt) + 16]
+    np.testing.assert_equal(masked.arrays, learned.arrays)
+
+
+def test_output_is_masked_where_everything_is_learned(tiny_tokenizer):
+    sequence = solutions.solution(Renderer(tiny_tokenizer), CODED, learn="everything")
+    prompt = len(asked(tiny_tokenizer))
+    assert np.flatnonzero(~sequence.loss_mask).tolist() == [0, *range(prompt + 5, prompt + 10)]
+
+
+def test_output_may_contain_the_delimiter_and_a_step_may_not(tiny_tokenizer, ids):
+    lines = replace(CODED, outputs=("[1\n1]", ""))
+    sequence = solutions.solution(Renderer(tiny_tokenizer), lines, learn_eos=False)
+    assert list(sequence.tokens)[-18:] == ids("<3+8>[1\n1]\n11-2=9\n")
+    with pytest.raises(UserError, match="step 1 of 2: a step holds the delimiter"):
+        solutions.solution(Renderer(tiny_tokenizer), replace(CODED, steps=("a\nb", "c")))
+
+
+def test_steps_values_and_outputs_must_be_as_many():
+    with pytest.raises(ValueError, match="s:1: 2 steps, 2 values, 1 outputs"):
+        Steps(QUESTION, ("a", "b"), (0.5, 1.0), "s:1", ("x",))
+
+
+def test_the_cache_tells_masked_from_learned_output(tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
+    counts = []
+    for mask in (True, False):
+        (example,), _ = StepValue(mask_output=mask).examples([CODED], tiny_tokenizer, Truncation())
+        counts.append(int(example.sequences[0].loss_mask.sum()))
+    assert counts == [13, 18]
 
 
 # --- length --------------------------------------------------------------------------------------------------------

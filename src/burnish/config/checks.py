@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import symtable
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -28,8 +28,9 @@ from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
-from burnish.generate.settings import GeneratorSettings
+from burnish.generate.settings import NO_VALUES, GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
+from burnish.methods.settings import SearchConfig, StepValueConfig
 from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig, PackageModel, StageModel
 from burnish.protocols import MethodSpec
@@ -187,6 +188,8 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("stages", index, "reward"), text)
         if text := _generator_problem(stage):
             yield Problem(("stages", index, "generator"), text)
+        if stage.method and stage.method.name == "search":
+            yield from (Problem(("stages", index, *path), text) for path, text in _search_problems(stage, earlier))
         if stage.method and stage.data and stage.data.stream:
             yield from (Problem(("stages", index, *path), text) for path, text in _stream_problems(stage))
         for key, text in stage.trainer.conflicts():
@@ -401,6 +404,32 @@ def _generator_problem(stage: Stage) -> str | None:
     return None if samples else f"method {stage.method.name!r} does not sample: remove this key"
 
 
+def _search_problems(stage: Stage, earlier: Mapping[str, Stage]) -> Iterator[tuple[Keys, str]]:
+    """Settings of a search that it ignores, or that do not suit the value head of an earlier stage."""
+    assert stage.method is not None
+    for key in ("samples", "stop", "length_range"):
+        if key in stage.generation.model_fields_set:
+            yield ("generation", key), f"search does not use this: {STEPS_SET[key]}"
+    maker = earlier.get(stage.model.stage) if isinstance(stage.model, StageModel) else None
+    if maker is None or maker.method is None or maker.method.name != "step_value":
+        return
+    if stage.generator.name == "continuous":
+        yield ("generator", "name"), f"stage {maker.name!r} trains a value head, and {NO_VALUES}"
+    own = SearchConfig.model_validate(stage.method.settings).step.delimiter
+    theirs = StepValueConfig.model_validate(maker.method.settings).delimiter
+    if own != theirs:
+        at = "method", "step", "delimiter"
+        yield at, f"stage {maker.name!r} trains values of steps that end with {theirs!r}, but these end with {own!r}"
+
+
+STEPS_SET = {
+    "samples": "method.children sets how many steps are sampled, and method.trees how many trees",
+    "stop": "method.step.delimiter ends a step, and method.step.final a solution",
+    "length_range": "max_new_tokens limits the tokens of each step",
+}
+"""What to set in a search instead of a key of ``generation``."""
+
+
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
     """Files, folders, packages and functions that do not exist, or whose path is impossible."""
     if text := _folder_problem(recipe):
@@ -417,7 +446,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         functions: list[tuple[Keys, str | None]] = [(("run",), stage.run)]
         functions += [*reward_functions(stage.reward), *environment_functions(stage)]
         if stage.method:
-            functions += [(("method", key), name) for key, name in stage.method.functions.items()]
+            functions += [(("method", *keys), name) for keys, name in stage.method.functions.items()]
         for path, reference in functions:
             if reference and (text := function_problem(reference, recipe.locate)):
                 yield Problem(("stages", index, *path), text)

@@ -24,7 +24,7 @@ from burnish.data.readers import Rows
 from burnish.errors import UserError
 from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
-from burnish.generate.settings import factory
+from burnish.generate.settings import NO_VALUES, factory
 from burnish.math.statistics import interval_of_mean
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.models.loaded import Loaded, is_reward_model, load, load_tokenizer
@@ -332,6 +332,8 @@ class _Run:
             raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
             values = {"critic": loaded.value_head} if self.spec.values and loaded.value_head is not None else {}
+            if values and self.stage.generator.name == "continuous":
+                raise UserError(f"{loaded.reference} has a value head, and {NO_VALUES}")
             make = factory(self.stage.generator)
             self._generators[loaded.reference] = make(loaded.model, loaded.tokenizer, **values)
         return self._generators[loaded.reference]

@@ -85,11 +85,15 @@ class MethodChoice(Config, extra="allow"):
         return dict(self.model_extra or {})
 
     @property
-    def functions(self) -> dict[str, str]:
-        """The user's functions, by the setting or block that names them: ``{"policy_loss": "my_loss.py:name"}``."""
+    def functions(self) -> dict[tuple[str, ...], str]:
+        """The user's functions, by the keys that name them: ``{("policy_loss",): "my_loss.py:name"}``."""
         blocks = {key: self.settings[key] for key in {*BLOCKS, "function"} & set(self.settings)}
-        names = {key: block.get("name") if isinstance(block, dict) else block for key, block in blocks.items()}
-        return {key: name for key, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
+        names: dict[tuple[str, ...], Any] = {
+            (key,): block.get("name") if isinstance(block, dict) else block for key, block in blocks.items()
+        }
+        if isinstance(answer := self.settings.get("answer"), dict):
+            names |= {("answer", key): answer.get(key) for key in ("find", "check")}
+        return {keys: name for keys, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
 
 
 SPLITS = ("train", "eval", "rows")
@@ -374,9 +378,10 @@ class Recipe(Config, use_attribute_docstrings=True):
     def method_settings(self, method: MethodChoice) -> dict[str, Any]:
         """The settings of a method, with the paths of the user's functions relative to the recipe's folder."""
         settings = method.settings
-        for key, name in method.functions.items():
+        for (key, *inner), name in method.functions.items():
             block = settings[key] if isinstance(settings[key], dict) else {}
-            settings[key] = self.locate(name) if key == "function" else {**block, "name": self.locate(name)}
+            where = inner[0] if inner else "name"
+            settings[key] = self.locate(name) if key == "function" else {**block, where: self.locate(name)}
         return settings
 
     def resolved(self) -> dict[str, Any]:

@@ -652,17 +652,19 @@ def _read_scored(record: Record, row: At, key: str = "text") -> Scored:
 
 
 def _read_steps(record: Record, row: At) -> Steps:
-    """AlphaMath's rows: reasoning steps with their Q. The prior P of a step is ignored."""
+    """AlphaMath's rows: reasoning steps with their Q, and the output of their code. The prior P is ignored."""
     question = _with_system(record, row, _turns(record["instruction"], row.inside("instruction"), "user"))
     at = row.inside("output")
-    texts, values = [], []
+    texts, values, outputs = [], [], []
     for i, item in enumerate(list_at(record["output"], at)):
         here = at.inside(i)
         for key in ("step", "Q"):
             if not isinstance(item, Mapping) or key not in item:
                 raise here.inside(key).bad("missing key", f"expected step and Q, got {shown(item)}")
-        _no_other_keys(item, ("step", "Q"), here)
+        _no_other_keys(item, ("step", "Q", "output"), here)
         texts.append(_text(item["step"], here.inside("step")).strip())
+        output = item.get("output")
+        outputs.append("" if empty(output) else _text(output, here.inside("output")))
         value = _number(item["Q"], here.inside("Q"))
         if abs(value) > 1 + EXACT:
             raise here.inside("Q").bad("Q outside [-1, 1]", f"got {value:g}")
@@ -673,7 +675,7 @@ def _read_steps(record: Record, row: At) -> Steps:
         last = at.inside(len(values) - 1).inside("Q")
         raise last.bad("last Q is not 1 or -1", f"it is the outcome of the solution, got {values[-1]:g}")
     values[-1] = math.copysign(1.0, values[-1])
-    return Steps(question, tuple(texts), tuple(values), row.source)
+    return Steps(question, tuple(texts), tuple(values), row.source, tuple(outputs) if any(outputs) else ())
 
 
 class Shape(NamedTuple):

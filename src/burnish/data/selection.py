@@ -135,7 +135,7 @@ def _parts(row: Row) -> tuple[Hashable, Hashable]:
         case Labelled():
             prompt, completion = row.prompt, row.completion
         case Steps():
-            prompt, completion = row.question, row.steps
+            prompt, completion = row.question, (row.steps, row.outputs)
     return _hashable(prompt), _hashable(completion)
 
 

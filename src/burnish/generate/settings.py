@@ -16,6 +16,7 @@ CLASSES = {
     "continuous": "burnish.generate.continuous:ContinuousGenerator",
     "process": "burnish.generate.process:ProcessGenerator",
 }
+NO_VALUES = "the generator continuous returns no values: use generator: {name: local}"
 
 
 class GeneratorSettings(Config, use_attribute_docstrings=True):

@@ -49,13 +49,16 @@ class Search(RowMethod):
         self.answers = Answers(self.settings.answer)
 
     def check(self, rows: list[Row], keys: Collection[str], reward_model: bool | None) -> None:
-        """Check that every question has an answer."""
+        """Check that every question has an answer, unless a function of the user checks the solutions."""
+        if ":" in self.settings.answer.check:
+            return
         column = self.settings.answer.column
         for row in rows:
-            if isinstance(row, Prompt) and not str(row.columns.get(column, "")).strip():
+            known = row.columns.get(column) if isinstance(row, Prompt) else None
+            if known is None or not str(known).strip():
                 raise UserError(
-                    f"{row.source}: no column {column}: search checks solutions against the known answers "
-                    "(answer.column names their column)"
+                    f"{row.source}: no {column}: search checks solutions against the known answers, which are in the "
+                    "column answer, or in the one that method.answer.column names"
                 )
 
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
@@ -82,6 +85,7 @@ class Search(RowMethod):
             context=context_window(loaded.model),
             answer=self.answers.find,
             outcome=outcome_of,
+            printed=lambda question, line: self.answers.check(line, columns[question]) is True,
             sandbox=open_sandbox(s.step.code),
         )
         grown: dict[int, list[Tree[Partial]]] = {one.index: [] for one in kept}
@@ -128,9 +132,9 @@ class Search(RowMethod):
             kept = balance(prefer(usable(found)), self.settings.correct, self.settings.incorrect)
             question = text_or_messages(row.messages)
             for solution in kept:
-                labelled = [{"step": text, "Q": q} for text, q in solution.steps]
-                text = self.settings.step.delimiter.join(solution.texts)
-                files["steps.jsonl"].append({"instruction": question, "output": labelled})
+                steps = solution.rows()
+                text = self.settings.step.delimiter.join(f"{step['step']}{step.get('output', '')}" for step in steps)
+                files["steps.jsonl"].append({"instruction": question, "output": steps})
                 files["solutions.jsonl"].append({"prompt": question, "completion": text, "score": solution.outcome})
             files["trees.jsonl"] += [{"source": row.source, "prompt": question, **to_json(tree)} for tree in trees]
             if kept and len(shown) < SHOWN:
@@ -160,7 +164,9 @@ def _sample(row: Prompt, solution: Solution) -> dict[str, Any]:
     return {
         "kind": "train",
         "prompt": row.messages[-1]["content"],
-        "completion": "\n".join(f"{text}  (Q {q:.2f})" for text, q in solution.steps),
+        "completion": "\n".join(
+            f"{step['step']}{step.get('output', '')}  (Q {step['Q']:.2f})" for step in solution.rows()
+        ),
         "score": solution.outcome,
         "rewards": {},
         "finish_reason": "stop",

@@ -181,6 +181,9 @@ class StepValueConfig(Config):
     )
     learn_eos: bool = Field(True, description="train on the token that ends a correct solution")
     delimiter: str = Field("\n", min_length=1, description="text that ends a reasoning step, in training and in search")
+    mask_output: bool = Field(
+        True, description="the output of a step's code (output in its row) and the delimiter after it are not learned"
+    )
 
 
 # --- policy gradient ----------------------------------------------------------------------------------------------

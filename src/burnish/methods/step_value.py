@@ -64,9 +64,10 @@ class StepValue(Method):
         renderer = Renderer(tokenizer)
 
         def to_examples(rows: list[Steps]) -> list[Example]:
-            return [Example((sequence,)) for sequence in solutions(renderer, rows, s.learn, s.learn_eos, s.delimiter)]
+            sequences = solutions(renderer, rows, s.learn, s.learn_eos, s.delimiter, s.mask_output)
+            return [Example((sequence,)) for sequence in sequences]
 
-        key = cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter)
+        key = cache_key(tokenizer, self.spec.name, s.learn, s.learn_eos, s.delimiter, s.mask_output)
         return encode(rows, to_examples, truncation, key)
 
     def loader(self, examples: list[Example], engine: Engine, run: Run) -> RowLoader:

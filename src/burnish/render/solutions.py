@@ -1,7 +1,7 @@
 """Solutions in steps to sequences: each step is tokenized by itself, with its value on its last token.
 
-Training and search build their tokens from the same two parts, ``Renderer.prompt`` for the question and ``step_tokens``
-for a step, so that the model meets the same ids in both.
+Training and search build their tokens from the same parts, ``Renderer.prompt`` for the question, ``step_tokens`` for a
+step, and ``output_text`` for the output of its code, so that the model meets the same ids in both.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def step_text(step: str, delimiter: str = "\n") -> str:
     return stripped + delimiter
 
 
+def output_text(output: str, delimiter: str = "\n") -> str:
+    r"""The output of a step's code as it is tokenized behind the step: ``"<output>12</output>\n"``."""
+    return output + delimiter
+
+
 def step_tokens(renderer: Renderer, step: str, delimiter: str = "\n") -> tuple[int, ...]:
     """The ids of one step and its delimiter; a special token that the step spells stays text.
 
@@ -64,7 +69,12 @@ def check_delimiter(tokenizer: PreTrainedTokenizerBase, delimiter: str) -> None:
 
 
 def solution(
-    renderer: Renderer, row: Steps, learn: Learn = "steps", learn_eos: bool = True, delimiter: str = "\n"
+    renderer: Renderer,
+    row: Steps,
+    learn: Learn = "steps",
+    learn_eos: bool = True,
+    delimiter: str = "\n",
+    mask_output: bool = True,
 ) -> Sequence:
     r"""A question under the model's template, its steps, and the end token if it is learned.
 
@@ -78,16 +88,22 @@ def solution(
         learn: ``steps``, or ``everything``: the question too, if the solution is correct.
         learn_eos: a correct solution ends with the token that ends the assistant's turn, and it is learned.
         delimiter: ends every step.
+        mask_output: the output of a step's code, and the delimiter after it, are not learned.
 
     Raises:
         UserError: the template refuses the question or writes no end token; a step is empty or contains the delimiter;
             a special token that a step spells cannot be kept as text.
     """
-    return solutions(renderer, [row], learn, learn_eos, delimiter)[0]
+    return solutions(renderer, [row], learn, learn_eos, delimiter, mask_output)[0]
 
 
 def solutions(
-    renderer: Renderer, rows: list[Steps], learn: Learn = "steps", learn_eos: bool = True, delimiter: str = "\n"
+    renderer: Renderer,
+    rows: list[Steps],
+    learn: Learn = "steps",
+    learn_eos: bool = True,
+    delimiter: str = "\n",
+    mask_output: bool = True,
 ) -> list[Sequence]:
     """As ``solution``, for many rows."""
     questions = renderer.prompts([Prompt(row.question, {}, row.source) for row in rows])
@@ -97,8 +113,9 @@ def solutions(
     sequences = []
     for row, question, its_steps in zip(rows, questions, steps, strict=True):
         end = [end_ids[id(row)]] if id(row) in end_ids else []
-        tokens = [*question, *(token for step in its_steps for token in step), *end]
-        last = len(question) - 1 + np.cumsum([len(step) for step in its_steps])  # the last token of each step
+        tokens = [*question, *(token for text, output in its_steps for token in (*text, *output)), *end]
+        sizes = [len(text) + len(output) for text, output in its_steps]
+        last = len(question) - 1 + np.cumsum(sizes)  # the last token of each step
         targets, outcomes, depths = np.zeros((3, len(tokens)))
         targets[last] = row.values
         outcomes[last] = 1.0 if row.correct else -1.0
@@ -106,27 +123,31 @@ def solutions(
         loss_mask = np.zeros(len(tokens), np.bool_)
         if row.correct:
             loss_mask[1 if learn == "everything" else len(question) :] = True
+            for (_, output), t in zip(its_steps, last, strict=True):
+                if mask_output:
+                    loss_mask[t + 1 - len(output) : t + 1] = False
         arrays = {"targets": targets, "outcomes": outcomes, "depths": depths}
         sequences.append(Sequence(tokens, loss_mask, row.source, arrays))
     return sequences
 
 
-def _steps(renderer: Renderer, rows: list[Steps], delimiter: str) -> list[list[list[int]]]:
-    """The ids of each step of each row."""
+def _steps(renderer: Renderer, rows: list[Steps], delimiter: str) -> list[list[tuple[list[int], list[int]]]]:
+    """The ids of each step of each row: of its text, and of the output of its code. The delimiter ends the last."""
     texts, places = [], []
     for row in rows:
-        for k, step in enumerate(row.steps, start=1):
+        for k, (step, output) in enumerate(zip(row.steps, row.outputs or ("",) * len(row.steps), strict=True), start=1):
             place = f"{row.source}: step {k} of {len(row.steps)}"
             try:
-                texts.append(step_text(step, delimiter))
+                text = step_text(step, delimiter)
             except ValueError as error:
                 raise UserError(f"{place}: {error}") from error
-            places.append(place)
+            texts += [step.strip(), output_text(output, delimiter)] if output else [text, ""]
+            places += [f"{place}: a step", f"{place}: an output"]
     encoded = renderer.encode_text(texts)
     for place, ids in zip(places, encoded, strict=True):
-        renderer.special.check_absent(ids, f"{place}: a step")
-    remaining = iter(encoded)
-    return [[next(remaining) for _ in row.steps] for row in rows]
+        renderer.special.check_absent(ids, place)
+    pairs = iter(list(zip(encoded[::2], encoded[1::2], strict=True)))
+    return [[next(pairs) for _ in row.steps] for row in rows]
 
 
 def _end_ids(renderer: Renderer, rows: list[Steps]) -> list[int]:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from burnish import user_functions
 from burnish.errors import UserError
+from burnish.search.expressions import math_answer, math_equal
 from burnish.search.settings import AnswerSettings
-from burnish.time_limit import TimeLimitExceeded, time_limit
 from burnish.user_code import user_code
-
-MATH_SECONDS = 5.0
-"""Time limit of reading or comparing mathematical expressions."""
 
 
 class Answers:
     """Finds answers and checks them: ``Answers(AnswerSettings()).find("so 3 + 4 = 7")`` returns ``"7"``.
 
     Args:
-        settings: how to find and check answers.
-        locate: makes a reference to a user's function absolute.
+        settings: how to find and check answers. A function is ``file.py:name`` or ``package.module:name``.
     """
 
-    def __init__(self, settings: AnswerSettings, locate: Callable[[str], str] = str) -> None:
+    def __init__(self, settings: AnswerSettings) -> None:
         self.settings = settings
         self._own = {
-            reference: user_functions.load(locate(reference))
+            reference: user_functions.load(reference)
             for reference in (settings.find, settings.check)
             if ":" in reference
         }
@@ -64,41 +57,3 @@ class Answers:
         if one.strip() == other.strip():
             return True
         return math_equal(other, one) if self.settings.check == "math" else False
-
-
-@functools.lru_cache(maxsize=2**16)
-def math_answer(text: str) -> str | None:
-    """The last mathematical expression in a text, as math-verify finds it: what is boxed, else the last number."""
-    from math_verify import parse
-
-    try:
-        with _quiet(), time_limit(MATH_SECONDS):
-            found = parse(text, parsing_timeout=0)
-    except TimeLimitExceeded:
-        return None
-    return str(found[-1]) if found else None
-
-
-@functools.lru_cache(maxsize=2**16)
-def math_equal(expected: str, answer: str) -> bool | None:
-    """Whether an answer equals the expected one, by math-verify; None if it cannot tell, or not in time."""
-    from math_verify import parse, verify
-
-    try:
-        with _quiet(), time_limit(MATH_SECONDS):
-            gold = parse(expected, parsing_timeout=0)
-            return verify(gold, parse(answer, parsing_timeout=0), timeout_seconds=0) if gold else None
-    except TimeLimitExceeded:
-        return None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """math-verify logs a warning if it gets no time limit of its own, which only works in the main thread."""
-    logger = logging.getLogger("math_verify")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

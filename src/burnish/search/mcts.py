@@ -32,14 +32,15 @@ def grow(
 ) -> None:
     """Grow trees that hold only their root, by one simulation of each at a time.
 
-    A simulation samples children of the node that the last one visited (at first of the root), walks from the root to
-    an unvisited node, and backs its value v up: N += 1 and W += v at this node and all its ancestors. The walk goes to
-    the child with the highest Q + c * prior * sqrt(N of the parent) / (1 + N), where Q is 0 before the first visit, and
-    to the first of equals. It skips nodes with nothing left to visit, so a tree ends only when its simulations or a
-    limit are spent, or when all its solutions are finished and visited.
+    A simulation walks from the root to an unvisited node, takes its value v, and adds it to N += 1, W += v of this node
+    and all its ancestors. Then it samples the node's children. Those that end a solution are visited at once in the
+    same way, because their outcome costs nothing; the others wait. The walk goes to the child with the highest
+    Q + c * prior * sqrt(N of the parent) / (1 + N), where Q is 0 before the first visit, and to the first of equals. It
+    never goes where nothing is left to visit: a tree ends when its simulations or a limit are spent, or when all its
+    solutions are finished.
 
-    The bare question has N = 1 and the value 0 from the start. So N = 1 + the sum of the children's N at every node,
-    and Q is the mean of the values at and below it.
+    The bare question has N = 1, the value 0 and children from the start. So N = 1 + the sum of the children's N at
+    every visited node, and Q is the mean of the values at and below it.
 
     Raises:
         ValueError: the model returns a wrong number of steps, or a value outside [-1, 1].
@@ -49,20 +50,30 @@ def grow(
     for tree in trees:
         assert not tree.root.visits, f"the tree of {tree.question} has grown already"
         tree.root.visits, tree.root.value = 1, 0.0
-    paths = [(tree, [tree.root]) for tree in trees]
+    growing = list(trees)
+    _expand([(tree, [tree.root]) for tree in growing], model, settings)
     while True:
         late = clock() >= end
-        paths = [(tree, path) for tree, path in paths if not _stop(tree, settings, late)]
-        if not paths:
+        growing = [tree for tree in growing if not _stop(tree, settings, late)]
+        if not growing:
             return
-        asks = [(tree, path[-1], settings.children) for tree, path in paths if not path[-1].finished]
-        for (_, node, _), steps in zip(asks, sample(model, asks), strict=True):
-            node.add(steps)
-        paths = [(tree, select(tree, settings.exploration)) for tree, _ in paths]
+        paths = [(tree, select(tree, settings.exploration)) for tree in growing]
         evaluate(model, [path[-1] for _, path in paths])
         for tree, path in paths:
             _back_up(path)
             tree.simulations += 1
+        _expand(paths, model, settings)
+
+
+def _expand(paths: Sequence[tuple[Tree[S], list[Node[S]]]], model: StepModel[S], settings: Settings) -> None:
+    """Sample children of the last node of each path, and visit those that end a solution."""
+    asks = [(tree, path[-1], settings.children) for tree, path in paths]
+    ends: list[list[Node[S]]] = []
+    for (_, path), steps in zip(paths, sample(model, asks), strict=True):
+        ends += [[*path, child] for child in path[-1].add(steps) if child.finished]
+    evaluate(model, [path[-1] for path in ends])
+    for path in ends:
+        _back_up(path)
 
 
 def _stop(tree: Tree[S], settings: Settings, late: bool) -> bool:

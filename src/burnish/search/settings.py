@@ -33,6 +33,8 @@ class CodeSettings(Config, use_attribute_docstrings=True):
     def _consistent(self) -> Self:
         if self.output.count("{}") != 1:
             raise ValueError(f"output: expected {{}} once, where the output goes, got {self.output!r}")
+        if self.end != self.end.rstrip():
+            raise ValueError(f"end: expected no white space at its end, because steps are stripped, got {self.end!r}")
         return self
 
 
@@ -48,6 +50,14 @@ class StepSettings(Config, use_attribute_docstrings=True):
     """Maximum number of steps. A solution that has more has failed."""
     code: CodeSettings | None = None
     """Steps may contain code, which runs in the sandbox."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.code is not None:
+            for key in ("start", "end"):
+                if self.delimiter in getattr(self.code, key):
+                    raise ValueError(f"code.{key}: it contains the delimiter {self.delimiter!r}, which ends the step")
+        return self
 
     @property
     def stops(self) -> list[str]:

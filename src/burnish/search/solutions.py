@@ -22,11 +22,21 @@ class Solution:
     """1.0 (correct) or -1.0."""
     codes: tuple[Code, ...] = ()
     """How the code of each step that has any went."""
+    outputs: tuple[str, ...] = ()
+    """The output of each step's code, empty for steps without code; () if no step has any."""
 
     @property
     def texts(self) -> tuple[str, ...]:
         """The texts of the steps."""
         return tuple(text for text, _ in self.steps)
+
+    def rows(self) -> list[dict[str, str | float]]:
+        """The steps as in rows: ``[{"step": "<code>3*4</code>", "output": "<output>12</output>", "Q": 0.8}]``."""
+        outputs = self.outputs or ("",) * len(self.steps)
+        return [
+            {"step": text, **({"output": output} if output else {}), "Q": q}
+            for (text, q), output in zip(self.steps, outputs, strict=True)
+        ]
 
 
 def paths(trees: Iterable[Tree[S]]) -> list[Solution]:
@@ -42,12 +52,14 @@ def paths(trees: Iterable[Tree[S]]) -> list[Solution]:
 def _solution(node: Node[S]) -> Solution | None:
     if node.outcome is None or not node.visits:
         return None
-    nodes = node.lineage()
-    steps = [(each.step.text, each.q) for each in nodes if each.step.text]
-    if not steps:
+    nodes = [each for each in node.lineage() if each.step.text]
+    if not nodes:
         return None
+    steps = [(each.step.text, each.q) for each in nodes]
     steps[-1] = steps[-1][0], node.outcome
-    return Solution(tuple(steps), node.outcome, tuple(each.step.code for each in nodes if each.step.code))
+    outputs = tuple(each.step.output for each in nodes)
+    codes: tuple[Code, ...] = tuple(each.step.code for each in nodes if each.step.code)
+    return Solution(tuple(steps), node.outcome, codes, outputs if any(outputs) else ())
 
 
 def distinct(solutions: Iterable[Solution]) -> list[Solution]:

@@ -17,10 +17,11 @@ import numpy as np
 from burnish.generate.protocol import Completion, Generator, Request, complete, derived_seed
 from burnish.generate.sampling import Sampling
 from burnish.render.renderer import Renderer
+from burnish.render.solutions import output_text
 from burnish.rl.python import PythonConfig, shared_sandbox, shown
 from burnish.rl.sandbox.types import Result
 from burnish.search.settings import CodeSettings, StepSettings
-from burnish.search.tree import Finish, Node, Step
+from burnish.search.tree import Code, Finish, Node, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +55,8 @@ class StepSampler:
     """The model's side of a search: samples steps after partial solutions, and estimates the values of solutions.
 
     A step is the text up to the delimiter. A step with code ends where its code does, and the output of the code and
-    the delimiter are appended. Blank lines are no steps. A solution ends with a step that ends the model's turn, or
-    that contains ``final``.
+    the delimiter are appended. Empty steps, such as blank lines, belong to the step after them. A solution ends with a
+    step that ends the model's turn, or that contains ``final``.
 
     Args:
         generator: a generator with nothing else in flight. With ``values``, it needs the step-value head.
@@ -69,6 +70,7 @@ class StepSampler:
         answer: finds the answer in the text of a solution; None if there is none.
         outcome: in training, whether a finished solution is correct: 1, -1, or None if this cannot be told. Without
             it, answers are never checked.
+        printed: in training, whether the last line that code printed is the known answer of this question.
         sandbox: runs the code of steps.
     """
 
@@ -85,11 +87,12 @@ class StepSampler:
         context: int | None = None,
         answer: Callable[[str], str | None],
         outcome: Callable[[Partial], float | None] | None = None,
+        printed: Callable[[int, str], bool] | None = None,
         sandbox: Sandbox | None = None,
     ) -> None:
         self.generator, self.tokenizer, self.stop_ids, self.settings = generator, tokenizer, stop_ids, settings
         self.sampling, self.seed, self.values, self.context = sampling, seed, values, context
-        self.answer, self.outcome, self.sandbox = answer, outcome, sandbox
+        self.answer, self.outcome, self.printed, self.sandbox = answer, outcome, printed, sandbox
         self.renderer = Renderer(tokenizer)
 
     def expand(self, asks: Sequence[tuple[Node[Partial], int]]) -> list[list[Step[Partial]]]:
@@ -117,7 +120,10 @@ class StepSampler:
         values = [node.step.state.value for node in nodes]
         if unknown := [k for k, value in enumerate(values) if value is None]:
             once = self.sampling.model_copy(update={"max_new_tokens": 1, "min_new_tokens": 0, "stop": []})
-            requests = [Request(nodes[k].step.state.tokens, 0, once, self.stop_ids, True) for k in unknown]
+            requests = [
+                Request(nodes[k].step.state.tokens, 0, once, self.stop_ids, return_values=True, keep_cache=True)
+                for k in unknown
+            ]
             for k, completion in zip(unknown, complete(self.generator, requests), strict=True):
                 assert completion.values is not None
                 values[k] = float(completion.values[0])
@@ -139,7 +145,9 @@ class StepSampler:
     def _request(self, draft: _Draft) -> Request:
         """The request for a step, or for the rest of one."""
         left = self.sampling.max_new_tokens - len(draft.tokens)
-        sampling = self.sampling.model_copy(update={"stop": self.settings.stops, "max_new_tokens": left})
+        least = max(0, self.sampling.min_new_tokens - len(draft.tokens))
+        limits = {"stop": self.settings.stops, "max_new_tokens": left, "min_new_tokens": least}
+        sampling = self.sampling.model_copy(update=limits)
         seed = derived_seed(draft.seed, draft.parts)
         return Request(
             (*draft.parent.tokens, *draft.tokens), seed, sampling, self.stop_ids, self.values, keep_cache=True
@@ -150,27 +158,38 @@ class StepSampler:
         draft.tokens += completion.tokens.tolist()
         draft.logprobs += completion.logprobs.tolist()
         draft.parts += 1
-        draft.text = str(self.tokenizer.decode(draft.tokens, skip_special_tokens=True))
+        draft.text, complete = self._text(str(self.tokenizer.decode(draft.tokens, skip_special_tokens=True)))
         ended = completion.finish_reason == "stop" and draft.tokens[-1] in self.stop_ids
         if completion.finish_reason != "stop":
             draft.reason = "context" if completion.finish_reason == "context" else "length"
         elif ended:
             draft.reason = "turn"
-        elif draft.text.replace(self.settings.delimiter, "").strip():
-            draft.reason = "step"
-            draft.code = self._code(draft.text)
-        elif len(draft.tokens) >= self.sampling.max_new_tokens:  # of blank lines
+        elif complete or self._code(draft.text) is not None:
+            draft.reason, draft.code = "step", self._code(draft.text)
+        elif len(draft.tokens) >= self.sampling.max_new_tokens:
             draft.reason = "length"
         if completion.values is not None and draft.reason in ("turn", "step"):
             # The head is trained at the ends of steps. What ends the model's turn comes after the last of them.
             draft.value = float(completion.values[-1]) if ended else completion.final_value
 
+    def _text(self, written: str) -> tuple[str, bool]:
+        """The text of a step, stripped, and whether the delimiter follows it. Empty steps before it are left out.
+
+        What follows the delimiter in its token is left out too.
+        """
+        while True:
+            text, delimiter, rest = written.partition(self.settings.delimiter)
+            if text.strip() or not delimiter:
+                return text.strip(), bool(delimiter)
+            written = rest
+
     def _code(self, text: str) -> str | None:
-        """The code at the end of a step; None if there is none."""
+        """The last code of a step, if it is complete."""
         code = self.settings.code
-        if code is None or code.start not in text or not text.endswith(code.end):
+        if code is None or code.start not in text:
             return None
-        return text.rpartition(code.start)[2].removesuffix(code.end)
+        inside, end, _ = text.rpartition(code.start)[2].partition(code.end)
+        return inside if end else None
 
     def _run_code(self, drafts: Sequence[_Draft]) -> None:
         """Run the code of steps, and append its output."""
@@ -184,8 +203,10 @@ class StepSampler:
             outputs = []
             for draft, result in zip(drafts, results, strict=True):
                 draft.result = result
-                draft.output = code.output.format(_cut(shown(result), code.characters))
-                outputs.append(draft.output + self.settings.delimiter)
+                text = shown(result)
+                draft.printed = text.rpartition("\n")[2]
+                draft.output = code.output.replace("{}", _cut(text, code.characters))
+                outputs.append(output_text(draft.output, self.settings.delimiter))
         for draft, ids in zip(drafts, self.renderer.encode_text(outputs), strict=True):
             draft.appended = ids
             draft.value = None  # the one at the end of the code
@@ -193,32 +214,41 @@ class StepSampler:
     def _step(self, draft: _Draft) -> Step[Partial]:
         """The step of a complete draft."""
         parent, result = draft.parent, draft.result
-        text = f"{draft.text.strip()}{draft.output}"
+        text = draft.text + draft.output
         state = Partial(
             parent.question,
             parent.tree,
             (*parent.tokens, *draft.tokens, *draft.appended),
-            f"{parent.text}{self.settings.delimiter}{text}".strip(),
+            f"{parent.text}{self.settings.delimiter}{text}" if parent.text else text,
             parent.history if result is None else result.history,
             parent.errors if result is None else 0 if result.reason == "ok" else parent.errors + 1,
             draft.value,
         )
         return Step(
             state,
-            text,
+            draft.text,
             prior=math.exp(np.mean(draft.logprobs)),
             tokens=len(draft.tokens),
-            finish=self._finish(draft, state, text),
-            code="" if result is None else "ok" if result.reason == "ok" else "error",
+            finish=self._finish(draft, state),
+            code=self._outcome_of_code(draft),
+            output=draft.output,
             estimate=draft.value,
         )
 
-    def _finish(self, draft: _Draft, state: Partial, text: str) -> Finish:
+    def _outcome_of_code(self, draft: _Draft) -> Code:
+        if draft.result is None:
+            return ""
+        if draft.result.reason != "ok":
+            return "error"
+        known = self.printed is not None and self.printed(draft.parent.question, draft.printed)
+        return "answer" if known else "ok"
+
+    def _finish(self, draft: _Draft, state: Partial) -> Finish:
         """Why a solution ends with this step; an empty string if it does not."""
         settings = self.settings
         if draft.reason == "length" or draft.reason == "context":
             return draft.reason
-        if draft.reason == "turn" or (settings.final is not None and settings.final in text):
+        if draft.reason == "turn" or (settings.final is not None and settings.final in draft.text):
             return "unparsable" if self.answer(state.text) is None else "answer"
         if settings.code is not None and state.errors >= settings.code.errors:
             return "tools"
@@ -243,6 +273,7 @@ class _Draft:
     value: float | None = None
     code: str | None = None
     result: Result | None = None
+    printed: str = ""
     output: str = ""
     appended: list[int] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ class Step(Generic[S]):
     state: S
     """The state after the step."""
     text: str
-    """This step alone, stripped. Empty if the model ended the solution at once."""
+    """What the model wrote in this step, stripped. Empty if it ended the solution at once."""
     prior: float
     """exp(mean log-probability of its tokens), in (0, 1]."""
     tokens: int
@@ -34,6 +34,8 @@ class Step(Generic[S]):
     code: Code = ""
     estimate: float | None = None
     """The model's V of this state, if it was read when the step was sampled."""
+    output: str = ""
+    """What the step's code returned, as the model sees it behind the text."""
 
 
 @dataclass(eq=False, slots=True)
@@ -218,6 +220,7 @@ def to_json(tree: Tree[S]) -> dict[str, Any]:
         optional = {"value": node.value, "finish": step.finish, "outcome": node.outcome, "code": step.code}
         if node.outcome is not None:
             optional["estimate"] = step.estimate
+        optional["output"] = step.output
         line |= {key: entry for key, entry in optional.items() if entry not in (None, "")}
         if node.exhausted:
             line["exhausted"] = True
@@ -243,6 +246,7 @@ def from_json(data: Mapping[str, Any]) -> Tree[None]:
             line.get("finish", ""),
             line.get("code", ""),
             line.get("estimate"),
+            line.get("output", ""),
         )
         if "parent" in line:
             (node,) = nodes[line["parent"]].add([step])
