@@ -19,6 +19,13 @@ SUMS = [
 ]
 BRIEF = ["trainer.num_train_epochs=1", "trainer.warmup_steps=0"]
 SMALLER = {
+    "alphamath": [
+        "stages.prepare.with={{rows: 64, questions: 8, development: 8, held_out: 8, numbers: 3}}",
+        *(f"stages.sft.{setting}" for setting in BRIEF),
+        "stages.loop.rounds=2",
+        "stages.loop.stages.values.trainer.num_train_epochs=1",
+        "stages.loop.stages.values.trainer.warmup_steps=0",
+    ],
     "best-of-n": [
         SUMS[0],
         *(f"stages.{stage}.{setting}" for stage in ("sft", "reward", "distilled") for setting in BRIEF),

@@ -1,0 +1,93 @@
+"""The puzzles: their solutions, and how answers are found and checked."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.errors import UserError
+from burnish.recipes import alphamath as recipe
+
+SIZES: dict[str, Any] = {"rows": 500, "questions": 50, "development": 50, "held_out": 100}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    recipe.prepare(folder, 0, **SIZES)
+    return folder
+
+
+def test_the_same_seed_writes_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    recipe.prepare(tmp_path / "same", 0, **SIZES)
+    recipe.prepare(tmp_path / "other", 1, **SIZES)
+    for name in ("data/sft.jsonl", "data/questions.jsonl", "data/held-out.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "same" / name).read_bytes() == (made / name).read_bytes()
+        assert (tmp_path / "other" / name).read_bytes() != (made / name).read_bytes()
+
+
+def test_no_puzzle_is_in_two_files(made: Path) -> None:
+    prompts = [row["prompt"] for path in sorted((made / "data").glob("*.jsonl")) for row in read(path)]
+    assert len(prompts) == sum(SIZES.values())
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_every_puzzle_has_a_solution_that_the_check_accepts(made: Path) -> None:
+    for row in read(made / "data" / "questions.jsonl"):
+        first, *rest = row["numbers"].split()
+        expressions = [
+            first + "".join(map("".join, zip(signs, rest, strict=True))) for signs in product("+-", repeat=4)
+        ]
+        right = [e for e in expressions if eval(e) % 10 == int(row["target"])]
+        assert right
+        assert [recipe.check(e, row) for e in expressions] == [e in right for e in expressions]
+
+
+def test_the_student_calculates_without_mistakes_and_guesses_the_signs(made: Path) -> None:
+    signs, solved = [], []
+    for row in read(made / "data" / "sft.jsonl"):
+        numbers, target = row["prompt"].split("=")
+        lines = row["completion"].splitlines()
+        assert all(eval(line.split("=")[0]) % 10 == int(line.split("=")[1]) for line in lines)
+        answer = recipe.find(row["completion"])
+        assert answer is not None
+        signs += [sign for sign in answer if sign in "+-"]
+        solved.append(recipe.check(answer, {"numbers": numbers, "target": target}))
+    assert 0.45 < signs.count("+") / len(signs) < 0.55
+    assert 0.1 < sum(solved) / len(solved) < 0.4  # chance: at least one of ten results, and every puzzle has a solution
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("3+8=1\n1-5=6", "3+8-5"),
+        ("3+8=1\n1-5=6\n", "3+8-5"),
+        ("3+8=2\n2-5=7", "3+8-5"),  # the check calculates again
+        ("3+8=1\n2-5=7", None),  # the second line does not continue the first
+        ("3+8=1\n1-5", None),
+        ("3+8", None),
+        ("", None),
+    ],
+)
+def test_an_answer_is_found_in_lines_that_continue_each_other(text: str, answer: str | None) -> None:
+    assert recipe.find(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"), [("3+8-5", True), ("3-8+5", False), ("3+8", False), ("8+3-5", False), ("3+8-5-0", False)]
+)
+def test_a_solution_uses_all_numbers_in_their_order(answer: str, right: bool) -> None:
+    assert recipe.check(answer, {"numbers": "3 8 5", "target": "6"}) is right
+
+
+def test_numbers_out_of_range_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="numbers: expected 2 to 9, got 1"):
+        recipe.prepare(tmp_path, 0, numbers=1)
