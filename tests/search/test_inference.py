@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from burnish.commands.generate import completions
 from burnish.errors import UserError
@@ -202,6 +203,16 @@ def test_the_time_limit_is_kept_where_each_call_takes_a_second(
     assert {one.tree.stopped for one in solved} <= {"seconds", "exhausted"} and "seconds" in [
         one.tree.stopped for one in solved
     ]
+
+
+def test_blank_lines_up_to_the_end_of_the_context_window_end_a_solution() -> None:
+    loaded = stepwise()
+    line_break = loaded.tokenizer.convert_tokens_to_ids("\n")
+    with torch.no_grad():
+        loaded.model.lm_head.weight[:, line_break] = -20
+        loaded.model.lm_head.weight[line_break, line_break] = 0
+    (solved,) = solve(questions(1), loaded, Strategy(method="greedy"), settings(sampling=Sampling(max_new_tokens=999)))
+    assert (solved.text, solved.finish, solved.steps) == ("", "context", 0)
 
 
 # --- votes --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ def find(text: str) -> str | None:
     """The expression that a solution calculates, such as ``3+8-5``; None if its lines do not continue each other."""
     lines = [STEP.fullmatch(line) for line in text.strip().split("\n")]
     steps = [match.groups() for match in lines if match is not None]
-    if len(steps) != len(lines) or any(one[3] != other[0] for one, other in zip(steps, steps[1:], strict=False)):
+    if len(steps) != len(lines) or any(one[3] != other[0] for one, other in pairwise(steps)):
         return None
     return steps[0][0] + "".join(sign + number for _, sign, number, _ in steps)
 

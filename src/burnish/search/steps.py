@@ -105,6 +105,9 @@ class StepSampler:
             completions = complete(self.generator, [self._request(draft) for draft in waiting])
             for draft, completion in zip(waiting, completions, strict=True):
                 self._add(draft, completion)
+                size = len(draft.parent.tokens) + len(draft.tokens)
+                if not draft.reason and self.context is not None and size >= self.context:
+                    draft.reason = "context"
             waiting = [draft for draft in waiting if not draft.reason]
         self._run_code([draft for draft in drafts if draft.code is not None])
         steps = iter([self._step(draft) for draft in drafts])
