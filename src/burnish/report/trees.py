@@ -145,7 +145,7 @@ def drawn(title: str, tree: Tree, values: bool) -> Drawn:
     ]
     if len(nodes) > len(kept):
         facts[-1] += f", of which the {len(kept)} most visited are shown"
-    solution = [node["step"] for node in path if node.get("step")]
+    solution = [text for node in path if (text := node.get("step", "") + node.get("output", ""))]
     root, selected = shown[nodes[0]["id"]], shown[path[-1]["id"]]
     return Drawn(title, tree.get("source", ""), tree.get("prompt", ""), facts, root, solution, selected)
 
