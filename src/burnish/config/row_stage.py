@@ -331,11 +331,8 @@ class _Run:
         if loaded.is_reward_model:
             raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
-            values = {"critic": loaded.value_head} if self.spec.values and loaded.value_head is not None else {}
-            if values and self.stage.generator.name == "continuous":
-                raise UserError(f"{loaded.reference} has a value head, and {NO_VALUES}")
-            make = factory(self.stage.generator)
-            self._generators[loaded.reference] = make(loaded.model, loaded.tokenizer, **values)
+            critic = loaded.value_head if self.spec.values else None
+            self._generators[loaded.reference] = factory(self.stage.generator, critic)(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]
 
     @property

@@ -126,8 +126,8 @@ class PlanQueue(deque[tuple[Handle, list[Request]]]):
 class GeneratorFactory(Protocol):
     """Creates a generator for a model: the class ``LocalGenerator``, or the result of ``generate.settings.factory``."""
 
-    def __call__(self, model: Any, tokenizer: Any, *, critic: Any = ...) -> Generator:
-        """Create a generator for this model. With a critic, which not all generators take, it can return values."""
+    def __call__(self, model: Any, tokenizer: Any) -> Generator:
+        """Create a generator for this model."""
         ...
 
 

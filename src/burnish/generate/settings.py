@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,8 +40,13 @@ class GeneratorSettings(Config, use_attribute_docstrings=True):
         return self
 
 
-def factory(settings: GeneratorSettings) -> GeneratorFactory:
-    """A factory that creates the generator of these settings for a model and its tokenizer."""
+def factory(settings: GeneratorSettings, critic: Any = None) -> GeneratorFactory:
+    """A factory that creates the generator of these settings for a model and its tokenizer.
+
+    ``critic`` is the head that computes the values of sampled tokens, for ``local``.
+    """
     module, _, name = CLASSES[settings.name].partition(":")
     given = settings.model_dump(exclude={"name"}, exclude_none=True)
+    if critic is not None:
+        given["critic"] = critic
     return partial(getattr(import_module(module), name), **given)
