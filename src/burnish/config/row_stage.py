@@ -332,6 +332,8 @@ class _Run:
             raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
             critic = loaded.value_head if self.spec.values else None
+            if critic is not None and self.stage.generator.name == "continuous":
+                raise UserError(f"{loaded.reference} has a value head, and {NO_VALUES}")
             self._generators[loaded.reference] = factory(self.stage.generator, critic)(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]
 
