@@ -102,7 +102,7 @@ _ROW_SPECS = (
         "search",
         SearchConfig,
         (Prompt,),
-        outputs={"steps.jsonl": (Steps,), "solutions.jsonl": (Conversation, Scored), "trees.jsonl": ()},
+        outputs={"steps.jsonl": (Steps,), "solutions.jsonl": (Conversation,), "trees.jsonl": ()},
         needs=("model",),
         takes=("template", "dtype", "trust_remote_code", "generation", "generator"),
         measures=("solved", "solutions", "value_error", "nodes", "depth", "sampled_tokens"),

@@ -16,22 +16,12 @@ from typing import Any, NamedTuple
 
 from burnish.errors import UserError
 from burnish.recipes import write_rows
-from burnish.recipes.models import character_tokenizer, random_llama
+from burnish.recipes.models import LINES, character_tokenizer, random_llama
 from burnish.types import Trajectory
 
 CHARACTERS = "0123456789+-= \n"
 MODULUS = 10
 STEP = re.compile(r"(\d)([+-])(\d)=(\d)")
-
-# A question and its solution read "<bos>3 8 5=0\n3+8=1\n1-5=6\n<eos>".
-TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
-{%- else -%}{{- message['content'] + '\\n' -}}
-{%- endif -%}
-{%- endfor -%}"""
 
 
 class Puzzle(NamedTuple):
@@ -133,7 +123,7 @@ def question_row(puzzle: Puzzle) -> dict[str, str]:
 
 def write_model(folder: Path, seed: int) -> None:
     """Write a character-level tokenizer and a Llama of three layers with random weights."""
-    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    tokenizer = character_tokenizer(CHARACTERS, LINES)
     model = random_llama(
         tokenizer, seed, hidden_size=64, intermediate_size=192, num_hidden_layers=3, initializer_range=0.08
     )

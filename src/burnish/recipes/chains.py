@@ -15,23 +15,13 @@ from typing import Any
 
 from burnish.errors import UserError
 from burnish.recipes import write_rows
-from burnish.recipes.models import character_tokenizer, random_llama
+from burnish.recipes.models import LINES, character_tokenizer, random_llama
 from burnish.types import Trajectory
 
 CHARACTERS = "0123456789+-=?\n"
 LARGEST = 9
 TERMS = (4, 5)
 NUMBERS = range(1, 7)
-
-# A question and its solution read "<bos>3+4-2=?\n3+4=7\n7-2=5\n<eos>".
-TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
-{%- else -%}{{- message['content'] + '\\n' -}}
-{%- endif -%}
-{%- endfor -%}"""
 
 Question = tuple[int, ...]
 
@@ -154,7 +144,7 @@ def prompt_row(question: Question) -> dict[str, str]:
 
 def write_model(folder: Path, seed: int) -> None:
     """Write a character-level tokenizer and a Llama of three layers with random weights."""
-    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    tokenizer = character_tokenizer(CHARACTERS, LINES)
     model = random_llama(
         tokenizer, seed, hidden_size=64, intermediate_size=192, num_hidden_layers=3, initializer_range=0.08
     )

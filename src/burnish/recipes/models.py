@@ -31,6 +31,16 @@ TURNS = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '=' -}}{%- endif -%}"""
 
+# A question and its solution in lines read "<bos>3+4-2=?\n3+4=7\n7-2=5\n<eos>".
+LINES = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+{%- else -%}{{- message['content'] + '\\n' -}}
+{%- endif -%}
+{%- endfor -%}"""
+
 
 def character_tokenizer(characters: str, template: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, and pad, BOS, EOS and unknown tokens. Its maximum length is 64.
