@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ def set_random_states(states: RandomStates) -> None:
     if states.cuda is not None:
         torch.cuda.set_rng_state_all(states.cuda)
     else:  # CUDA was not in use: restore the seed, because torch.manual_seed sets it for CPU and CUDA alike
-        torch.cuda.manual_seed_all(states.torch_seed)
+        _seed_cuda(states.torch_seed)
 
 
 def seed_random(seed: int) -> None:
@@ -184,7 +185,18 @@ def seed_random(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    torch.cuda.manual_seed_all(seed)
+    _seed_cuda(seed)
+
+
+def _seed_cuda(seed: int) -> None:
+    """Seed the GPUs. Without a GPU, ``manual_seed_all`` has no effect but still takes a millisecond."""
+    if _has_cuda():
+        torch.cuda.manual_seed_all(seed)
+
+
+@cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
 
 
 # --- messages -----------------------------------------------------------------------------------------------------
