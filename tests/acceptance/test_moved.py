@@ -25,6 +25,7 @@ MOMENTS = {
     "everything": ["start", "line", "write", "line", "write"] * 2,
     "loops": ["start", "chunk", "line", "write", "chunk", "write", "line", "chunk", "write", "line"],
     "environments": ["start", "line", "write", "line", "write"] * 2,
+    "search": ["chunk", "line", "chunk", "write", "chunk"] * 2,
 }
 PATIENCE = 600  # seconds; a process that takes longer hangs
 REWARDS = """\
@@ -209,6 +210,12 @@ def check(name: str, expected: dict[str, Any]) -> None:
         for stage in ("ppo", "turns", "grpo"):
             assert all(line["turns"] > 1 for line in expected[f"{stage}/metrics.jsonl"] if "turns" in line)
         assert any(line.get("tool_calls") for line in expected["ppo/metrics.jsonl"])
+        return
+    if name == "search":
+        trees = [expected[f"loop/{number}/search/data/trees.jsonl"] for number in (1, 2)]
+        assert len(set(trees)) == 2 and all(tree.count(b"\n") > 256 for tree in trees)  # some questions have two trees
+        heads = [path for path in expected if path.endswith("value_head.safetensors")]
+        assert heads == ["loop/2/values/model/value_head.safetensors"]
         return
     stages = read((Path(__file__).parent / "everything.yaml").read_text("utf-8"), "recipe").value["stages"]
     trained = [stage["name"] for stage in stages if "method" in stage]

@@ -88,6 +88,17 @@ def test_a_solution_uses_all_numbers_in_their_order(answer: str, right: bool) ->
     assert recipe.check(answer, {"numbers": "3 8 5", "target": "6"}) is right
 
 
-def test_numbers_out_of_range_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="numbers: expected 2 to 9, got 1"):
+def test_numbers_out_of_range_and_too_few_puzzles_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="numbers: expected 2 to 6, got 1"):
         recipe.prepare(tmp_path, 0, numbers=1)
+    # Two numbers of 1 to 6 and their sum or difference modulo 10, which are equal for 5 alone: 36 * 2 - 6.
+    with pytest.raises(UserError, match="expected at most 66, the number of puzzles with 2 numbers, got 700"):
+        recipe.prepare(tmp_path, 0, numbers=2, **SIZES)
+
+
+def test_all_puzzles_are_those_that_some_signs_solve() -> None:
+    found = recipe.puzzles(3)
+    assert len(found) == len(set(found))
+    for drawn in product(range(1, 7), repeat=3):
+        totals = {(drawn[0] + a * drawn[1] + b * drawn[2]) % 10 for a, b in product((1, -1), repeat=2)}
+        assert {puzzle.target for puzzle in found if puzzle.numbers == drawn} == totals

@@ -21,10 +21,9 @@ BRIEF = ["trainer.num_train_epochs=1", "trainer.warmup_steps=0"]
 SMALLER = {
     "alphamath": [
         "stages.prepare.with={{rows: 64, questions: 8, development: 8, held_out: 8, numbers: 3}}",
-        *(f"stages.sft.{setting}" for setting in BRIEF),
+        *(f"stages.{stage}.trainer.warmup_steps=0" for stage in ("sft", "loop.stages.values")),
+        *(f"stages.{stage}.trainer.max_steps=2" for stage in ("sft", "loop.stages.values")),
         "stages.loop.rounds=2",
-        "stages.loop.stages.values.trainer.num_train_epochs=1",
-        "stages.loop.stages.values.trainer.warmup_steps=0",
     ],
     "best-of-n": [
         SUMS[0],

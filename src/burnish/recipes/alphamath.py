@@ -1,6 +1,6 @@
-"""Generates puzzles such as ``3 8 5 6 2 = 4``: put + or - before each number so that the result is 4, modulo 10.
+"""Generates puzzles such as ``3 6 5 6 2=4``: put + or - before each number so that the result is 4, modulo 10.
 
-A solution takes one number at a time: ``3+8=1``, ``1-5=6``, ``6+6=2``, ``2+2=4``. The student whose solutions a model
+A solution takes one number at a time: ``3-6=7``, ``7+5=2``, ``2-6=6``, ``6-2=4``. The student whose solutions a model
 first imitates calculates without mistakes, but guesses every sign, so that few of the solutions reach the target. Which
 sign is right shows only at the end. This is what search is for.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from burnish.types import Trajectory
 
 CHARACTERS = "0123456789+-= \n"
 MODULUS = 10
+LARGEST = 6
 STEP = re.compile(r"(\d)([+-])(\d)=(\d)")
 
 
@@ -41,7 +41,7 @@ def prepare(
     seed: int,
     *,
     rows: int = 8000,
-    questions: int = 800,
+    questions: int = 2000,
     development: int = 1000,
     held_out: int = 2000,
     numbers: int = 5,
@@ -60,15 +60,21 @@ def prepare(
         numbers: numbers in each puzzle.
 
     Raises:
-        UserError: if a number is out of range.
+        UserError: a number is out of range, or there are fewer puzzles.
     """
-    if not 2 <= numbers <= 9:
-        raise UserError(f"numbers: expected 2 to 9, got {numbers}")
+    if not 2 <= numbers <= 6:
+        raise UserError(f"numbers: expected 2 to 6, got {numbers}")
+    found = puzzles(numbers)
+    if (wanted := rows + questions + development + held_out) > len(found):
+        raise UserError(
+            f"rows + questions + development + held_out: expected at most {len(found):,}, the number of puzzles with "
+            f"{numbers} numbers, got {wanted:,}"
+        )
     rng = random.Random(seed)
-    fresh, data = puzzles(rng, numbers), folder / "data"
+    drawn, data = iter(rng.sample(found, wanted)), folder / "data"
     for name, count in (("held-out", held_out), ("development", development), ("questions", questions)):
-        write_rows(data / f"{name}.jsonl", (question_row(next(fresh)) for _ in range(count)))
-    write_rows(data / "sft.jsonl", (solution_row(rng, next(fresh)) for _ in range(rows)))
+        write_rows(data / f"{name}.jsonl", map(question_row, islice(drawn, count)))
+    write_rows(data / "sft.jsonl", (solution_row(rng, puzzle) for puzzle in drawn))
     write_model(folder / "model", seed)
 
 
@@ -94,15 +100,15 @@ def solved(trajectories: list[Trajectory]) -> list[float]:
     return [float(answer is not None and check(answer, columns)) for answer, columns in answers]
 
 
-def puzzles(rng: random.Random, numbers: int) -> Iterator[Puzzle]:
-    """Random puzzles that can be solved, each once."""
-    seen: set[Puzzle] = set()
-    while True:
-        drawn = tuple(rng.randrange(1, MODULUS) for _ in range(numbers))
-        target = (drawn[0] + sum(rng.choice((-1, 1)) * number for number in drawn[1:])) % MODULUS
-        if (puzzle := Puzzle(drawn, target)) not in seen:
-            seen.add(puzzle)
-            yield puzzle
+def puzzles(numbers: int) -> list[Puzzle]:
+    """All puzzles with so many numbers that can be solved."""
+    found = []
+    for drawn in product(range(1, LARGEST + 1), repeat=numbers):
+        totals = {drawn[0]}
+        for number in drawn[1:]:
+            totals = {(total + sign * number) % MODULUS for total in totals for sign in (-1, 1)}
+        found += [Puzzle(drawn, total) for total in sorted(totals)]
+    return found
 
 
 def solution_row(rng: random.Random, puzzle: Puzzle) -> dict[str, str]:
