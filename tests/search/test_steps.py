@@ -305,6 +305,29 @@ def test_variables_live_along_a_path_and_each_child_has_its_own(sandbox):
     assert child.step.state.history == ("x = [1]", "x.append(2); x")
 
 
+def test_equal_code_after_the_same_state_runs_once():
+    class Counted:
+        def __init__(self) -> None:
+            self.runs: list[tuple[str, tuple[str, ...]]] = []
+
+        def run(self, code: str, history: tuple[str, ...]) -> Result:
+            self.runs.append((code, history))
+            return Result(f"{len(self.runs)}\n", None, "ok", (*history, code))
+
+    sampler = scripted(lambda text: "<code>x = [1]</code>" if not text else "<code>x.append(2); x</code>", code={})
+    counted = Counted()
+    sampler.sandbox = counted  # type: ignore[assignment]
+    tree = root(sampler.tokenizer)
+    first = sampler.expand([(tree.root, 2)])[0]
+    assert [step.output for step in first] == ["<output>1</output>"] * 2
+    nodes = [tree.root.add([step])[0] for step in first]  # two states, as the chains of a vote
+    assert [[step.output for step in each] for each in sampler.expand([(node, 2) for node in nodes])] == [
+        ["<output>2</output>"] * 2,
+        ["<output>3</output>"] * 2,
+    ]
+    assert counted.runs == [("x = [1]", ()), *[("x.append(2); x", ("x = [1]",))] * 2]
+
+
 def test_three_failures_in_a_row_end_a_solution_and_one_success_resets_the_count():
     codes = iter(["no", "no", "ok", "no", "3=3", "no", "no"])
 

@@ -192,21 +192,22 @@ class StepSampler:
         return inside if end else None
 
     def _run_code(self, drafts: Sequence[_Draft]) -> None:
-        """Run the code of steps, and append its output."""
+        """Run the code of steps, and append its output. Equal code after the same state runs once."""
         code = self.settings.code
         if code is None or not drafts:
             return
         assert self.sandbox is not None
+        runs = {(id(draft.node), draft.code or ""): draft.parent.history for draft in drafts}
         with ThreadPoolExecutor() as threads:
-            histories = [draft.parent.history for draft in drafts]
-            results = threads.map(self.sandbox.run, [draft.code or "" for draft in drafts], histories)
-            outputs = []
-            for draft, result in zip(drafts, results, strict=True):
-                draft.result = result
-                text = shown(result)
-                draft.printed = text.rpartition("\n")[2]
-                draft.output = code.output.replace("{}", _cut(text, code.characters))
-                outputs.append(output_text(draft.output, self.settings.delimiter))
+            found = threads.map(self.sandbox.run, [snippet for _, snippet in runs], runs.values())
+            results = dict(zip(runs, found, strict=True))
+        outputs = []
+        for draft in drafts:
+            draft.result = results[id(draft.node), draft.code or ""]
+            text = shown(draft.result)
+            draft.printed = text.rpartition("\n")[2]
+            draft.output = code.output.replace("{}", _cut(text, code.characters))
+            outputs.append(output_text(draft.output, self.settings.delimiter))
         for draft, ids in zip(drafts, self.renderer.encode_text(outputs), strict=True):
             draft.appended = ids
             draft.value = None  # the one at the end of the code
