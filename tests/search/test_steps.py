@@ -312,7 +312,7 @@ def test_equal_code_after_the_same_state_runs_once():
 
         def run(self, code: str, history: tuple[str, ...]) -> Result:
             self.runs.append((code, history))
-            return Result(f"{len(self.runs)}\n", None, "ok", (*history, code))
+            return Result(f"{len(self.runs)}\n", "", "ok", (*history, code))
 
     sampler = scripted(lambda text: "<code>x = [1]</code>" if not text else "<code>x.append(2); x</code>", code={})
     counted = Counted()

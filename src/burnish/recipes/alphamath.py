@@ -89,9 +89,17 @@ def find(text: str) -> str | None:
 
 def check(answer: str, columns: dict[str, Any]) -> bool:
     """Whether an expression uses all numbers in their order and has the target as its value, modulo 10."""
-    if re.sub(r"[+-]", " ", answer) != columns["numbers"]:
-        return False
-    return sum(map(int, re.findall(r"[+-]?\d", answer))) % MODULUS == int(columns["target"])
+    return same_numbers(answer, columns) and total(answer) % MODULUS == int(columns["target"])
+
+
+def same_numbers(answer: str, columns: dict[str, Any]) -> bool:
+    """Whether an expression uses all numbers of a puzzle in their order."""
+    return re.sub(r"[+-]", " ", answer) == columns["numbers"]
+
+
+def total(answer: str) -> int:
+    """The value of an expression such as ``3-6+5``."""
+    return sum(map(int, re.findall(r"[+-]?\d+", answer)))
 
 
 def solved(trajectories: list[Trajectory]) -> list[float]:

@@ -42,13 +42,16 @@ LINES = """\
 {%- endfor -%}"""
 
 
-def character_tokenizer(characters: str, template: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, and pad, BOS, EOS and unknown tokens. Its maximum length is 64.
+def character_tokenizer(
+    characters: str, template: str, words: tuple[str, ...] = (), max_length: int = 64
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, and pad, BOS, EOS and unknown tokens.
 
     Args:
         characters: the vocabulary.
         template: the chat template.
         words: strings that are one token each. Of two that begin alike, name the longer one first.
+        max_length: the most tokens that a model reads.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -65,7 +68,7 @@ def character_tokenizer(characters: str, template: str, words: tuple[str, ...] =
         eos_token=eos,
         unk_token=unk,
         chat_template=template,
-        model_max_length=64,
+        model_max_length=max_length,
     )
 
 
