@@ -19,11 +19,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import builders
 from builders import character_tokenizer, llama
+
+# A busy machine takes longer, which is no failure.
+settings.register_profile("burnish", deadline=None)
+settings.load_profile("burnish")
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeTrainer = Callable[..., Any]

@@ -119,7 +119,16 @@ def test_a_stopped_search_resumes_with_the_same_solutions(
     assert not Path("out.jsonl").exists()
     with monkeypatch.context() as patch:
         made: list[Any] = []
-        patch.setattr(searching, "solve_chunks", lambda *args: (made.append(chunk) or chunk for chunk in solve(*args)))
+
+        def resuming(*args: Any) -> Any:
+            # What was solved before is in the file again before anything else is solved.
+            (partial,) = [path for path in here.iterdir() if "out.jsonl" in path.name]
+            assert len(partial.read_text("utf-8").splitlines()) == after + len(made)
+            for chunk in solve(*args):
+                made.append(chunk)
+                yield chunk
+
+        patch.setattr(searching, "solve_chunks", resuming)
         resumed = call(*arguments)
     assert len(made) == 6 - after  # 3 chunks of 4, 4 and 2 questions for each method
     rows = json_rows(Path("out.jsonl"))

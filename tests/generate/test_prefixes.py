@@ -93,7 +93,7 @@ def test_a_full_store_keeps_what_the_next_plan_begins_with() -> None:
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS, st.integers(0, 20))
 def test_what_is_loaded_is_what_was_stored(
     plans: list[list[tuple[int, ...]]], asked: list[tuple[int, ...]], limit: int

@@ -169,6 +169,8 @@ def test_searches_that_were_killed_end_with_the_same_bytes(
         ("first.generation.samples=4", "first.generation.samples: search does not use this: method.children"),
         ("first.generation.stop=[x]", "first.generation.stop: search does not use this: method.step.delimiter"),
         ("first.generation={length_range: [2, 9]}", "first.generation.length_range: search does not use this"),
+        ("first.generation={min_new_tokens: 9}", "first.generation.min_new_tokens: search does not use this"),
+        ("first.generation={temperature: 0}", "first.generation.temperature: at temperature 0, all steps after a"),
         ("second.generator.name=continuous", "second.generator.name: stage 'values' trains a value head, and the gen"),
         ("second.method.step.delimiter=;", r"steps that end with '\\n', but these end with ';'"),
         ("first.reward=[{function: mine.py:number}]", "reward: the method 'search' does not use this"),
@@ -208,6 +210,8 @@ def broken(home: Path, whole: Path, name: str, rows: list[dict[str, Any]], *chan
 def test_a_row_without_a_known_answer_is_an_error(home: Path, whole: Path) -> None:
     said = broken(home, whole, "unanswered", [{"prompt": "1+1=?", "answer": 0}, {"prompt": "1+2=?", "answer": " "}])
     assert "stages.search: " in said and "unanswered.jsonl:2: no answer: search checks solutions" in said
+    listed = broken(home, whole, "listed", [{"prompt": "1+1=?", "answer": [2]}])
+    assert "listed.jsonl:1: answer: expected text or a number, got [2]: name a function of yours" in listed
     column = "stages.search.method.answer.column=target"
     assert "other.jsonl:1: no target: " in broken(home, whole, "other", [{"prompt": "1+1=?", "answer": "2"}], column)
 

@@ -38,7 +38,7 @@ PROMPTED = st.lists(
 EXAMPLES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(lambda ns: example(*ns)), max_size=15)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EXAMPLES | PROMPTED, st.integers(1, 60), st.booleans(), st.booleans())
 def test_every_example_is_in_one_group_and_a_group_over_the_budget_has_one_example(examples, budget, packed, shared):
     groups = micro_batches(examples, budget, packed=packed, shared=shared)
@@ -48,7 +48,7 @@ def test_every_example_is_in_one_group_and_a_group_over_the_budget_has_one_examp
         assert batch.tokens.numel() <= budget or len(group) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(EXAMPLES.filter(bool), st.integers(20, 60))
 def test_packed_groups_equal_first_fit_decreasing(examples, budget):
     examples = [Example(e.sequences[:1]) for e in examples]

@@ -53,7 +53,7 @@ def test_the_hash_is_the_published_one():
     assert [x % 2**32 for x in hashed.tolist()] == [lowbias32(x) for x in numbers]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.lists(tokens, min_size=1, max_size=3), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_no_layout_changes_a_key(examples, packed, shared):
     alone = [keys_of(lay_out([[s]]))[0] for group in examples for s in group]

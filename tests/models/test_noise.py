@@ -44,7 +44,7 @@ def noise_of(batch: MicroBatch, seed: int = 0, step: int = 0, **table: Any) -> l
     return [flat[a : b + 1] for a, b in zip(batch.starts.tolist(), batch.ends.tolist(), strict=True)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=6),
     st.booleans(),

@@ -46,22 +46,22 @@ def test_the_code_of_every_solution_prints_its_output_and_reaches_the_target(
         for step in row["output"]:
             exec(step["step"].removeprefix("<code>").removesuffix("</code>"), names)
             assert f"<output>{capsys.readouterr().out.strip()}</output>" == step["output"]
-        assert names["r"] == 0
+        assert names["r"] % 1000 == 0
         answer = recipe.find("\n".join(step["step"] + step["output"] for step in row["output"]) + "\n")
-        assert answer is not None and eval(answer) == int(target)
+        assert answer is not None and eval(answer) % 1000 == int(target)
         assert recipe.check(answer, {"numbers": numbers, "target": target})
 
 
-FIRST = "<code>r=624-527;print(r)</code><output>97</output>"
-THEN = "<code>r-=684;print(r)</code><output>-587</output>"
+FIRST = "<code>r=624-527;print(r%1000)</code><output>97</output>"
+THEN = "<code>r-=684;print(r%1000)</code><output>413</output>"
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (f"{FIRST}\n{THEN}\n<code>r+=587;print(r)</code><output>0</output>", "527+684-587"),
+        (f"{FIRST}\n{THEN}\n<code>r+=587;print(r%1000)</code><output>0</output>", "527+684-587"),
         (f"{FIRST}\n", "527"),
-        (f"{FIRST}\n<code>r=0;print(r)</code>", None),
+        (f"{FIRST}\n<code>r=0;print(r%1000)</code>", None),
         (THEN, None),
         ("", None),
     ],

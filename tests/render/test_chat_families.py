@@ -443,7 +443,7 @@ def conversations(draw: st.DrawFn, family: str) -> Messages:
     return tuple(messages)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from(sorted(set(FAMILIES) - {"gemma"})))
 def test_all_of_the_assistant_is_learned_once_and_nothing_else(data: st.DataObject, family: str) -> None:
     messages = data.draw(conversations(family))

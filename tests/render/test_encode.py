@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -262,7 +262,6 @@ contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_
 )
 
 
-@settings(deadline=None)  # the first example waits for the process that renders templates
 @given(contents, contents)
 def test_a_text_cut_at_its_special_tokens_is_tokenized_as_one(byte_tokenizer: Any, question: str, answer: str) -> None:
     made: list[Any] = [byte_tokenizer(UNMARKED, (("a", "b"), ("Ċ", "a"))), first_piece_tokenizer()]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -144,7 +144,6 @@ def test_a_completion_is_learned_alone(byte_tokenizer: Any) -> None:
 contents = st.text(st.sampled_from(" \nab") | st.characters(codec="utf-8"), min_size=1, max_size=12)
 
 
-@settings(deadline=None)  # the first example waits for the process that renders templates
 @given(
     st.lists(st.tuples(contents, contents), min_size=1, max_size=3),
     st.sampled_from([CHATML, MARKED, MARKED_WITHOUT_END]),

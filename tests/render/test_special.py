@@ -273,7 +273,7 @@ def harmless(content: str, keep_shape: bool) -> str:
     return "".join(kept)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(sorted(NORMALIZERS)),
     st.sampled_from(TEMPLATES),

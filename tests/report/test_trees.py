@@ -89,6 +89,14 @@ def test_a_node_tells_its_visits_q_prior_v_and_outcome() -> None:
     assert "V" not in next(nodes_of(drawn("Solved", BOTH, values=False).root)).facts
 
 
+def test_the_text_of_a_selected_step_has_the_output_of_its_code(tmp_path: Path) -> None:
+    coded = tree(0, node(0, None, visits=2), node(1, 0, "<code>3*4</code>", 1, output="<output>12</output>"))
+    manifest = {"name": "run", "state": "done", "stages": [search_stage(tmp_path, "search", coded)]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    html = report.write(tmp_path).read_text("utf-8")
+    assert 'data-step="&lt;code&gt;3*4&lt;/code&gt;&lt;output&gt;12&lt;/output&gt;"' in html
+
+
 def test_a_failed_solution_is_marked_with_its_reason() -> None:
     failed = tree(0, node(0, None, visits=2), node(1, 0, "", visits=1, **end(-1.0, finish="tools")))
     found = drawn("Not solved", failed, values=True)
@@ -188,10 +196,10 @@ def test_without_a_value_head_nothing_is_drawn() -> None:
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-def search_stage(folder: Path, name: str) -> dict[str, Any]:
+def search_stage(folder: Path, name: str, *trees: dict[str, Any]) -> dict[str, Any]:
     data = folder / name / "data"
     data.mkdir(parents=True)
-    (data / "trees.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (BOTH, WRONG)))
+    (data / "trees.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trees or (BOTH, WRONG)))
     measured = {"solved": 0.5, "value_error": 0.8, "nodes": 4.0, "ended_answer": 0.75, "ended_tools": 0.0}
     after = {f"eval_{key}": value for key, value in measured.items()}
     return {"name": name, "method": "search", "state": "done", "seconds": 1.0, "results": {"after": after}}

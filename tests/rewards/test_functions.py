@@ -365,7 +365,7 @@ def asked(*texts):
 
 
 @given(st.lists(st.sampled_from(acts()), min_size=1, max_size=3, unique=True), st.lists(st.text("ab", max_size=5)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_side_effects_of_rewards_change_neither_scores_nor_the_run(rewards, texts):
     def witness(answers) -> list[float]:
         seen.append(copy.deepcopy(answers))

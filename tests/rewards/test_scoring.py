@@ -54,7 +54,7 @@ async def async_reward(given: list[Trajectory]) -> list[float]:
 
 
 @given(st.lists(st.text("ab", max_size=3), min_size=1, max_size=5), st.integers(0, 9))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_an_async_reward_gives_the_same_bytes_as_a_sync_one(texts: list[str], seed: int) -> None:
     def reward(function: Any) -> list[NamedReward]:
         return [NamedReward("draws", 2.0, function), NamedReward("again", 1.0, function)]
@@ -107,7 +107,7 @@ def test_async_rewards_run_while_others_are_sampled() -> None:
 
 
 @given(st.permutations(range(4)))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_order_in_which_groups_finish_does_not_matter(order: list[int]) -> None:
     rewards = [NamedReward("async", 1.0, async_reward), NamedReward("sync", 1.0, sync_reward)]
 

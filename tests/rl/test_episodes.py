@@ -202,7 +202,7 @@ SAID = st.lists(WORDS, min_size=1, max_size=4).map("".join)
 CALLS = st.sampled_from(["sq(3)", "up('x')", "up(s=3", "no()", "sq()"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     answers=st.booleans(),

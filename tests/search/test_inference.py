@@ -53,8 +53,8 @@ def test_one_beam_with_one_child_at_temperature_0_is_plain_generation(values: bo
     beam = solve(rows, loaded, Strategy(method="sbs", beams=1, children=1), cold)
     greedy = solve(rows, loaded, Strategy(method="greedy"), settings())
     assert what(beam) == what(greedy)
-    # 8 steps of 4 tokens is where the depth ends a solution
-    plain = completions(loaded, rows, Sampling(max_new_tokens=8 * STEP, temperature=0))
+    # the ninth step of 4 tokens is where the depth ends a solution
+    plain = completions(loaded, rows, Sampling(max_new_tokens=9 * STEP, temperature=0))
     lines = [line for _, some in plain for line in some]
     assert [one.text for one in greedy] == [line["completion"] for line in lines]
     ends = {"answer": "stop", "depth": "length"}
@@ -114,8 +114,8 @@ def test_answers_are_found_and_checked_by_functions_of_the_user(
 
 def test_passes_are_counted(model: Loaded) -> None:
     (solved,) = solve(questions(1), model, Strategy(method="greedy"), settings())
-    # one pass over the prompt, then one for each of 8 steps of 4 tokens, in one call for each step
-    assert (solved.finish, solved.steps, solved.tokens, solved.passes, solved.calls) == ("depth", 8, 32, 33, 8)
+    # one pass over the prompt, then one for each of 9 steps of 4 tokens, in one call for each step
+    assert (solved.finish, solved.steps, solved.tokens, solved.passes, solved.calls) == ("depth", 9, 36, 37, 9)
 
 
 def test_one_beam_with_five_children_makes_at_most_twice_the_passes_of_greedy(model: Loaded) -> None:

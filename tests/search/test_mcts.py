@@ -369,6 +369,12 @@ def test_a_tree_without_an_answer_gives_the_end_of_the_walk_marked() -> None:
     assert found.step.text == "b1" and found.finished and not found.answered
 
 
+def test_a_tree_whose_limit_came_before_any_visit_gives_its_likeliest_step() -> None:
+    tree = Tree.start(0, "")
+    _, likely, _ = tree.root.add([step("a", prior=0.2), step("b", prior=0.7), step("c", prior=0.1)])
+    assert best(tree) is likely
+
+
 @given(seeds)
 def test_a_tree_that_visited_an_answer_gives_an_answer(seed: int) -> None:
     trees = questions(range(4))

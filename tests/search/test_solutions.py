@@ -97,6 +97,12 @@ def test_equal_texts_are_kept_once() -> None:
     assert distinct([first, made("a"), again, made("b a")]) == [first, made("a"), made("b a")]
 
 
+def test_a_correct_one_of_equal_texts_is_kept() -> None:
+    cut = Solution((("a", -1.0),), -1.0)  # reached the limit of steps before it ended the model's turn
+    ended = Solution((("a", 1.0),), 1.0)
+    assert distinct([cut, ended, cut]) == [ended]
+
+
 def test_code_that_always_failed_drops_a_solution() -> None:
     keep = [made("a"), made("b", "error", "ok"), made("c", "ok"), made("d", "answer", "error")]
     drop = [made("e", "error"), made("f", "error", "error")]
@@ -131,6 +137,12 @@ def test_a_question_keeps_as_many_of_each_kind(right: int, wrong: int, kept: tup
     incorrect = [made(f"wrong{i}", outcome=-1.0) for i in range(wrong)]
     result = balance([*incorrect, *correct])
     assert result == [*correct[: kept[0]], *incorrect[: kept[1]]]
+
+
+def test_without_incorrect_solutions_all_correct_ones_are_kept() -> None:
+    correct, wrong = [made("a"), made("b"), made("c")], made("d", outcome=-1.0)
+    assert balance([*correct, wrong], correct=2, incorrect=0) == correct[:2]
+    assert balance([wrong], correct=2, incorrect=0) == []
 
 
 def test_the_lower_limit_holds_for_both_kinds() -> None:

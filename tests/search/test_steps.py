@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
+from threading import Timer
 from typing import Any, get_args
 
 import pytest
@@ -147,6 +152,18 @@ def test_each_finish_reason_and_its_outcome(reason):
 
 def test_these_are_all_finish_reasons():
     assert {*ENDS, ""} == set(get_args(Finish))
+
+
+@pytest.mark.parametrize(("steps", "finish"), [(2, "answer"), (3, "depth")])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_solution_may_have_as_many_steps_as_depth_and_an_empty_one_that_ends_it(steps, finish, apart):
+    """Training puts a delimiter after the last step, and the end of the turn after that."""
+    written = ["3*4=12\n"] * steps
+    written = [*written, END] if apart else [*written[:-1], f"3*4=12{END}"]
+    script = iter(written)
+    found = walk(scripted(lambda text: next(script), depth=2))
+    assert found[-1].finish == finish
+    assert [step.text for step in found if step.text] == ["3*4=12"] * steps
 
 
 def test_without_known_answers_an_answer_has_no_outcome_and_a_failure_has():
@@ -305,7 +322,7 @@ def test_variables_live_along_a_path_and_each_child_has_its_own(sandbox):
     assert child.step.state.history == ("x = [1]", "x.append(2); x")
 
 
-def test_equal_code_after_the_same_state_runs_once():
+def test_equal_code_after_equal_code_runs_once():
     class Counted:
         def __init__(self) -> None:
             self.runs: list[tuple[str, tuple[str, ...]]] = []
@@ -323,9 +340,28 @@ def test_equal_code_after_the_same_state_runs_once():
     nodes = [tree.root.add([step])[0] for step in first]  # two states, as the chains of a vote
     assert [[step.output for step in each] for each in sampler.expand([(node, 2) for node in nodes])] == [
         ["<output>2</output>"] * 2,
-        ["<output>3</output>"] * 2,
+        ["<output>2</output>"] * 2,
     ]
-    assert counted.runs == [("x = [1]", ()), *[("x.append(2); x", ("x = [1]",))] * 2]
+    assert counted.runs == [("x = [1]", ()), ("x.append(2); x", ("x = [1]",))]
+
+
+def test_ctrl_c_ends_code_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "protection" in (missing := enforced()):
+        pytest.skip(missing["protection"])
+    with Sandbox(Limits(cpu_seconds=60, wall_seconds=60)) as endless:
+        numbers = count()
+        sampler = scripted(lambda text: f"<code>while {next(numbers)} + 1: pass</code>", code={}, sandbox=endless)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        start = time.monotonic()
+        timer = Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                sampler.expand([(root(sampler.tokenizer).root, 6)])
+        finally:
+            timer.cancel()
+            signal.signal(signal.SIGINT, before)
+        assert endless.closed and time.monotonic() - start < 20
 
 
 def test_three_failures_in_a_row_end_a_solution_and_one_success_resets_the_count():
@@ -341,11 +377,8 @@ def test_three_failures_in_a_row_end_a_solution_and_one_success_resets_the_count
 
 
 def test_output_is_cut(sandbox):
-    (step,) = walk(
-        scripted(
-            lambda text: "<code>'9' * 30</code>", code={"characters": 5, "output": "[{}] {x}"}, depth=1, sandbox=sandbox
-        )
-    )
+    code = {"characters": 5, "output": "[{}] {x}"}
+    (step,) = walk(scripted(lambda text: "<code>'9' * 30</code>", code=code, final="9", sandbox=sandbox))
     assert step.output == "['9999... [cut after 5 characters]] {x}"
 
 
@@ -382,13 +415,13 @@ def test_the_tags_of_alphamath(sandbox):
 
 def test_text_that_only_closes_code_is_no_code():
     parts = {"": "a </code>", "a </code>": " =1\n"}
-    (step,) = walk(scripted(parts.__getitem__, code={}, depth=1, sandbox=Fails()))
+    (step,) = walk(scripted(parts.__getitem__, code={}, final="=1", sandbox=Fails()))
     assert (step.text, step.code, step.output) == ("a </code> =1", "", "")
 
 
 def test_code_whose_end_is_in_one_token_with_the_delimiter_runs():
     tokenizer = byte_tokenizer(merges=((">", "Ċ"),))
-    (step,) = walk(scripted(lambda text: "<code>ok</code>\n", tokenizer, code={}, depth=1, sandbox=Fails()))
+    (step,) = walk(scripted(lambda text: "<code>ok</code>\n", tokenizer, code={}, final="ok", sandbox=Fails()))
     assert (step.text, step.output) == ("<code>ok</code>", "<output>1</output>")
 
 
@@ -423,7 +456,7 @@ def test_settings_that_cannot_work_are_refused(step, message):
 WORDS = st.text("abc =.+", min_size=1, max_size=6).filter(str.strip)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(WORDS, st.booleans()), min_size=1, max_size=4), st.sampled_from(["\n", " ; "]))
 def test_the_row_of_a_search_trains_on_the_ids_of_the_search(lines, delimiter):
     """A character is a token here, so the tokenizer gives the same ids back."""
@@ -433,11 +466,11 @@ def test_the_row_of_a_search_trains_on_the_ids_of_the_search(lines, delimiter):
         written[-1] = written[-1].replace(delimiter, "")
     script = iter(written)
     sampler = scripted(
-        lambda text: next(script), delimiter=delimiter, depth=len(written), code={"errors": 9}, sandbox=Fails(),
+        lambda text: next(script, END), delimiter=delimiter, depth=len(written), code={"errors": 9}, sandbox=Fails(),
         outcome=lambda state: 1.0,
     )  # fmt: skip
     tree = root(sampler.tokenizer)
-    grow([tree], sampler, Settings(simulations=len(written), children=1))
+    grow([tree], sampler, Settings(simulations=len(written) + 1, children=1))
     (found,) = paths([tree])
     row = {"instruction": QUESTION[0]["content"], "output": found.rows()}
     read = parse(json.loads(json.dumps(row)), (Steps,), "s:1")

@@ -219,6 +219,7 @@ def write(
         Progress(console=console, transient=True) as progress,
     ):
         file.writelines(json.dumps(part, ensure_ascii=False) + "\n" for part in parts)
+        file.flush()
         task = progress.add_task("prompts", total=len(prompt_rows), completed=start)
         for count, lines in completions(loaded, prompt_rows, decoding, seed, scores, start):
             file.write(json.dumps([count, lines], ensure_ascii=False) + "\n")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def run(
         solved[line["method"]].append(_restored(line))
     with storing(output), aside.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(part, ensure_ascii=False) + "\n" for part in parts)
+        file.flush()
         for one in found:
             start = len(solved[one.label])
             for chunk in solve_chunks(prompt_rows, loaded, one, settings, start):
@@ -191,8 +193,9 @@ def run(
 def _code_of(settings: InferenceSettings) -> list[str]:
     """The text of the files with the user's functions."""
     names = (settings.answer.find, settings.answer.check)
-    files = [Path(name.rpartition(":")[0]) for name in names if ":" in name]
-    return [file.read_text("utf-8", "replace") for file in files if file.is_file()]
+    places = [name.rpartition(":")[0] for name in names if ":" in name]
+    files = [place if place.endswith(".py") else import_module(place).__file__ for place in places]
+    return [Path(file).read_text("utf-8", "replace") for file in files if file is not None]
 
 
 def _line(row: Prompt, strategy: Strategy, solved: Solved) -> dict[str, Any]:

@@ -407,15 +407,18 @@ def _generator_problem(stage: Stage) -> str | None:
 def _search_problems(stage: Stage, earlier: Mapping[str, Stage]) -> Iterator[tuple[Keys, str]]:
     """Settings of a search that it ignores, or that do not suit the value head of an earlier stage."""
     assert stage.method is not None
-    for key in ("samples", "stop", "length_range"):
+    for key, instead in STEPS_SET.items():
         if key in stage.generation.model_fields_set:
-            yield ("generation", key), f"search does not use this: {STEPS_SET[key]}"
+            yield ("generation", key), f"search does not use this: {instead}"
+    settings = SearchConfig.model_validate(stage.method.settings)
+    if stage.generation.temperature == 0 and (settings.children > 1 or settings.trees > 1):
+        yield ("generation", "temperature"), "at temperature 0, all steps after a state are equal: use more than 0"
     maker = earlier.get(stage.model.stage) if isinstance(stage.model, StageModel) else None
     if maker is None or maker.method is None or maker.method.name != "step_value":
         return
     if stage.generator.name == "continuous":
         yield ("generator", "name"), f"stage {maker.name!r} trains a value head, and {NO_VALUES}"
-    own = SearchConfig.model_validate(stage.method.settings).step.delimiter
+    own = settings.step.delimiter
     theirs = StepValueConfig.model_validate(maker.method.settings).delimiter
     if own != theirs:
         at = "method", "step", "delimiter"
@@ -426,6 +429,7 @@ STEPS_SET = {
     "samples": "method.children sets how many steps are sampled, and method.trees how many trees",
     "stop": "method.step.delimiter ends a step, and method.step.final a solution",
     "length_range": "max_new_tokens limits the tokens of each step",
+    "min_new_tokens": "a step ends at its first delimiter",
 }
 """What to set in a search instead of a key of ``generation``."""
 

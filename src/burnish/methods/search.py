@@ -55,6 +55,11 @@ class Search(RowMethod):
         column = self.settings.answer.column
         for row in rows:
             known = row.columns.get(column) if isinstance(row, Prompt) else None
+            if isinstance(known, list | dict):
+                raise UserError(
+                    f"{row.source}: {column}: expected text or a number, got {known}: name a function of yours in "
+                    "method.answer.check to compare it"
+                )
             if known is None or not str(known).strip():
                 raise UserError(
                     f"{row.source}: no {column}: search checks solutions against the known answers, which are in the "
@@ -85,7 +90,7 @@ class Search(RowMethod):
             context=context_window(loaded.model),
             answer=self.answers.find,
             outcome=outcome_of,
-            printed=lambda question, line: self.answers.check(line, columns[question]) is True,
+            printed=lambda question, line: self._is_answer(line, columns[question]),
             sandbox=open_sandbox(s.step.code),
         )
         grown: dict[int, list[Tree[Partial]]] = {one.index: [] for one in kept}
@@ -102,6 +107,11 @@ class Search(RowMethod):
         run.generator.drop_cache()
         counts = Counter(OUTCOMES[what] for what in (outcome(why) for _, why in changed) if what in OUTCOMES)
         return self._made([(row, grown[index]) for index, row, _ in kept], counts)
+
+    def _is_answer(self, line: str, columns: Mapping[str, Any]) -> bool:
+        """Whether a line that code printed has the known answer."""
+        answer = self.answers.find(line)
+        return answer is not None and self.answers.check(answer, columns) is True
 
     def _check_model(self, loaded: Loaded) -> None:
         """Check that the steps of the recipe are those of the value head.

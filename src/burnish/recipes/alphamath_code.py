@@ -1,9 +1,9 @@
-"""Generates puzzles such as ``527 684 587=624``: put + or - before each number so that the result is 624.
+"""Generates puzzles such as ``527 684 587=624``: put + or - before each number so that the result is 624, modulo 1000.
 
 A solution subtracts the numbers from the target, one in each step, in code whose output shows what is left:
-``<code>r=624-527;print(r)</code><output>97</output>``, ``<code>r-=684;print(r)</code><output>-587</output>``,
-``<code>r+=587;print(r)</code><output>0</output>``. The code calculates what a small model cannot, and search finds the
-signs.
+``<code>r=624-527;print(r%1000)</code><output>97</output>``, ``<code>r-=684;print(r%1000)</code><output>413</output>``,
+``<code>r+=587;print(r%1000)</code><output>0</output>``. The code calculates what a small model cannot, and search finds
+the signs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from burnish.recipes.models import LINES, character_tokenizer, random_llama
 from burnish.types import Trajectory
 
 CHARACTERS = "0123456789+-= r\n"
-WORDS = ("<code>", "</code>", "<output>", "</output>", ";print(r)")
-NUMBERS = range(100, 1000)
-FIRST = re.compile(r"<code>r=(\d+)-(\d+);print\(r\)</code>")
-NEXT = re.compile(r"<code>r([+-])=(\d+);print\(r\)</code>")
+WORDS = ("<code>", "</code>", "<output>", "</output>", ";print(r%1000)")
+MODULUS = 1000
+NUMBERS = range(100, MODULUS)
+FIRST = re.compile(r"<code>r=(\d+)-(\d+);print\(r%1000\)</code>")
+NEXT = re.compile(r"<code>r([+-])=(\d+);print\(r%1000\)</code>")
 OPPOSITE = {"+": "-", "-": "+"}
 
 
@@ -75,17 +76,17 @@ def find(text: str) -> str | None:
 
 
 def check(answer: str, columns: dict[str, Any]) -> bool:
-    """Whether an expression uses all numbers in their order and has the target as its value."""
-    return same_numbers(answer, columns) and total(answer) == int(columns["target"])
+    """Whether an expression uses all numbers in their order and has the target as its value, modulo 1000."""
+    return same_numbers(answer, columns) and total(answer) % MODULUS == int(columns["target"])
 
 
 def solutions(rng: random.Random, numbers: int) -> Iterator[tuple[Puzzle, list[int]]]:
-    """Random puzzles, each once, with the signs, 1 or -1, of a solution. No target is negative."""
+    """Random puzzles, each once, with the signs, 1 or -1, of a solution."""
     seen: set[Puzzle] = set()
     while True:
         drawn, signs = tuple(rng.choices(NUMBERS, k=numbers)), [1, *rng.choices((1, -1), k=numbers - 1)]
-        puzzle = Puzzle(drawn, sum(sign * number for sign, number in zip(signs, drawn, strict=True)))
-        if puzzle.target >= 0 and puzzle not in seen:
+        puzzle = Puzzle(drawn, sum(sign * number for sign, number in zip(signs, drawn, strict=True)) % MODULUS)
+        if puzzle not in seen:
             seen.add(puzzle)
             yield puzzle, signs
 
@@ -100,7 +101,7 @@ def solution_row(puzzle: Puzzle, signs: list[int]) -> dict[str, Any]:
         codes.append(f"r{'-' if sign > 0 else '+'}={number}")
         outputs.append(left)
     steps = [
-        {"step": f"<code>{code};print(r)</code>", "output": f"<output>{output}</output>", "Q": 1}
+        {"step": f"<code>{code};print(r%1000)</code>", "output": f"<output>{output % MODULUS}</output>", "Q": 1}
         for code, output in zip(codes, outputs, strict=True)
     ]
     return {"instruction": puzzle.text, "output": steps}

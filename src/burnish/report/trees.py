@@ -55,6 +55,8 @@ class Shown:
     children: list[Shown] = field(default_factory=list)
     left_out: int = 0
     """Children that are not shown."""
+    output: str = ""
+    """The output of the step's code."""
 
     @property
     def strength(self) -> int:
@@ -147,7 +149,9 @@ def drawn(title: str, tree: Tree, values: bool) -> Drawn:
         facts[-1] += f", of which the {len(kept)} most visited are shown"
     solution = [text for node in path if (text := node.get("step", "") + node.get("output", ""))]
     root, selected = shown[nodes[0]["id"]], shown[path[-1]["id"]]
-    return Drawn(title, tree.get("source", ""), tree.get("prompt", ""), facts, root, solution, selected)
+    prompt = tree.get("prompt", "")
+    question = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return Drawn(title, tree.get("source", ""), question, facts, root, solution, selected)
 
 
 def _lineage(nodes: Sequence[Line], node: Line) -> list[Line]:
@@ -170,7 +174,8 @@ def _shown(node: Line, values: bool, selected: bool) -> Shown:
     verdict = "" if outcome is None else "correct" if outcome > 0 else "wrong"
     facts += [f"outcome: {verdict}"] if verdict else []
     mark = verdict if finish == "answer" else finish if visits else ""
-    return Shown(node.get("step", ""), brief, prior, " · ".join(facts), q, mark, selected)
+    text, output = node.get("step", ""), node.get("output", "")
+    return Shown(text, brief, prior, " · ".join(facts), q, mark, selected, output=output)
 
 
 def _number(value: float) -> str:

@@ -85,7 +85,7 @@ def shared_sandbox(settings: PythonConfig) -> Sandbox:
     """The sandbox of this process with these settings."""
     key = settings.model_dump_json()
     with _lock:
-        if key not in _sandboxes:
+        if key not in _sandboxes or _sandboxes[key].closed:
             limits = Limits(cpu_seconds=settings.seconds, wall_seconds=WALL_SECONDS * settings.seconds)
             sandbox = Sandbox(limits, settings.preload, settings.sandbox != "none", SESSIONS)
             atexit.register(sandbox.close)

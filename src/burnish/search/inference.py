@@ -125,7 +125,7 @@ class InferenceSettings(Config, use_attribute_docstrings=True):
 
     @model_validator(mode="after")
     def _samples_steps(self) -> Self:
-        for name in ("samples", "stop", "length_range"):
+        for name in ("samples", "stop", "length_range", "min_new_tokens"):
             if name in self.sampling.model_fields_set:
                 raise ValueError(f"sampling.{name}: the search sets it: remove it")
         return self
@@ -215,7 +215,8 @@ def solve_chunks(
             ]
             sampler.searched = trees, first, len(rows)
             before, began = (generator.passes, generator.calls), clock()
-            nodes = _search(trees, sampler, strategy, settings, step.depth, answers, clock)
+            longest = step.depth + 1  # the last one may be empty and only end the turn
+            nodes = _search(trees, sampler, strategy, settings, longest, answers, clock)
             spent = (generator.passes - before[0], generator.calls - before[1], clock() - began)
             generator.drop_cache()
             costs = _Costs(*(number / len(trees) for number in spent))

@@ -114,7 +114,8 @@ def best(tree: Tree[S], by: Literal["value", "visits"] = "value") -> Node[S]:
     """The end of the walk from the root to the child with the highest Q or the most visits; the first of equals.
 
     The walk takes only visited nodes, and of these only nodes that lead to an answer if the tree has one. So the result
-    is ``answered``, or else the last node of the walk through solutions that go on or failed.
+    is ``answered``, or else the last node of the walk through solutions that go on or failed. If a limit ended the
+    search before any step was visited, it is the step with the highest prior.
     """
     leads: set[Node[S]] = set()
     for node in tree.nodes():
@@ -123,4 +124,6 @@ def best(tree: Tree[S], by: Literal["value", "visits"] = "value") -> Node[S]:
     node = tree.root
     while choices := [child for child in node.children if (child in leads if leads else child.visits)]:
         node = max(choices, key=lambda child: child.q if by == "value" else child.visits)
+    if node is tree.root and node.children:
+        return max(node.children, key=lambda child: child.step.prior)
     return node

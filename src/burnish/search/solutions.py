@@ -63,11 +63,15 @@ def _solution(node: Node[S]) -> Solution | None:
 
 
 def distinct(solutions: Iterable[Solution]) -> list[Solution]:
-    """The first of all solutions with the same texts."""
-    first: dict[tuple[str, ...], Solution] = {}
+    """One of all solutions with the same texts: the first correct one, or else the first.
+
+    Their outcomes differ if one ended the model's turn and the other was cut off.
+    """
+    chosen: dict[tuple[str, ...], Solution] = {}
     for solution in solutions:
-        first.setdefault(solution.texts, solution)
-    return list(first.values())
+        if chosen.setdefault(solution.texts, solution).outcome < solution.outcome:
+            chosen[solution.texts] = solution
+    return list(chosen.values())
 
 
 def usable(solutions: Iterable[Solution]) -> list[Solution]:
@@ -87,11 +91,12 @@ def prefer(solutions: Iterable[Solution]) -> list[Solution]:
 
 
 def balance(solutions: Sequence[Solution], correct: int = 4, incorrect: int = 4) -> list[Solution]:
-    """The first correct solutions, then as many incorrect ones, up to the limits, which are at least 1.
+    """The first correct solutions, then as many incorrect ones, up to the limits.
 
-    If there are none of one kind, one of the other is kept.
+    If there are none of one kind, one of the other is kept. Without incorrect ones (``incorrect`` is 0), all correct
+    ones up to the limit are kept.
     """
     right = [solution for solution in solutions if solution.outcome > 0][:correct]
     wrong = [solution for solution in solutions if solution.outcome < 0][:incorrect]
-    count = max(1, min(len(right), len(wrong)))
+    count = max(1, min(len(right), len(wrong))) if incorrect else correct
     return right[:count] + wrong[:count]

@@ -192,18 +192,22 @@ class StepSampler:
         return inside if end else None
 
     def _run_code(self, drafts: Sequence[_Draft]) -> None:
-        """Run the code of steps, and append its output. Equal code after the same state runs once."""
+        """Run the code of steps, and append its output. Equal code after equal code runs once."""
         code = self.settings.code
         if code is None or not drafts:
             return
         assert self.sandbox is not None
-        runs = {(id(draft.node), draft.code or ""): draft.parent.history for draft in drafts}
+        runs = list(dict.fromkeys((draft.code or "", draft.parent.history) for draft in drafts))
         with ThreadPoolExecutor() as threads:
-            found = threads.map(self.sandbox.run, [snippet for _, snippet in runs], runs.values())
-            results = dict(zip(runs, found, strict=True))
+            try:
+                results = dict(zip(runs, threads.map(self.sandbox.run, *zip(*runs, strict=True)), strict=True))
+            except KeyboardInterrupt:
+                self.sandbox.close()  # or else the threads would wait for the code that is running
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         outputs = []
         for draft in drafts:
-            draft.result = results[id(draft.node), draft.code or ""]
+            draft.result = results[draft.code or "", draft.parent.history]
             text = shown(draft.result)
             draft.printed = text.rpartition("\n")[2]
             draft.output = code.output.replace("{}", _cut(text, code.characters))
@@ -252,13 +256,15 @@ class StepSampler:
         full = self.context is not None and len(state.tokens) >= self.context - 1
         if full and draft.appended:  # not even the value could be read
             return "context"
-        if draft.reason == "turn" or (settings.final is not None and settings.final in draft.text):
+        # An empty last step only ends the turn, so it does not count.
+        deep = bool(draft.text) and draft.node.depth + 1 > settings.depth
+        if not deep and (draft.reason == "turn" or (settings.final is not None and settings.final in draft.text)):
             return "unparsable" if self.answer(state.text) is None else "answer"
         if settings.code is not None and state.errors >= settings.code.errors:
             return "tools"
         if full:
             return "context"
-        return "depth" if draft.node.depth + 1 >= settings.depth else ""
+        return "depth" if deep else ""
 
 
 @dataclass

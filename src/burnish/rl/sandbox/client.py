@@ -103,6 +103,11 @@ class Sandbox:
         if server is not None:
             server.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, after which nothing runs any more."""
+        return self._closed
+
     def __enter__(self) -> Sandbox:
         return self
 
