@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from burnish import config
+from burnish.commands.search import questions
+from burnish.config.run import run
 from burnish.errors import UserError
+from burnish.generate.sampling import Sampling
+from burnish.models.loaded import load
 from burnish.recipes import alphamath as recipe
+from burnish.search.inference import InferenceSettings, Strategy, compare, solve
+from burnish.search.settings import AnswerSettings
 
 SIZES: dict[str, Any] = {"rows": 500, "questions": 50, "development": 50, "held_out": 100}
 
@@ -102,3 +110,28 @@ def test_all_puzzles_are_those_that_some_signs_solve() -> None:
     for drawn in product(range(1, 7), repeat=3):
         totals = {(drawn[0] + a * drawn[1] + b * drawn[2]) % 10 for a, b in product((1, -1), repeat=2)}
         assert {puzzle.target for puzzle in found if puzzle.numbers == drawn} == totals
+
+
+@pytest.mark.slow
+def test_after_one_round_a_beam_search_solves_more_than_greedy_decoding(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The recipe with four numbers and one round."""
+    overrides = [
+        "stages.prepare.with={rows: 1500, questions: 600, development: 20, held_out: 300, numbers: 4}",
+        "stages.sft.trainer.max_steps=250",
+        "stages.loop.rounds=1",
+        "stages.loop.stages.search.method.simulations=15",
+        "stages.loop.stages.values.trainer.max_steps=600",
+    ]
+    folder = run(config.load("alphamath", [*overrides, f"out={tmp_path / 'run'}"]))
+    place = "burnish.recipes.alphamath"
+    answer = AnswerSettings(find=f"{place}:find", check=f"{place}:check", column="target")
+    settings = InferenceSettings(answer=answer, sampling=Sampling(max_new_tokens=16))
+    model, rows = load(str(folder / "loop/1/values")), questions(folder / "prepare/data/held-out.jsonl")
+    strategies = [Strategy(method="greedy"), *(Strategy(method="sbs", beams=beams, children=5) for beams in (1, 3))]
+    found = compare({strategy.label: solve(rows, model, strategy, settings) for strategy in strategies})
+    for label, line in found.items():
+        record_property(label, f"{line['accuracy']['value']:.3f}")
+    assert found["sbs(1, 5)"]["difference"]["low"] > 0
+    assert found["sbs(3, 5)"]["difference"]["low"] > found["sbs(1, 5)"]["difference"]["value"]
