@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from burnish import config
 from burnish.commands.search import questions
+from burnish.config.run import run as run_recipe
 from burnish.generate.sampling import Sampling
 from burnish.models.loaded import load
 from burnish.search.inference import InferenceSettings, Solved, Strategy, compare, solve
-from burnish.search.settings import AnswerSettings, StepSettings
+from burnish.search.settings import AnswerSettings, CodeSettings, StepSettings
 
 pytestmark = pytest.mark.acceptance
 
@@ -112,3 +115,52 @@ def test_the_third_round_solves_more_than_the_first(puzzles: Case, record_proper
     interval = {"value": mean, "low": mean - half, "high": mean + half}
     record_property("greedy, rounds 1 and 3", f"{sum(first) / 1000:.3f}, {sum(third) / 1000:.3f}: {shown(interval)}")
     assert len(changes) == 1000 and mean - half > 0
+
+
+# The same model learns the output of the code too, as if it were its own text, and solves puzzles without a sandbox.
+IN_ITS_HEAD = """\
+name: head
+threads: 1
+stages:
+  - {name: prepare, run: "burnish.recipes.alphamath_code:prepare", with: {rows: 24000}}
+  - name: sft
+    method: {name: step_value, alpha: 0, mask_output: false}
+    model: {stage: prepare}
+    data: {train: {stage: prepare, file: solutions.jsonl}}
+    trainer:
+      per_device_train_batch_size: 64
+      max_steps: 500
+      learning_rate: 3.0e-3
+      warmup_steps: 50
+      adam_beta2: 0.99
+"""
+STEP = re.compile(r"<code>r(?:=(\d+)-|([+-])=)(\d+);print\(r%1000\)</code><output>(\d+)</output>")
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    out = tmp_path_factory.mktemp("code") / "run"
+    step = StepSettings(depth=4, code=CodeSettings())
+    return searched("alphamath-code", out, [GREEDY, VOTE, NARROW, WIDE, TREE], step, 24)
+
+
+def test_beam_search_over_code_is_better_than_a_vote_with_more_tokens(coded: Case, record_property: Record) -> None:
+    assert all(len(each) == 2000 for each in coded.solved.values())
+    check(coded, record_property)
+    record_property("minutes", f"{coded.seconds / 60:.1f}")
+
+
+def test_the_model_cannot_calculate_what_the_code_does(tmp_path: Path, record_property: Record) -> None:
+    (tmp_path / "head.yaml").write_text(IN_ITS_HEAD, "utf-8")
+    folder = run_recipe(config.load(str(tmp_path / "head.yaml"), [f"out={tmp_path / 'run'}"]))
+    rows = questions(folder / "prepare/data/development.jsonl")
+    settings = InferenceSettings(step=StepSettings(depth=4), sampling=Sampling(max_new_tokens=32))
+    right = written = 0
+    for solved in solve(rows, load(str(folder / "sft")), GREEDY, settings):
+        left = 0  # what the model says is left, from which the next step goes on
+        for start, sign, number, output in STEP.findall(solved.text):
+            expected = int(start) - int(number) if start else left + int(f"{sign}{number}")
+            left = int(output)
+            right, written = right + (expected % 1000 == left), written + 1
+    record_property("outputs in its head", f"{right / written:.3f} right of {written:,}")
+    assert written > 2000 and right / written < 0.2
