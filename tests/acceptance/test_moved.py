@@ -25,7 +25,8 @@ MOMENTS = {
     "everything": ["start", "line", "write", "line", "write"] * 2,
     "loops": ["start", "chunk", "line", "write", "chunk", "write", "line", "chunk", "write", "line"],
     "environments": ["start", "line", "write", "line", "write"] * 2,
-    "search": ["chunk", "line", "chunk", "write", "chunk"] * 2,
+    # three times in the search of the first round and twice in that of the second
+    "search": ["chunk", "chunk", "chunk", "line", "chunk", "chunk", "line", "write", "line", "write"],
 }
 PATIENCE = 600  # seconds; a process that takes longer hangs
 REWARDS = """\
@@ -213,7 +214,8 @@ def check(name: str, expected: dict[str, Any]) -> None:
         return
     if name == "search":
         trees = [expected[f"loop/{number}/search/data/trees.jsonl"] for number in (1, 2)]
-        assert len(set(trees)) == 2 and all(tree.count(b"\n") > 256 for tree in trees)  # some questions have two trees
+        assert len(set(trees)) == 2 and all(tree.count(b"\n") > 384 for tree in trees)  # some questions have two trees
+        assert all(b'"outcome": 1' in tree for tree in trees)
         heads = [path for path in expected if path.endswith("value_head.safetensors")]
         assert heads == ["loop/2/values/model/value_head.safetensors"]
         return
