@@ -1,0 +1,1 @@
+"""Models that judge: which of two completions is better, or how good one is."""

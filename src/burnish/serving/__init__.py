@@ -1,0 +1,1 @@
+"""A reward model or a judge behind HTTP."""
