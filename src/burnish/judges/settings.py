@@ -67,12 +67,12 @@ class JudgeSettings(Config):
         example = "such as http://127.0.0.1:8000/v1"
         try:
             parts = urlsplit(url)
-            host = parts.port is not None or parts.hostname
+            _ = parts.port  # raises if it is no number
         except ValueError:
             raise ValueError(f"not an address: expected one {example}") from None
         if "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError(f"expected an address without a password, '?' or '#', {example}; key: names the key")
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected an address {example}, got {url!r}")
         return url.rstrip("/")
 
