@@ -15,7 +15,7 @@ GOOD = """\
   critique: Find what could be left out.
   revise: Shorten the answer.
 - name: kind
-  compare: Which answer is kinder?
+  compare: Prefer the kinder reply.
 """
 
 
@@ -31,13 +31,13 @@ def test_the_constitution_that_comes_with_burnish_has_every_text_of_every_princi
     texts = [text for one in principles for text in (one.critique, one.revise, one.compare)]
     assert len(set(texts)) == len(texts)
     for one in principles:
-        assert one.compare is not None and one.compare.startswith("Which answer ") and one.compare.endswith("?")
+        assert one.compare is not None and one.compare.startswith("Prefer the reply ")
 
 
 def test_a_file_is_read_in_order(tmp_path: Path) -> None:
     assert load_constitution(write(tmp_path, GOOD)) == (
         Principle(name="short", critique="Find what could be left out.", revise="Shorten the answer."),
-        Principle(name="kind", compare="Which answer is kinder?"),
+        Principle(name="kind", compare="Prefer the kinder reply."),
     )
 
 

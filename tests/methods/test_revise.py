@@ -129,7 +129,7 @@ def test_requests_are_turns_of_the_conversation_after_the_examples() -> None:
     (x,) = (step["principle"] for step in made.files["revisions.jsonl"][0]["revisions"])
     before = [("system", "Be brief."), ("user", "e"), ("assistant", "f"), ("user", "q"), ("assistant", "old")]
     critique = [*before, ("user", f"C find {x}")]
-    turns = [TURN.findall(run.tokenizer.decode(list(request.tokens))) for (request,) in run.generator.plans if _]
+    turns = [TURN.findall(run.tokenizer.decode(list(request.tokens))) for (request,) in run.generator.plans]
     assert turns == [critique, [*critique, ("assistant", "bad"), ("user", f"R fix {x}")]]
     prompt = [*system, *asked("q")]
     assert made.files["revised.jsonl"] == [{"prompt": prompt, "completion": "new", "id": "0-0", "meta": {"lang": "en"}}]

@@ -31,7 +31,7 @@ class Principle(Config):
     name: str = Field(min_length=1, description="a short name, by which rows and reports refer to the principle")
     critique: str | None = Field(None, min_length=1, description="what to look for in an answer")
     revise: str | None = Field(None, min_length=1, description="how to change the answer")
-    compare: str | None = Field(None, min_length=1, description="what a judge asks of two answers: Which answer ...?")
+    compare: str | None = Field(None, min_length=1, description="what a judge prefers of two replies")
 
 
 def load_constitution(path: str | Path | None = None, uses: Collection[Use] = ()) -> tuple[Principle, ...]:

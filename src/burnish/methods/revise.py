@@ -231,6 +231,8 @@ class Writer:
         self, asked: Sequence[tuple[Answer, tuple[int, ...]]], sampling: Sampling, number: int, what: str
     ) -> list[Written]:
         """Sample a completion of each prompt."""
+        if not asked:
+            return []
         requests = [
             Request(
                 tokens,
