@@ -67,7 +67,8 @@ class ReferenceLogprobs:
 
     def _key(self, engine: Engine, examples: list[Example]) -> str:
         if self.digest is None:
-            self.digest = _weights_digest(self.reference, engine.network.policy)
+            with self.reference.use(engine.network.policy) as model:
+                self.digest = weights_digest(model, adapter=self.reference.frozen is not None)
         computed_by = (torch.__version__, engine.device.type, engine.precision)
         digest = hashlib.blake2b(self.digest + repr(computed_by).encode(), digest_size=20)
         for sequence in (s for example in examples for s in example.sequences):
@@ -76,15 +77,14 @@ class ReferenceLogprobs:
         return digest.hexdigest()
 
 
-def _weights_digest(reference: Reference, policy: nn.Module) -> bytes:
-    """A digest of the reference's configuration and weights, without a disabled adapter."""
-    with reference.use(policy) as model:
-        digest = hashlib.blake2b(repr(sorted(unwrap(model).config.to_diff_dict().items())).encode())
-        for name, weight in sorted(model.state_dict().items()):
-            if reference.frozen is None and "lora_" in name:
-                continue
-            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+def weights_digest(model: nn.Module, adapter: bool = True) -> bytes:
+    """A digest of a model's configuration and weights; without ``adapter``, those of LoRA are left out."""
+    digest = hashlib.blake2b(repr(sorted(unwrap(model).config.to_diff_dict().items())).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        if not adapter and "lora_" in name:
+            continue
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
 
 
