@@ -305,8 +305,8 @@ def _score_problem(source: StageModel | StageData, maker: Stage, reader: Stage) 
     if maker.reward or maker.environment.classes:
         return None
     select = reader.data.select if reader.data else None
-    if source.file == "ranked.jsonl":
-        return f"stage {maker.name!r} has no reward:, so it ranks nothing: {source.file} would be empty"
+    if source.file == "ranked.jsonl" and not reader.makes_rows:
+        return f"stage {maker.name!r} has no reward:, so it ranks nothing: in {source.file}, all scores are 0"
     if select is not None and select.reads_scores and select.key == "score":
         return f"stage {maker.name!r} has no reward:, so its samples have no score for data.select"
     return None
