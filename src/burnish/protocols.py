@@ -192,6 +192,8 @@ class RowMethodSpec:
     """Whether it reads ``data.max_length`` and ``data.too_long``."""
     models: tuple[str, ...] = ()
     """Settings that name a model."""
+    files: tuple[str, ...] = ()
+    """Settings that may name a file beside the recipe."""
     kinds_with_rewards: tuple[type, ...] = ()
     """The row classes that it reads in a stage with rewards, if these are others."""
     measures: tuple[str, ...] = ()

@@ -46,6 +46,10 @@ SMALLER = {
         "stages.ppo.trainer.per_device_train_batch_size=2",
         "stages.ppo.generation.max_new_tokens=4",
     ],
+    "constitution": [
+        "stages.prepare.with={{rows: 256, questions: 64, prompts: 128, held_out: 16, principle: Prefer the correct sum.}}",
+        *(f"stages.{stage}.{setting}" for stage in ("student", "sft", "reward") for setting in BRIEF),
+    ],
     "distill": [
         "stages.prepare.with={{rows: 64, pairs: 1, prompts: 128, held_out: 16}}",
         *(f"stages.{stage}.{setting}" for stage in ("teacher", "start", "distill") for setting in BRIEF),
@@ -101,6 +105,20 @@ SMALLER = {
         "stages.loop.stages.held-out.generation={{max_new_tokens: 4}}",
     ],
     "reward-causal": [*FILMS, "stages.prepare.with.pairs_held_out=8", "stages.reward.model={policy}"],
+    "rlaif": [
+        *FILMS,
+        "stages.prepare.with.rows=8",
+        "stages.prepare.with.prompts=8",
+        "stages.prepare.with.questions=8",
+        "stages.judge.model={policy}",
+        "stages.judge.data.max_length=1024",
+        "stages.sft.model={policy}",
+        "stages.samples.generation.max_new_tokens=4",
+        "stages.reward.model={encoder}",
+        "stages.ppo.reward=[{{model: {{stage: reward}}}}]",
+        "stages.ppo.trainer.per_device_train_batch_size=8",
+        "stages.ppo.generation.max_new_tokens=4",
+    ],
     "self-correct": [
         "stages.prepare.with={{rows: 64, prompts: 32, held_out: 16}}",
         *(f"stages.sft.{setting}" for setting in BRIEF),

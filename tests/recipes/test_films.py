@@ -101,6 +101,24 @@ def test_soft_pairs_carry_the_share_of_raters(archive: Path, tmp_path: Path) -> 
         assert row["p_chosen"] == pytest.approx(8.5 / 9 if better - worse == 2 else 1.0)
 
 
+def test_a_judges_questions_name_the_letter_of_the_chosen_snippet(archive: Path, tmp_path: Path) -> None:
+    films.prepare(
+        tmp_path, 0, archive=str(archive), pairs=1, pairs_held_out=1, prompts=1, system="Be brief.", questions=40,
+        principle="Prefer praise.",
+    )  # fmt: skip
+    letters = []
+    for row in read(tmp_path / "data" / "questions.jsonl"):
+        assert row.keys() == {"prompt", "completion"} and "Prefer praise." in row["prompt"]
+        assert "System: Be brief.\n\nUser: " in row["prompt"]
+        ratings = {
+            letter: int(re.findall(rf"<reply {letter}>\nSentence number (\d+)\.", row["prompt"])[0]) % 9
+            for letter in "AB"
+        }
+        assert max(ratings, key=ratings.__getitem__) == row["completion"]
+        letters.append(row["completion"])
+    assert 8 < letters.count("A") < 32  # of 40 tosses of a coin: the standard deviation is 3.2
+
+
 def test_agreement_counts_ties_half() -> None:
     # of (1, 0), (1, 2), (1, 1): higher, lower, a tie
     assert films.agreement([1], [0, 2, 1]) == pytest.approx(0.5)

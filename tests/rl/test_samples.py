@@ -228,6 +228,12 @@ def test_episodes_are_ranked_as_conversations_of_which_the_policys_turns_are_lea
     assert _rankings(samples[:1] + other[1:2]) == []
 
 
+def test_completions_without_scores_are_candidates_for_a_judge() -> None:
+    samples = [{"prompt": "1+1", "completion": completion} for completion in ("2", "3", "2")]
+    assert _rankings(samples) == [{"prompt": "1+1", "completions": ["2", "3"], "scores": [0.0, 0.0]}]
+    assert _rankings(samples[::2]) == []  # only one distinct completion
+
+
 TOOL = '''
 def square(x: int) -> int:
     """Square a number.

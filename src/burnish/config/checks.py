@@ -14,6 +14,7 @@ import pydantic
 
 from burnish.config.schema import (
     Data,
+    MethodChoice,
     Recipe,
     RewardFromFunction,
     RewardFromModel,
@@ -30,7 +31,7 @@ from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import NO_VALUES, GeneratorSettings
 from burnish.methods import METHODS, ROW_METHODS
-from burnish.methods.settings import SearchConfig, StepValueConfig
+from burnish.methods.settings import ReviseConfig, SearchConfig, StepValueConfig
 from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig, PackageModel, StageModel
 from burnish.protocols import MethodSpec
@@ -304,8 +305,8 @@ def _score_problem(source: StageModel | StageData, maker: Stage, reader: Stage) 
     if maker.reward or maker.environment.classes:
         return None
     select = reader.data.select if reader.data else None
-    if source.file == "ranked.jsonl":
-        return f"stage {maker.name!r} has no reward:, so it ranks nothing: {source.file} would be empty"
+    if source.file == "ranked.jsonl" and not reader.makes_rows:
+        return f"stage {maker.name!r} has no reward:, so it ranks nothing: in {source.file}, all scores are 0"
     if select is not None and select.reads_scores and select.key == "score":
         return f"stage {maker.name!r} has no reward:, so its samples have no score for data.select"
     return None
@@ -434,6 +435,23 @@ STEPS_SET = {
 """What to set in a search instead of a key of ``generation``."""
 
 
+P = ParamSpec("P")
+
+
+def possible(check: Callable[P, str | None]) -> Callable[P, str | None]:
+    """A check of a path that reports what the file system refuses, such as a path that is too long."""
+
+    def checked(*args: P.args, **kwargs: P.kwargs) -> str | None:
+        try:
+            return check(*args, **kwargs)
+        except OSError as error:
+            return explain(error) or str(error)
+        except UserError as error:
+            return str(error)
+
+    return checked
+
+
 def file_problems(recipe: Recipe) -> Iterator[Problem]:
     """Files, folders, packages and functions that do not exist, or whose path is impossible."""
     if text := _folder_problem(recipe):
@@ -454,6 +472,15 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         for path, reference in functions:
             if reference and (text := function_problem(reference, recipe.locate)):
                 yield Problem(("stages", index, *path), text)
+        if stage.method and stage.method.name == "revise" and (text := _constitution_problem(recipe, stage.method)):
+            yield Problem(("stages", index, "method"), text)
+
+
+@possible
+def _constitution_problem(recipe: Recipe, method: MethodChoice) -> str | None:
+    """A problem with the principles by which answers are revised; None if there is none."""
+    ReviseConfig.model_validate(recipe.method_settings(method)).principles()
+    return None
 
 
 def _is_hub_id(source: str) -> bool:
@@ -461,23 +488,6 @@ def _is_hub_id(source: str) -> bool:
     owner, slash, _ = source.partition("/")
     shape = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+){0,2}", source)
     return bool(shape) and not source.endswith((*READERS, ".gguf", ".gz")) and not (slash and Path(owner).is_dir())
-
-
-P = ParamSpec("P")
-
-
-def possible(check: Callable[P, str | None]) -> Callable[P, str | None]:
-    """A check of a path that reports what the file system refuses, such as a path that is too long."""
-
-    def checked(*args: P.args, **kwargs: P.kwargs) -> str | None:
-        try:
-            return check(*args, **kwargs)
-        except OSError as error:
-            return explain(error) or str(error)
-        except UserError as error:
-            return str(error)
-
-    return checked
 
 
 @possible

@@ -140,12 +140,14 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
     """Checksums of the user's files that define a stage's rewards, environments, method or parts of the method."""
+    sums = {}
     names = [reward.function for reward in stage.reward if isinstance(reward, RewardFromFunction)]
     names += [*stage.environment.classes.values(), *stage.tools]
     if stage.method:
         own = [] if stage.method.name in METHODS or stage.method.name in ROW_METHODS else [stage.method.name]
         names += [*own, *stage.method.functions.values()]
-    sums = {}
+        read = {name: recipe.beside(name) for name in stage.method.files.values()}
+        sums |= {name: checksums.of(path) for name, path in read.items() if path.is_file()}
     for name in names:
         written = name.rpartition(":")[0]  # the key as written, because a recipe can be moved with its files
         place = recipe.locate(name).rpartition(":")[0]

@@ -95,6 +95,12 @@ class MethodChoice(Config, extra="allow"):
             names |= {("answer", key): answer.get(key) for key in ("find", "check")}
         return {keys: name for keys, name in sorted(names.items()) if isinstance(name, str) and ":" in name}
 
+    @property
+    def files(self) -> dict[str, str]:
+        """The files beside the recipe, by the keys that name them: ``{"constitution": "my.yaml"}``."""
+        keys = ROW_METHODS[self.name].files if self.name in ROW_METHODS else ()
+        return {key: name for key in keys if isinstance(name := self.settings.get(key), str)}
+
 
 SPLITS = ("train", "eval", "rows")
 """The kinds of rows of a stage."""
@@ -375,9 +381,14 @@ class Recipe(Config, use_attribute_docstrings=True):
         """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
         return locate(self._home, reference)
 
+    def beside(self, file: str) -> Path:
+        """The path of a file that is named relative to the recipe's folder."""
+        return self._home / expanded(file)
+
     def method_settings(self, method: MethodChoice) -> dict[str, Any]:
-        """The settings of a method, with the paths of the user's functions relative to the recipe's folder."""
+        """The settings of a method, with the paths of files and functions beside the recipe relative to its folder."""
         settings = method.settings
+        settings |= {key: str(self.beside(name)) for key, name in method.files.items()}
         for (key, *inner), name in method.functions.items():
             block = settings[key] if isinstance(settings[key], dict) else {}
             where = inner[0] if inner else "name"

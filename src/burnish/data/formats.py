@@ -758,3 +758,16 @@ SHAPES = (
     Shape("steps", Steps, ("instruction", "output"), _read_steps, ("system",)),
     Shape("query", Prompt, ("query",), functools.partial(_read_prompt, key="query")),
 )
+
+
+def other_columns(record: Record, kind: type[Any]) -> dict[str, Any]:
+    """The columns of a record that are not part of the row itself, with those in its ``meta``.
+
+    ``other_columns({"prompt": "1+1", "completion": "2", "lang": "en"}, Conversation)`` is ``{"lang": "en"}``.
+    """
+    own = {key for shape in SHAPES if shape.kind is kind for key in (*shape.needs, *shape.may)}
+    columns = {key: value for key, value in record.items() if key not in own | PROVENANCE}
+    meta = record.get("meta")
+    if isinstance(meta, Mapping):
+        return columns | {**meta}
+    return columns if meta is None else columns | {"meta": meta}

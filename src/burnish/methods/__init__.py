@@ -11,6 +11,7 @@ from burnish.methods.settings import (
     PPOConfig,
     PretrainConfig,
     ReinforceConfig,
+    ReviseConfig,
     RewardConfig,
     RLOOConfig,
     SampleConfig,
@@ -20,6 +21,7 @@ from burnish.methods.settings import (
     StepValueConfig,
 )
 from burnish.protocols import MethodSpec, RowMethodSpec
+from burnish.report.metrics import UNREVISED
 from burnish.types import Conversation, Labelled, Preference, Prompt, Ranking, Row, Scored, Steps, Text
 
 _SPECS = (
@@ -109,6 +111,19 @@ _ROW_SPECS = (
         truncates=True,
         values=True,
         implementation="burnish.methods.search:Search",
+    ),
+    RowMethodSpec(
+        "revise",
+        ReviseConfig,
+        (Prompt, Conversation),
+        outputs={"revised.jsonl": (Conversation,), "pairs.jsonl": (Preference,), "revisions.jsonl": ()},
+        needs=("model",),
+        takes=("template", "dtype", "trust_remote_code", "generation", "generator"),
+        files=("constitution",),
+        measures=("length", "changed", "revisions", *(f"unrevised_{why}" for why in UNREVISED)),
+        any_column=True,
+        truncates=True,
+        implementation="burnish.methods.revise:Revise",
     ),
     RowMethodSpec(
         "score",

@@ -32,7 +32,8 @@ class Sample(RowMethod):
     A row of samples has the prompt, the completion, its score, every reward, its finish reason, its seed, an id such as
     ``17-2`` (both numbers count from 0: prompt 17, completion 2), and in ``meta`` the prompt's other columns.
     Empty completions are left out, because no method can learn from them. A prompt is in ``ranked.jsonl`` if its
-    completions have at least two different scores.
+    completions have at least two different scores. Without rewards, all scores in ``ranked.jsonl`` are 0, so that a
+    judge or people can rank the completions.
 
     The completion of an episode is a list of messages, with tool calls and results, and its prompt has what the
     environment says first. If this differs, the episodes of a prompt are ranked in several rows.
@@ -71,9 +72,9 @@ class Sample(RowMethod):
             made = "made, for a shortened prompt" if trajectories[0].source in reasons else "made"
             counts[made if mine else "skipped: every completion is empty"] += 1
             measured["empty"].append(1 - len(mine) / len(trajectories))
+            rankings = _rankings(mine)
+            ranked += rankings
             if run.rewards:
-                rankings = _rankings(mine)
-                ranked += rankings
                 measured["ranked"].append(float(bool(rankings)))
             for name, values in _measures(trajectories).items():
                 measured[name].append(fmean(values))
@@ -111,12 +112,13 @@ def _learnable(row: Mapping[str, Any]) -> bool:
 
 
 def _rankings(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The distinct completions of each prompt with their scores, if there are two different scores."""
+    """The distinct completions of each prompt with their scores, if there are two, and two different scores."""
     prompts: dict[str, dict[str, Any]] = {}
     for sample in samples:
         given = {key: sample[key] for key in ("prompt", "tools") if key in sample}
         row = prompts.setdefault(json.dumps(given), {**given, "completions": [], "scores": []})
         if sample["completion"] not in row["completions"]:
             row["completions"].append(sample["completion"])
-            row["scores"].append(sample["score"])
-    return [row for row in prompts.values() if len(set(row["scores"])) > 1]
+            row["scores"].append(sample.get("score", 0.0))
+    scored = any("score" in sample for sample in samples)
+    return [row for row in prompts.values() if len(set(row["scores"]) if scored else row["scores"]) > 1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from burnish.data.formats import PROVENANCE, SHAPES
+from burnish.data.formats import other_columns
 from burnish.errors import UserError
 from burnish.methods import ROW_METHODS
 from burnish.methods.settings import ScoreConfig
@@ -20,8 +20,6 @@ from burnish.types import Columns, Conversation, Row, Sequence, Trajectory, Turn
 
 SHOWN = 4
 """Number of rows of a chunk that a person can read in the report."""
-TEXTS = {key for shape in SHAPES if shape.kind is Conversation for key in (*shape.needs, *shape.may)}
-"""Columns of the conversation itself. A reward gets the others."""
 
 
 class Score(RowMethod):
@@ -65,12 +63,7 @@ def _with_completion(row: Conversation) -> Conversation:
 def _trajectory(row: Conversation, record: Mapping[str, Any], sequence: Sequence) -> Trajectory:
     """The completion of a row as if it had just been sampled."""
     reason = str(record.get("finish_reason") or "stop")
-    columns = {key: value for key, value in record.items() if key not in TEXTS | PROVENANCE}
-    meta = record.get("meta")
-    if isinstance(meta, Mapping):
-        columns |= meta
-    elif meta is not None:
-        columns["meta"] = meta
+    columns = other_columns(record, Conversation)
     return Trajectory(
         row.messages[:-1],
         (Turn(row.messages[-1]["content"].strip(), reason),),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from burnish.errors import UserError
 from burnish.generate.sampling import check_temperature
+from burnish.judges.constitution import Principle, check_principles, load_constitution
 from burnish.math.choices import (
     WITH_SMOOTHING,
     WITHOUT_REFERENCE,
@@ -74,6 +76,76 @@ class FilterConfig(Config):
         description="file.py:name (beside the recipe) or package.module:name of a function of a row's columns; it "
         "returns True for a row that passes, and False or the reason for one that does not"
     )
+
+
+PLACE = "{principle}"
+"""Stands for the text of the principle in a request."""
+
+
+class ExampleMessage(Config):
+    """A message of a worked example: ``{role: user, content: "Describe your neighbor."}``."""
+
+    role: Literal["user", "assistant"]
+    content: str = Field(min_length=1)
+
+
+class ReviseConfig(Config):
+    """Settings of ``revise``, in which a model critiques and revises answers by the principles of a constitution."""
+
+    constitution: str | list[Principle] | None = Field(
+        None,
+        description="the principles: a YAML file beside the recipe, or a list of {name:, critique:, revise:}; default: "
+        "the constitution that comes with Burnish",
+    )
+    revisions: int = Field(
+        4, ge=1, description="revisions of each answer, each by another principle, which is drawn at random"
+    )
+    critique_request: str = Field(
+        "Critique your last answer. {principle} Write at most three sentences, and do not rewrite the answer yet.",
+        description="what the user says to ask for a critique; {principle} stands for the principle's text critique",
+    )
+    revision_request: str = Field(
+        "{principle} Write only the new answer, without any comment.",
+        description="what the user says to ask for a revision; {principle} stands for the principle's text revise",
+    )
+    critique_tokens: int | None = Field(
+        None, ge=1, description="maximum number of tokens of a critique; default: generation.max_new_tokens"
+    )
+    examples: list[ExampleMessage] = Field(
+        [],
+        description="messages before every request for a critique or a revision, as a worked example: a question, an "
+        "answer, the request for a critique, the critique, the request for a revision, the revision",
+    )
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        """Reject requests without the principle, and examples that are no conversation."""
+        for name in ("critique_request", "revision_request"):
+            if PLACE not in getattr(self, name):
+                raise ValueError(f"{name} must contain {PLACE}, where the text of the principle goes")
+        turns = [message.role for message in self.examples]
+        if turns != ["user", "assistant"] * (len(turns) // 2):
+            raise ValueError("examples must alternate between user and assistant, and end with the assistant")
+        return self
+
+    def principles(self) -> tuple[Principle, ...]:
+        """The principles of the constitution.
+
+        Raises:
+            UserError: the file cannot be read, a principle lacks critique or revise, or there are too few of them.
+        """
+        uses = ("critique", "revise")
+        if isinstance(self.constitution, list):
+            check_principles(self.constitution, uses, [f"constitution.{i}" for i in range(len(self.constitution))])
+            principles = tuple(self.constitution)
+        else:
+            principles = load_constitution(self.constitution, uses)
+        if self.revisions > len(principles):
+            raise UserError(
+                f"revisions: {self.revisions}, but the constitution has {len(principles)} principles, each of which "
+                f"is used at most once for a row: expected at most {len(principles)}"
+            )
+        return principles
 
 
 class EvalConfig(Config):

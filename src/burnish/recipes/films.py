@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import UserError
+from burnish.judges.questions import pair_question
 from burnish.recipes import write_rows
-from burnish.types import Trajectory
+from burnish.types import Messages, Trajectory
 
 RESOURCES = "additional_resources/hutto_ICWSM_2014.tar.gz"
 SNIPPETS = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
@@ -83,6 +84,8 @@ def prepare(
     gap: float = 1.0,
     soft: bool = False,
     system: str | None = None,
+    questions: int = 0,
+    principle: str | None = None,
 ) -> None:
     """Write ``data/*.jsonl`` into a folder; the same seed writes the same bytes.
 
@@ -104,6 +107,9 @@ def prepare(
         gap: the mean ratings of the two snippets in a pair differ by more than this.
         soft: add ``p_chosen`` to each pair: the fraction of pairs of raters who would prefer the chosen snippet.
         system: a system message before every request.
+        questions: number of pairs of training snippets in ``questions.jsonl``, as a judge is asked about them, with the
+            letter of the one that people rated higher; 0 writes no file.
+        principle: what the judge is asked to prefer.
 
     Raises:
         UserError: if the archive is missing or is a different one, or ``held_out`` or ``gap`` leaves no rows.
@@ -132,6 +138,10 @@ def prepare(
     others = itertools.product(UNSEEN_WORDINGS, UNSEEN_FILMS)
     write("prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
     write("pairs-eval-shuffled.jsonl", [swap_labels(row) if rng.random() < 0.5 else row for row in held])
+    if questions:
+        judged = preference_rows(rng, requests, seen, questions, gap, soft)
+        rows_of_judge = (question_row(row, system, principle, swapped=rng.random() < 0.5) for row in judged)
+        write_rows(folder / "data" / "questions.jsonl", rows_of_judge)
 
 
 def vader(trajectories: list[Trajectory]) -> list[float]:
@@ -223,6 +233,21 @@ def preference_rows(
             row |= {"p_chosen": agreement(better.ratings, worse.ratings)} if soft else {}
             rows.append(row | {"snippets": [better.number, worse.number]})
     return rows
+
+
+def question_row(row: dict[str, Any], system: str | None, principle: str | None, *, swapped: bool) -> dict[str, str]:
+    """A pair as a judge is asked about it, and the letter of the chosen snippet, which is the second one if swapped."""
+    prompt = messages("user", row["prompt"]) if system is None else messages("system", system, "user", row["prompt"])
+    chosen, rejected = messages("assistant", row["chosen"]), messages("assistant", row["rejected"])
+    first, second = (rejected, chosen) if swapped else (chosen, rejected)
+    question = pair_question(prompt, first, second, principle)
+    return {"prompt": question.messages[-1]["content"], "completion": question.choices[swapped]}
+
+
+def messages(*roles_and_texts: str) -> Messages:
+    """Messages from roles and texts in turn: ``messages("user", "Hi", "assistant", "Hello")``."""
+    pairs = zip(roles_and_texts[::2], roles_and_texts[1::2], strict=True)
+    return tuple({"role": role, "content": text} for role, text in pairs)
 
 
 def agreement(better: Sequence[int], worse: Sequence[int]) -> float:

@@ -244,6 +244,10 @@ METRICS: dict[str, Metric] = {
     ),
     "empty": Metric("Empty", "completions without text, or with an empty message", "lower", True),
     "ranked": Metric("Ranked", "prompts whose completions have different scores", share=True),
+    "changed": Metric(
+        "Changed", "answers that differ from the first answer after all revisions", share=True, headline=True
+    ),
+    "revisions": Metric("Revisions", "made per answer", headline=True),
     "passed": Metric("Passed", "rows for which the function returned True", None, True, True),
     "chosen": Metric("Score of preferred answers", "mean"),
     "rejected": Metric("Score of other answers", "mean"),
@@ -322,7 +326,15 @@ SOLUTION_ENDS = {
     "length": "a reasoning step was cut off at the length limit",
 }
 """What the reasons mean for which solutions of a search end."""
-OF_EPISODES = ("finished_", "tool_error_", "ended_")
+UNREVISED = {
+    "critique_cut_off": "the critique was cut off at the length limit",
+    "critique_empty": "the critique was empty",
+    "revision_cut_off": "the revision was cut off at the length limit",
+    "revision_empty": "the revision was empty",
+    "no_room": "the request left no room in the context window or in data.max_length",
+}
+"""What the reasons mean for which an answer was not revised."""
+OF_EPISODES = ("finished_", "tool_error_", "ended_", "unrevised_")
 """How the names of metrics begin that the report shows in a table of their own."""
 
 
@@ -339,6 +351,10 @@ def describe(key: str) -> Metric:
     if key.startswith("ended_"):
         reason = key.removeprefix("ended_")
         return Metric(f"Ended: {reason}", SOLUTION_ENDS.get(reason, ""), None, True)
+    if key.startswith("unrevised_"):
+        reason = key.removeprefix("unrevised_")
+        meaning = f"share of the attempts to revise: {UNREVISED.get(reason, reason)}"
+        return Metric(f"Not revised: {reason.replace('_', ' ')}", meaning, None, True)
     if key.startswith("tool_error_"):
         kind = key.removeprefix("tool_error_")
         return Metric(f"Tool error: {kind}", f"per episode: {TOOL_ERRORS.get(kind, kind)}", "lower")
