@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish import files, kernels
-from burnish.errors import UserCodeError, UserError, is_out_of_memory, out_of_memory
+from burnish.errors import UserCodeError, UserError, WaitingForPeople, is_out_of_memory, out_of_memory
 from burnish.terminal import check_typed, visible
 
+WAITING = 3
 STOPPED = 130
 
 
@@ -54,6 +55,9 @@ class Commands(typer.core.TyperGroup):
                 raise
             _print_error(out_of_memory(error))
             raise typer.Exit(2) from None
+        except WaitingForPeople as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(WAITING) from None
         except KeyboardInterrupt:
             typer.echo("stopped; run the same command again to resume", err=True)
             raise typer.Exit(STOPPED) from None

@@ -22,6 +22,13 @@ class UserError(ValueError):
         super().__init__(UNSAFE.sub(lambda match: ascii(match[0])[1:-1], message))
 
 
+class WaitingForPeople(Exception):
+    """A stage waits for people, and there is no terminal in which to wait.
+
+    The command line prints the message, which says what people have to do, and exits with code 3.
+    """
+
+
 class UserCodeError(Exception):
     """The user's code raised an exception: a reward, a stage's function, or a file that was imported.
 

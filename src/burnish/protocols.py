@@ -268,6 +268,20 @@ class RowRun(Protocol):
         """The seed of all random choices."""
         ...
 
+    @property
+    def folder(self) -> Path:
+        """The stage's folder."""
+        ...
+
+    @property
+    def run_folder(self) -> Path:
+        """The run's folder, which contains the stages."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Show a line to the user."""
+        ...
+
     def load(self, source: ModelSource | None = None) -> Loaded:
         """The stage's model, or another one that the settings of its method name. Each model is loaded once."""
         ...
@@ -281,6 +295,9 @@ class RowMethod(Protocol):
     """A method that makes rows of rows. A recipe makes it from the settings of its ``method:`` block."""
 
     spec: RowMethodSpec
+
+    def start(self, rows: list[Row], records: list[Mapping[str, Any]], run: RowRun) -> None:
+        """Called with the whole input before the first chunk, also when the stage resumes."""
 
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Make rows of a chunk of the input.

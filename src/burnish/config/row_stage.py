@@ -101,7 +101,7 @@ class RowStage:
         """Make rows to the end and return the results for the manifest."""
         recorder = Recorder(self.folder)
         state = _State.of(self.folder)
-        with contextlib.closing(_Run(self.recipe, self.stage)) as run:
+        with contextlib.closing(_Run(self.recipe, self.stage, screen)) as run:
             source = self.read()
             refuse_changes(self.stage, entry["data"], of_rows(self.data, ["rows"], self.recipe.folder, checksums))
             total = len(source.rows)
@@ -114,6 +114,8 @@ class RowStage:
             if (self.folder / UNFINISHED).is_dir() or not (self.folder / "data").is_dir():
                 _prepare(self.folder / UNFINISHED, self.spec.outputs, state.sizes)
                 start = state.done
+                if start < total:
+                    method.start(source.rows, list(source.records), run)
                 for first in range(start, total, CHUNK):
                     chunk = slice(first, first + CHUNK)
                     rows, records = source.rows[chunk], list(source.records[chunk])
@@ -265,8 +267,9 @@ class _State:
 class _Run:
     """The run, as a method that makes rows sees it. Models are loaded when they are first used."""
 
-    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+    def __init__(self, recipe: Recipe, stage: Stage, screen: Display) -> None:
         assert stage.method is not None
+        self.folder, self.run_folder, self.message = recipe.folder / stage.name, recipe.folder, screen.message
         self.recipe, self.stage, self.spec = recipe, stage, ROW_METHODS[stage.method.name]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._models: dict[str, Loaded] = {}

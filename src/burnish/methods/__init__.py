@@ -10,6 +10,7 @@ from burnish.methods.settings import (
     GRPOConfig,
     PPOConfig,
     PretrainConfig,
+    RankConfig,
     ReinforceConfig,
     ReviseConfig,
     RewardConfig,
@@ -124,6 +125,15 @@ _ROW_SPECS = (
         any_column=True,
         truncates=True,
         implementation="burnish.methods.revise:Revise",
+    ),
+    RowMethodSpec(
+        "rank",
+        RankConfig,
+        (Ranking, Preference),
+        outputs={"ranked.jsonl": (Ranking,), "pairs.jsonl": (Preference,), "answers.jsonl": ()},
+        measures=("ranked", "raters", "seconds", "agreement"),
+        any_column=True,
+        implementation="burnish.methods.rank:Rank",
     ),
     RowMethodSpec(
         "score",

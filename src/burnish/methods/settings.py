@@ -65,6 +65,22 @@ class SearchConfig(Config):
     answer: AnswerSettings = Field(AnswerSettings(), description="how answers are found and checked")
 
 
+class RankConfig(Config):
+    """Settings of ``rank``, which asks people to rank completions on a page."""
+
+    raters: int = Field(1, ge=1, description="number of people who rank or skip each prompt")
+    enough: int | None = Field(
+        None, ge=1, description="the stage goes on when people have answered so many prompts; default: all"
+    )
+    pairwise: bool = Field(False, description="show two completions at a time instead of all those of a prompt")
+    wait: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="wait for people while the page is open; never: exit with code 3 instead; auto: wait in a terminal",
+    )
+    host: str = Field("127.0.0.1", description="address at which the page listens")
+    port: int = Field(0, ge=0, le=65535, description="port of the page; 0 takes a free one")
+
+
 class ScoreConfig(Config):
     """Settings of ``score``, which scores completions that exist with the stage's rewards. It has none of its own."""
 

@@ -1,0 +1,170 @@
+"""Asks people to rank completions on a page, and waits for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from burnish import files, progress
+from burnish.errors import UserError, WaitingForPeople
+from burnish.label.export import rank_groups, rows as rows_of
+from burnish.label.reading import distinct
+from burnish.label.server import Page, serve
+from burnish.label.store import Store
+from burnish.label.tasks import Answer, Highlight, Task, pairwise
+from burnish.math.agreement import interval_of_alpha, krippendorff_alpha
+from burnish.methods import ROW_METHODS
+from burnish.methods.settings import RankConfig
+from burnish.protocols import Made, RowMethod, RowRun
+from burnish.types import Preference, Ranking, Row
+
+ANSWERS = "answers.json"
+"""The answers that the stage goes on with, in its folder. What people say later does not change its rows."""
+LOOK_SECONDS = 0.3
+SHOWN = 4
+"""Number of rows of a chunk that a person can read in the report."""
+
+
+class Rank(RowMethod):
+    """Writes ``ranked.jsonl`` and ``pairs.jsonl``, what people say of the completions of each prompt.
+
+    The page opens in a terminal, and the stage waits until enough prompts have enough answers. Without a terminal, the
+    stage stops with exit code 3, people rank with ``burnish label``, and the same command resumes.
+
+    The answers are in a database in the run's folder, which ``--fresh`` does not remove: equal completions are never
+    ranked twice.
+    """
+
+    spec = ROW_METHODS["rank"]
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = RankConfig(**settings)
+        self._answers: dict[str, list[Answer]] | None = None
+
+    def check(self, rows: list[Row], keys: Collection[str], reward_model: bool | None) -> None:
+        """Check that there is something to rank."""
+        if not self._tasks(rows, [{}] * len(rows), {}):
+            raise UserError(f"{rows[0].source if rows else 'data.rows'}: nothing to rank: no prompt has two answers")
+
+    def start(self, rows: list[Row], records: list[Mapping[str, Any]], run: RowRun) -> None:
+        """Wait until people have ranked enough, and keep their answers in the stage's folder.
+
+        Raises:
+            WaitingForPeople: there is no terminal to wait in.
+        """
+        kept = run.folder / ANSWERS
+        if kept.is_file():
+            return
+        tasks = self._tasks(rows, records, {})
+        enough = len(tasks) if self.settings.enough is None else min(self.settings.enough, len(tasks))
+        database = (
+            run.run_folder / f"{run.folder.relative_to(run.run_folder).as_posix().replace('/', '-')}.labels.sqlite"
+        )
+        with Store(database, run.seed) as store:
+            store.show_only(tasks)
+            done = store.counts(self.settings.raters)[1]
+        if done < enough:
+            self._wait(database, done, enough, run)
+        with Store(database, run.seed) as store:
+            shown = {task.id for task in tasks}
+            answers = [asdict(answer) for answer in store.answers() if answer.task in shown]
+        files.write_text(kept, json.dumps(answers, ensure_ascii=False))
+
+    def _wait(self, database: Path, done: int, enough: int, run: RowRun) -> None:
+        raters = self.settings.raters
+        several = "" if raters == 1 else f" by {raters} people each"
+        waits = self.settings.wait
+        if waits == "never" or (waits == "auto" and not (sys.stdin.isatty() and sys.stdout.isatty())):
+            option = "" if raters == 1 else f" --raters {raters}"
+            raise WaitingForPeople(
+                f"{run.folder}: {done:,} of {enough:,} prompts are ranked{several}. Open the page with\n"
+                f"  burnish label {database}{option}\n"
+                "which prints its address. Then run the same command again."
+            )
+        page: Page = serve(
+            None, database, raters=raters, host=self.settings.host, port=self.settings.port, seed=run.seed
+        )
+        with page:
+            run.message(f"rank {enough:,} prompts{several} at {page.address}")
+            run.message("Ctrl+C stops; every answer is kept, and the same command resumes")
+            while done < enough:
+                progress.report("prompts ranked", done, enough)
+                time.sleep(LOOK_SECONDS)
+                done = page.store.counts(raters)[1]
+            progress.report("prompts ranked", enough, enough)
+            run.message(f"{done:,} prompts are ranked")
+
+    def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
+        """Write what people said of a chunk of rows."""
+        left_out: dict[str, str] = {}
+        tasks = self._tasks(rows, records, left_out)
+        answers = self._kept(run.folder / ANSWERS)
+        counts: Counter[str] = Counter(f"skipped: {reason}" for reason in left_out.values())
+        ranked, pairs, said = [], [], []
+        measured: dict[str, list[float]] = defaultdict(list)
+        for task in tasks:
+            given = answers.get(task.id, [])
+            said += [asdict(answer) for answer in given]
+            ranking = [answer for answer in given if answer.ranks is not None]
+            measured["ranked"].append(float(bool(ranking)))
+            if not ranking:
+                counts["skipped: by people" if given else "skipped: not ranked"] += 1
+                continue
+            counts["made"] += 1
+            measured["raters"].append(float(len(ranking)))
+            measured["seconds"] += [answer.seconds for answer in ranking if answer.seconds is not None]
+            ranked += rows_of("ranking", [task], ranking)
+            pairs += rows_of("preference", [task], ranking)
+        made = {"ranked.jsonl": ranked, "pairs.jsonl": pairs, "answers.jsonl": said}
+        return Made(made, counts, measured, [])
+
+    def _tasks(self, rows: list[Row], records: list[Mapping[str, Any]], left_out: dict[str, str]) -> list[Task]:
+        tasks = distinct(
+            [
+                task_of(row, record)
+                for row, record in zip(rows, records, strict=True)
+                if isinstance(row, Ranking | Preference)
+            ],
+            left_out,
+        )
+        return pairwise(tasks) if self.settings.pairwise else tasks
+
+    def _kept(self, path: Path) -> dict[str, list[Answer]]:
+        if self._answers is None:
+            self._answers = defaultdict(list)
+            for plain in json.loads(path.read_text("utf-8")):
+                self._answers[plain["task"]].append(_answer(plain))
+        return self._answers
+
+    def results(self, folder: Path, seed: int) -> Mapping[str, Mapping[str, float]]:
+        """Krippendorff's alpha of the ranks, if several people ranked the same prompts."""
+        lines = (folder / "answers.jsonl").read_text("utf-8").splitlines()
+        groups = rank_groups(_answer(json.loads(line)) for line in lines)
+        alpha, interval = krippendorff_alpha(groups), interval_of_alpha(groups, seed=seed)
+        if math.isnan(alpha):
+            return {}
+        results = {"agreement": alpha}
+        if interval is not None:
+            results |= {"agreement_low": interval[0], "agreement_high": interval[1]}
+        return {"after": results}
+
+
+def task_of(row: Ranking | Preference, record: Mapping[str, Any]) -> Task:
+    """The task of a row: its completions, in its order."""
+    completions = row.completions if isinstance(row, Ranking) else (row.chosen, row.rejected)
+    meta = record.get("meta")
+    return Task(row.prompt, completions, row.source, row.tools, dict(meta) if isinstance(meta, Mapping) else {})
+
+
+def _answer(plain: Mapping[str, Any]) -> Answer:
+    """The inverse of ``dataclasses.asdict``."""
+    ranks = None if plain["ranks"] is None else tuple(plain["ranks"])
+    highlights = tuple(Highlight(**highlight) for highlight in plain["highlights"])
+    return Answer(**{**plain, "ranks": ranks, "highlights": highlights})
