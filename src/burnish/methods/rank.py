@@ -14,7 +14,8 @@ from typing import Any
 
 from burnish import files, progress
 from burnish.errors import UserError, WaitingForPeople
-from burnish.label.export import rank_groups, rows as rows_of
+from burnish.label.export import rank_groups
+from burnish.label.export import rows as rows_of
 from burnish.label.reading import distinct
 from burnish.label.server import Page, serve
 from burnish.label.store import Store
