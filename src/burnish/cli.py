@@ -471,6 +471,65 @@ def evaluate(
 
 
 @app.command()
+def label(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Completions to rank, or prompts with --model. Also the folder of a stage that samples.",
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Sample completions of the prompts in FILE from this model.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=2, show_default="4", help="Completions per prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, show_default="1")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, show_default="256")] = None,
+    template: TemplateOption = None,
+    pairwise: Annotated[bool, typer.Option("--pairwise", help="Show two completions at a time: every pair.")] = False,
+    raters: Annotated[
+        int | None, typer.Option(min=1, show_default="everyone", help="How many people answer each task; then stop.")
+    ] = None,
+    database: Annotated[
+        Path | None, typer.Option(dir_okay=False, show_default="beside FILE", help="SQLite file with the answers.")
+    ] = None,
+    export: Annotated[
+        Literal["ranking", "preference", "scored"] | None,
+        typer.Option("--export", help="Write the answers as rows to --output instead of opening the page."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", dir_okay=False)] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at. The default is reachable only from here.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, show_default="any free port")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For sampling, and for the order of completions.")] = 0,
+    dtype: DType = "auto",
+) -> None:
+    """Open a local page where people rank completions, and export their answers."""
+    from burnish.commands import label as labeling
+
+    if (export is None) != (output is None):
+        raise UserError("--export and --output belong together: --export preference --output pairs.jsonl")
+    where = database or labeling.default_database(source)
+    sampling = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens, "template": template}
+    if model is None and (
+        unused := [f"--{name.replace('_', '-')}" for name, value in sampling.items() if value is not None]
+    ):
+        raise UserError(f"{', '.join(unused)} would have no effect without --model")
+    _make_room(output)
+    if model is not None:
+        _check_names(model, source)
+        options = sampling | {"samples": samples or 4, "seed": seed, "dtype": dtype}
+        labeling.sample(source, where, pairwise, model, options, _print)
+    elif export is None or not where.exists():
+        labeling.fill(source, where, pairwise, _print)
+    if export is not None and output is not None:
+        labeling.export(where, export, output, _print)
+    else:
+        labeling.show(where, raters, host, port, seed, _print)
+
+
+@app.command()
 def doctor() -> None:
     """Report what this machine supports, and what would make it faster."""
     from burnish.machine import advice, examine

@@ -30,12 +30,13 @@ from burnish.data.formats import (
     check_record,
     column_number,
     end_of_value,
+    shown,
 )
 from burnish.data.recognition import parse
 from burnish.errors import UserError, did_you_mean
 from burnish.types import Row
 
-__all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "read"]
+__all__ = ["READERS", "BadRow", "Mixed", "Rows", "Skipped", "Unchanged", "load", "parse", "raw_records", "read"]
 
 Located = tuple[str, Any]  # the place of a record, and the record
 HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?")
@@ -175,6 +176,21 @@ def read_records(
                 continue
             good += 1
             yield row, record
+
+
+def raw_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Iterate over the records of a source with their places, before they are read as rows.
+
+    Raises:
+        UserError: as in ``read_records``, or a record is not an object with keys.
+    """
+    with Unchanged(source):
+        for place, record in _records(source):
+            if isinstance(record, BadRow):
+                raise record
+            if not isinstance(record, Mapping):
+                raise BadRow(place, "", "not a record", f"expected an object with keys, got {shown(record)}")
+            yield place, record
 
 
 def _records(source: Any, streaming: bool = False) -> Iterator[Located]:
