@@ -218,8 +218,9 @@ def test_scoring_continues_while_the_run_does_something_else() -> None:
             time.sleep(0.5)  # no chance for an event loop of this thread
             began = time.monotonic()
             assert scorer.finish()[0].totals == list(range(8))
+            took = time.monotonic() - began
         reward.close()
-    assert time.monotonic() - began < 0.1
+    assert took < 0.04, "the time of two requests, one after the other"
 
 
 def test_the_random_numbers_of_the_run_stay_as_they_are() -> None:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -87,7 +87,7 @@ class ServiceError(Exception):
 # --- the app --------------------------------------------------------------------------------------------------------
 
 
-def application(routes: list[BaseRoute], about: dict[str, Any], token: str, limits: Limits) -> Starlette:
+def application(routes: Sequence[BaseRoute], about: dict[str, Any], token: str, limits: Limits) -> Starlette:
     """An app with these routes and ``GET /health``, which needs the token for everything but a bare 200.
 
     Args:
