@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 FILE = re.compile(r"(?<![\w./-])(?:data/)?[\w-]+\.(?:jsonl|json|csv|parquet)\b")
-FUNCTION = re.compile(r"[\w./]+:\w+")
+FUNCTION = re.compile(r"[\w./]+:[A-Za-z_]\w*")
 STAGE_FOLDER = re.compile(r"\bruns/([a-z][\w-]*)/(\w+)(?:/model|/adapter)?\b(?!\.)")
 
 
@@ -160,7 +160,10 @@ def test_commands_have_the_options_that_pages_give_them(page: Path) -> None:
     for text in texts:
         words = re.sub(r"^.*?\bburnish ", "", text).split("#")[0].split()
         if "burnish" in text:
-            known = {option for parameter in commands[words[0]].params for option in parameter.opts}
+            command = commands[words[0]]
+            if len(words) > 1:
+                command = getattr(command, "commands", {}).get(words[1], command)  # of a group such as serve
+            known = {option for parameter in command.params for option in parameter.opts}
             assert {word for word in words if word.startswith("--")} <= known, text
 
 

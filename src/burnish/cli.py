@@ -470,6 +470,66 @@ def evaluate(
     _print_table(measuring.table(result))
 
 
+serving = typer.Typer(no_args_is_help=True, help="Serve a reward model or a judge over HTTP.")
+app.add_typer(serving, name="serve")
+HostOption = Annotated[str, typer.Option("--host", help="Address to bind to. The default is this machine only.")]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token-env", metavar="NAME", help="Environment variable with the token. Without it, a random one is printed."
+    ),
+]
+
+
+@serving.command("reward")
+def serve_reward(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|FUNCTION",
+            help="A reward model (a folder or hub id), or a function: file.py:name or package.module:name.",
+        ),
+    ],
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8001,
+    token_env: TokenOption = None,
+    label: Annotated[str | None, typer.Option(callback=_check_text, help="Label of a classifier to score by.")] = None,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Use (score - mean) / std, as stored with the model.")
+    ] = False,
+    template: TemplateOption = None,
+    dtype: DType = "auto",
+) -> None:
+    """Score completions for runs on this or other machines, with a reward model or a function."""
+    _check_function_or_model(source)
+    from burnish.commands import serve
+
+    token = serve.token_in(token_env)
+    service = serve.reward(source, token, label=label, normalize=normalize, template=template, dtype=dtype)
+    serve.run(service, host, port, _print_now, token if token_env is None else None)
+
+
+@serving.command("judge")
+def serve_judge(
+    model: ModelArgument,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    token_env: TokenOption = None,
+    name: Annotated[
+        str | None, typer.Option(callback=_check_text, help="Name of the model in requests. Default: MODEL.")
+    ] = None,
+    template: TemplateOption = None,
+    dtype: DType = "auto",
+) -> None:
+    """Answer chat requests in the format of OpenAI, with log-probabilities, for judges and other clients."""
+    _check_names(model)
+    from burnish.commands import serve
+
+    token = serve.token_in(token_env)
+    service = serve.judge(model, token, name=name, template=template, dtype=dtype)
+    serve.run(service, host, port, _print_now, token if token_env is None else None)
+
+
 @app.command()
 def label(
     source: Annotated[
@@ -564,6 +624,16 @@ def _check_names(model: str, source: Path | None = None) -> None:
         raise UserError(problem)
 
 
+def _check_function_or_model(source: str) -> None:
+    """Report a mistyped function or model before torch is imported."""
+    from burnish.config.checks import function_problem
+
+    if ":" not in source or Path(source).exists():
+        _check_names(source)
+    elif problem := function_problem(source, str):
+        raise UserError(problem)
+
+
 def _make_room(output: Path | None) -> None:
     """Create the folder of an output file, so that a failure is reported before any work is done.
 
@@ -600,6 +670,12 @@ def _print(*lines: str) -> None:
     for line in lines:
         if line:
             typer.echo(line, color=True)  # without this, escape codes are removed from what goes to a file
+
+
+def _print_now(*lines: str) -> None:
+    """Print lines at once, also into a pipe."""
+    _print(*lines)
+    sys.stdout.flush()
 
 
 def main() -> None:

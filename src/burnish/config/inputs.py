@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,8 @@ from transformers.utils.hub import cached_file
 
 from burnish import files
 from burnish.config import Recipe, Stage, StageData
-from burnish.config.resolve import model_reference
-from burnish.config.schema import SPLITS, Data, RewardFromFunction
+from burnish.config.resolve import model_reference, remote_reward
+from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromURL
 from burnish.config.sources import references
 from burnish.data.readers import files_of
 from burnish.errors import UserError
@@ -99,6 +100,7 @@ def inputs_of(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, d
     inputs = of_code(recipe, stage, checksums)
     for source in stage.models.values():
         inputs |= of_model(model_reference(source, recipe.folder), recipe.folder, checksums)
+    inputs |= of_services(stage)
     return {"data": of_rows(stage.data, stage.data.splits, recipe.folder, checksums), "inputs": inputs}
 
 
@@ -136,6 +138,21 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
     except OSError:  # loading the model reports the problem
         config = None
     return {reference: Path(config).parent.name if config else "not here"}
+
+
+def of_services(stage: Stage) -> dict[str, str]:
+    """What the services of a stage's rewards say about their models, by URL. A service that says nothing has none.
+
+    Raises:
+        UserError: if a service is down or refuses the token.
+    """
+    sums = {}
+    for source in stage.reward:
+        if isinstance(source, RewardFromURL):
+            with contextlib.closing(remote_reward(source)) as service:
+                digest = service.digest()
+            sums |= {source.url: digest} if digest is not None else {}
+    return sums
 
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:

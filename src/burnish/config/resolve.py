@@ -7,17 +7,21 @@ from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import Recipe, RewardFromFunction, RewardSource, Stage
+from burnish.config.schema import Recipe, RewardFromFunction, RewardFromURL, RewardSource, Stage
 from burnish.errors import UserError
 from burnish.models import loading
 from burnish.models.settings import ModelSource, PackageModel, StageModel
 from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
 from burnish.rewards.model import ModelReward
+from burnish.rewards.remote import RemoteReward, token_of
 from burnish.rewards.steps import StepReward
 from burnish.rl.environment import Environments
 from burnish.rl.settings import Limits
 from burnish.types import Reward
+
+NO_LIMIT = 1e6
+"""Seconds for a call of a service, which limits each of its requests itself."""
 
 
 def model_reference(source: ModelSource, folder: Path) -> str:
@@ -52,6 +56,8 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     if isinstance(source, RewardFromFunction):
         function = user_functions.load(recipe.locate(source.function))
         return NamedReward(source.title, source.weight, function, source.function, source.timeout or TIMEOUT)
+    if isinstance(source, RewardFromURL):
+        return NamedReward(source.title, source.weight, remote_reward(source), source.url, NO_LIMIT)
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
@@ -63,3 +69,14 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
         model = loading.load_reward_model(reference, labels=None).to(device)
         scorer = ModelReward(model, tokenizer, label=source.label, normalize=source.normalize)
     return NamedReward(source.title, source.weight, scorer)
+
+
+def remote_reward(source: RewardFromURL) -> RemoteReward:
+    """The client of a service. It connects when it is first called.
+
+    Raises:
+        UserError: if the environment variable of its token is not set.
+    """
+    settings = source.model_dump(include={"timeout", "retries", "batch", "concurrency"})
+    token = token_of(source.token, f"reward {source.title}: token")
+    return RemoteReward(source.url, token, name=source.title, **settings)

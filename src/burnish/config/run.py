@@ -17,8 +17,9 @@ from burnish.config import Recipe, Stage, StageData, loops, repeat
 from burnish.config.inputs import Checksums, check_still_current, verify
 from burnish.config.lock import locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
-from burnish.config.resolve import environments_of
+from burnish.config.resolve import environments_of, remote_reward
 from burnish.config.row_stage import RowStage
+from burnish.config.schema import RewardFromURL
 from burnish.config.stage import TrainingStage, check_rewards
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream
@@ -168,6 +169,9 @@ def _check_all(recipe: Recipe) -> None:
     for stage in recipe.stages:
         if stage.method is None:
             continue
+        for reward in stage.reward:
+            if isinstance(reward, RewardFromURL):
+                remote_reward(reward)  # its token may be missing
         if stage.makes_rows:
             _check_rows(RowStage(recipe, stage))
             continue

@@ -7,6 +7,7 @@ import importlib.util
 import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Discriminator, Field, Tag
@@ -237,7 +238,42 @@ class RewardFromFunction(RewardPart):
         return self.name or self.function.rpartition(":")[2]
 
 
-REWARDS: dict[str, type[RewardPart]] = {"model": RewardFromModel, "function": RewardFromFunction}
+class RewardFromURL(RewardPart):
+    """Scores of a service: ``{url: "http://127.0.0.1:8001", token: REWARD_TOKEN}``."""
+
+    url: str
+    """Address of a service that follows the protocol of docs/serving.md, such as one of burnish serve reward."""
+    token: str | None = None
+    """Name of the environment variable that holds the service's token."""
+    timeout: float = Field(60.0, gt=0, le=threading.TIMEOUT_MAX)
+    """Time limit in seconds for one request."""
+    retries: int = Field(5, ge=0, le=100)
+    """How often a request is repeated if the service is down or busy, after waits of 0.5, 1, 2, 4, ... 30 seconds."""
+    batch: int = Field(64, gt=0)
+    """Maximum number of completions in a request."""
+    concurrency: int = Field(8, gt=0, le=1000)
+    """Maximum number of requests at the same time."""
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError("not the address of a service: expected one such as http://127.0.0.1:8001")
+        if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+            raise ValueError("write the address without a password and parameters; a token is given with token: NAME")
+        return url
+
+
+REWARDS: dict[str, type[RewardPart]] = {
+    "model": RewardFromModel,
+    "function": RewardFromFunction,
+    "url": RewardFromURL,
+}
 """The kinds of rewards, by the key that each of them must have."""
 
 
@@ -250,7 +286,9 @@ def _reward_kind(value: Any) -> str | None:
 
 
 RewardSource = Annotated[
-    Annotated[RewardFromModel, Tag("<model>")] | Annotated[RewardFromFunction, Tag("<function>")],
+    Annotated[RewardFromModel, Tag("<model>")]
+    | Annotated[RewardFromFunction, Tag("<function>")]
+    | Annotated[RewardFromURL, Tag("<url>")],
     Discriminator(
         _reward_kind,
         custom_error_type="kind",
