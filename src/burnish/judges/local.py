@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 AT_ONCE = 32
 """Questions that are judged together. Their verdicts are stored together, so that a resumed run has equal batches."""
 NEGLIGIBLE = 1e-4
-"""Beginnings of a choice with less probability, such as rare white space, are not continued: their mass is lost."""
+"""Beginnings of a choice with less probability, such as rare white space, are not continued: their mass is lost.
+
+Those with up to twice this probability count partly, so that rounding does not decide whether they count.
+"""
 
 
 class _Step(NamedTuple):
@@ -148,12 +151,12 @@ class LocalJudge(Judge):
             for i, (text, tokens) in self._reason(prompts).items():
                 found[i].reasoning, found[i].calls, found[i].tokens = text, 2, tokens
                 asked[i] = after_reasoning(asked[i], text)
-        room = 1 + max(len(choice.encode()) for question in asked for choice in question.choices)
+        room = max(len(choice.encode()) for question in asked for choice in question.choices)
         prompts = self._prompts(asked, room, failed)
         branches = [_Branch(i) for i in prompts]
         while branches:
             branches = self._advance(branches, prompts, asked, found)
-            branches = [branch for branch in branches if len(branch.tokens) < room]
+            branches = [branch for branch in branches if len(branch.tokens) <= room]
         seconds = (time.monotonic() - began) / len(questions)
         return [failed[i] if i in failed else _verdict(one, seconds) for i, one in enumerate(found)]
 
@@ -219,12 +222,16 @@ class LocalJudge(Judge):
                     kept -= share
                 if choice not in (NOT_A_CHOICE, step.ends):
                     one.probabilities[choice] += math.exp(branch.logprob + logprob)
-                elif text is not None and math.exp(branch.logprob + logprob) >= self.negligible:
-                    token = int(step.ids[k])
-                    longer.append(_Branch(branch.question, (*branch.tokens, token), text, branch.logprob + logprob))
+                elif text is not None and (part := self._part(math.exp(branch.logprob + logprob))) > 0:
+                    tokens = (*branch.tokens, int(step.ids[k]))
+                    longer.append(_Branch(branch.question, tokens, text, branch.logprob + logprob + math.log(part)))
             if step.ends != NOT_A_CHOICE:
                 one.probabilities[step.ends] += math.exp(branch.logprob) * max(kept, 0.0)
         return longer
+
+    def _part(self, p: float) -> float:
+        """The part of a beginning with probability p that counts: 0 if p is negligible, and 1 from twice that on."""
+        return min(max(p / self.negligible - 1, 0.0), 1.0) if self.negligible else float(p > 0)
 
     def _next(self, sequences: list[Tokens], steps: list[_Step]) -> list[list[float]]:
         """After each sequence, the log-probabilities of the ids of its step."""
