@@ -147,30 +147,32 @@ class LocalJudge(Judge):
         failed: dict[int, NoVerdictError] = {}
         asked = list(questions)
         if self.reasoning:
-            prompts = self._prompts([reasoning_question(question) for question in asked], self.reasoning, failed)
+            prompts = self._prompts(
+                [reasoning_question(question) for question in asked], [self.reasoning] * len(asked), failed
+            )
             for i, (text, tokens) in self._reason(prompts).items():
                 found[i].reasoning, found[i].calls, found[i].tokens = text, 2, tokens
                 asked[i] = after_reasoning(asked[i], text)
-        room = max(len(choice.encode()) for question in asked for choice in question.choices)
-        prompts = self._prompts(asked, room, failed)
+        longest = [max(len(choice.encode()) for choice in question.choices) for question in asked]
+        prompts = self._prompts(asked, longest, failed)
         branches = [_Branch(i) for i in prompts]
         while branches:
             branches = self._advance(branches, prompts, asked, found)
-            branches = [branch for branch in branches if len(branch.tokens) <= room]
+            branches = [branch for branch in branches if len(branch.tokens) <= longest[branch.question]]
         seconds = (time.monotonic() - began) / len(questions)
         return [failed[i] if i in failed else _verdict(one, seconds) for i, one in enumerate(found)]
 
     def _prompts(
-        self, questions: list[Question], room: int, failed: dict[int, NoVerdictError]
+        self, questions: list[Question], rooms: list[int], failed: dict[int, NoVerdictError]
     ) -> dict[int, tuple[int, ...]]:
-        """The tokens of the questions by index, and in ``failed`` those that leave less room than ``room`` tokens."""
+        """The tokens of the questions by index, and in ``failed`` those that leave no room for so many more tokens."""
         indices = [i for i in range(len(questions)) if i not in failed]
         rows = [Prompt(questions[i].messages, {}, "a question of the judge") for i in indices]
         prompts, context = dict(zip(indices, self.renderer.prompts(rows), strict=True)), context_window(self.model)
         for i, tokens in prompts.items():
-            if context is not None and len(tokens) + room > context:
+            if context is not None and len(tokens) + rooms[i] > context:
                 failed[i] = NoVerdictError(
-                    f"the question has {len(tokens):,} tokens and the answer up to {room:,}, but the judge reads at "
+                    f"the question has {len(tokens):,} tokens and the answer up to {rooms[i]:,}, but the judge reads at "
                     f"most {context:,}",
                     i,
                 )
