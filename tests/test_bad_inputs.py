@@ -196,17 +196,20 @@ RECIPES = {
     "a reward that is none": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{weight: 0.1}",
-        ["stages.ppo.reward.1: a reward needs either model: or function: or url:, and not both"],
+from burnish.config.resolve import model_reference, remote_reward
+from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge, RewardFromURL
     ),
     "a reward of two kinds": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{function: rewards.py:brevity, model: model}",
-        ["stages.ppo.reward.1: a reward needs either model: or function: or url:, and not both"],
+from burnish.config.resolve import model_reference, remote_reward
+from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge, RewardFromURL
     ),
     "a reward that is no block": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "rewards.py:brevity",
-        ["stages.ppo.reward.1: a reward needs either model: or function: or url:, and not both"],
+from burnish.config.resolve import model_reference, remote_reward
+from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge, RewardFromURL
     ),
     "a setting of another kind of reward": (
         "weight: 0.1",

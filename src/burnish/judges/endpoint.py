@@ -152,7 +152,7 @@ class EndpointJudge(Judge):
     def __init__(self, settings: JudgeSettings, calls: int = 0, cost: float = 0.0) -> None:
         assert settings.url is not None and settings.name is not None
         self.settings, self.url, self.model = settings, settings.url, settings.name
-        self._key = _key(settings.key)
+        self._key = read_key(settings.key)
         self._before = calls, cost
         self._background: _Background | None = None
         self._starting = threading.Lock()
@@ -407,8 +407,12 @@ def identity(settings: JudgeSettings) -> str:
     return json.dumps({"judge": "endpoint", **parts, "reasoning": settings.reasoning and settings.max_reasoning_tokens})
 
 
-def _key(name: str | None) -> str:
-    """The key in an environment variable; "" if there is no name."""
+def read_key(name: str | None) -> str:
+    """The key in an environment variable; "" if there is no name.
+
+    Raises:
+        UserError: the variable is not set, or has characters that no key can have.
+    """
     key = os.environ.get(name, "").strip() if name else ""
     if name and not key:
         raise UserError(f"judge: key: the environment variable {name} is not set: export {name}=...")

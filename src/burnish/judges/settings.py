@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from burnish.judges.constitution import load_constitution
 from burnish.models.settings import ModelSource
 from burnish.types import Config
 
@@ -15,6 +16,27 @@ ENDPOINT_ONLY = (
     *("max_calls", "max_cost", "input_price", "output_price"),
 )
 """Settings of an endpoint, which a local model would ignore."""
+MAY_CHANGE = (
+    *("key", "concurrency", "connect_timeout", "timeout", "retries", "backoff"),
+    *("max_calls", "max_cost", "input_price", "output_price"),
+)
+"""Settings on which no verdict depends. They may change before a run is resumed."""
+
+
+Text = Annotated[str, Field(min_length=1)]
+Principles = str | Annotated[list[Text], Field(min_length=1)] | None
+"""What to judge by: a YAML file of principles with ``compare:``, or a list of texts; None is the default."""
+
+
+def principle_texts(principles: Principles) -> tuple[str, ...]:
+    """The texts of principles, each for a question of its own; () for the default.
+
+    Raises:
+        UserError: the file cannot be read, or a principle has no ``compare``.
+    """
+    if isinstance(principles, str):
+        return tuple(one.compare for one in load_constitution(principles, ("compare",)) if one.compare is not None)
+    return tuple(principles or ())
 
 
 class JudgeSettings(Config):
