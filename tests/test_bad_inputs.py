@@ -196,17 +196,17 @@ RECIPES = {
     "a reward that is none": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{weight: 0.1}",
-        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+        ["stages.ppo.reward.1: a reward needs either model: or function: or judge:, and not both"],
     ),
     "a reward of two kinds": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{function: rewards.py:brevity, model: model}",
-        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+        ["stages.ppo.reward.1: a reward needs either model: or function: or judge:, and not both"],
     ),
     "a reward that is no block": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "rewards.py:brevity",
-        ["stages.ppo.reward.1: a reward needs either model: or function:, and not both"],
+        ["stages.ppo.reward.1: a reward needs either model: or function: or judge:, and not both"],
     ),
     "a setting of another kind of reward": (
         "weight: 0.1",

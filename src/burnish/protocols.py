@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from burnish.generate.protocol import Generator
     from burnish.generate.sampling import Sampling
+    from burnish.judges.settings import JudgeSettings
+    from burnish.judges.store import StoredJudge
     from burnish.math.statistics import RowSums
     from burnish.models.heads import Network
     from burnish.models.loaded import Loaded
@@ -191,7 +193,7 @@ class RowMethodSpec:
     truncates: bool = False
     """Whether it reads ``data.max_length`` and ``data.too_long``."""
     models: tuple[str, ...] = ()
-    """Settings that name a model."""
+    """Settings that name a model, such as ``against``, or ``judge.model`` inside of a block."""
     files: tuple[str, ...] = ()
     """Settings that may name a file beside the recipe."""
     kinds_with_rewards: tuple[type, ...] = ()
@@ -274,6 +276,10 @@ class RowRun(Protocol):
 
     def generator_of(self, loaded: Loaded) -> Generator:
         """A generator as the stage sets it, with the weights of a model. Each model has one."""
+        ...
+
+    def judge(self, settings: JudgeSettings) -> StoredJudge:
+        """A judge whose verdicts are stored in the run's folder. There is one for each settings."""
         ...
 
 

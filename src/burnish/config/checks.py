@@ -17,6 +17,7 @@ from burnish.config.schema import (
     MethodChoice,
     Recipe,
     RewardFromFunction,
+    RewardFromJudge,
     RewardFromModel,
     RewardSource,
     Stage,
@@ -30,8 +31,9 @@ from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import NO_VALUES, GeneratorSettings
+from burnish.judges.settings import principle_texts
 from burnish.methods import METHODS, ROW_METHODS
-from burnish.methods.settings import ReviseConfig, SearchConfig, StepValueConfig
+from burnish.methods.settings import JudgeConfig, ReviseConfig, SearchConfig, StepValueConfig
 from burnish.mistakes import Keys, Problem, find, mistakes
 from burnish.models.settings import AdapterConfig, PackageModel, StageModel
 from burnish.protocols import MethodSpec
@@ -175,6 +177,9 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("stages", index, *path, "stage"), text)
         templates: list[tuple[Keys, str | None]] = [(("template",), stage.template)]
         templates += reward_templates(stage.reward)
+        if stage.method and stage.method.name == "judge":
+            judge = JudgeConfig.model_validate(stage.method.settings).judge
+            templates.append((("method", "judge", "template"), judge.template))
         for path, name in templates:
             if name is not None and name not in PLAIN_TEMPLATES:
                 text = f"unknown template {name!r}{did_you_mean(name, PLAIN_TEMPLATES)}"
@@ -286,6 +291,8 @@ def _output_problem(source: StageModel | StageData, maker: Stage, reader: Stage,
         return None
     if isinstance(source, StageData):
         return f"stage {maker.name!r} trains a model and writes no rows: expected a stage that makes rows"
+    if path[-2:] == ("judge", "model") and METHODS[maker.method.name].task == "SEQ_CLS":
+        return f"stage {maker.name!r} trains a reward model, which answers no questions: expected a language model"
     if path[0] != "reward" or not isinstance(reward := reader.reward[int(path[1])], RewardFromModel):
         return None
     if reward.steps is not None:
@@ -326,12 +333,21 @@ def _row_problem(source: StageModel | StageData, maker: Stage) -> str | None:
 
 def reward_models(rewards: list[RewardSource]) -> list[tuple[Keys, Any]]:
     """The models that rewards name, with their keys."""
-    return [(("reward", i, "model"), r.model) for i, r in enumerate(rewards) if isinstance(r, RewardFromModel)]
+    judges = [(i, r.judge.model) for i, r in enumerate(rewards) if isinstance(r, RewardFromJudge)]
+    models: list[tuple[Keys, Any]] = [(("reward", i, "judge", "model"), model) for i, model in judges if model]
+    return [
+        *((("reward", i, "model"), r.model) for i, r in enumerate(rewards) if isinstance(r, RewardFromModel)),
+        *models,
+    ]
 
 
 def reward_templates(rewards: list[RewardSource]) -> list[tuple[Keys, str | None]]:
     """The templates that rewards name, with their keys."""
-    return [(("reward", i, "template"), r.template) for i, r in enumerate(rewards) if isinstance(r, RewardFromModel)]
+    judges = [(i, r.judge.template) for i, r in enumerate(rewards) if isinstance(r, RewardFromJudge)]
+    return [
+        *((("reward", i, "template"), r.template) for i, r in enumerate(rewards) if isinstance(r, RewardFromModel)),
+        *((("reward", i, "judge", "template"), template) for i, template in judges),
+    ]
 
 
 def reward_functions(rewards: list[RewardSource]) -> list[tuple[Keys, str]]:
@@ -472,15 +488,32 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         for path, reference in functions:
             if reference and (text := function_problem(reference, recipe.locate)):
                 yield Problem(("stages", index, *path), text)
-        if stage.method and stage.method.name == "revise" and (text := _constitution_problem(recipe, stage.method)):
+        has_principles = stage.method is not None and stage.method.name in ("revise", "judge")
+        if has_principles and (text := _constitution_problem(recipe, stage.method)):
             yield Problem(("stages", index, "method"), text)
+        for path, text in principle_problems(stage.reward, recipe.beside):
+            yield Problem(("stages", index, *path), text)
 
 
 @possible
 def _constitution_problem(recipe: Recipe, method: MethodChoice) -> str | None:
-    """A problem with the principles by which answers are revised; None if there is none."""
-    ReviseConfig.model_validate(recipe.method_settings(method)).principles()
+    """A problem with the principles by which answers are revised or judged; None if there is none."""
+    settings = recipe.method_settings(method)
+    if method.name == "judge":
+        JudgeConfig.model_validate(settings).principle_texts()
+    else:
+        ReviseConfig.model_validate(settings).principles()
     return None
+
+
+def principle_problems(rewards: list[RewardSource], beside: Callable[[str], Path]) -> Iterator[tuple[Keys, str]]:
+    """Problems with the principles of judges that are rewards. ``beside`` finds a file beside the recipe."""
+    for i, reward in enumerate(rewards):
+        if isinstance(reward, RewardFromJudge) and isinstance(reward.principles, str):
+            try:
+                principle_texts(str(beside(reward.principles)))
+            except UserError as error:
+                yield ("reward", i, "principles"), str(error)
 
 
 def _is_hub_id(source: str) -> bool:

@@ -14,6 +14,7 @@ from burnish.config.checks import (
     environment_functions,
     function_problem,
     model_problem,
+    principle_problems,
     renamed,
     reward_functions,
     reward_models,
@@ -23,6 +24,7 @@ from burnish.config.loading import document
 from burnish.config.schema import NAME, RewardSource, locate
 from burnish.config.yaml import OVERRIDE, Document, complain, override
 from burnish.errors import UserError, did_you_mean
+from burnish.files import expanded
 from burnish.generate.sampling import Sampling
 from burnish.mistakes import Keys, Problem, mistakes
 from burnish.models.settings import ModelSource, StageModel
@@ -72,6 +74,10 @@ class Evaluation(Config, use_attribute_docstrings=True):
         """``file.py:name`` with a path relative to the recipe's folder; ``package.module:name`` unchanged."""
         return locate(self._home, reference)
 
+    def beside(self, file: str) -> Path:
+        """The path of a file that is named relative to the recipe's folder."""
+        return self._home / expanded(file)
+
 
 def load_evaluation(arguments: Sequence[str]) -> Evaluation:
     """Load an evaluation from a recipe file, ``key=value`` overrides, or both. This loads no model and no rows.
@@ -109,6 +115,7 @@ def _problems(evaluation: Evaluation) -> Iterator[Problem]:
     for path, function in [*reward_functions(evaluation.reward), *environment_functions(evaluation)]:
         if text := function_problem(function, evaluation.locate):
             yield Problem(path, text)
+    yield from (Problem(path, text) for path, text in principle_problems(evaluation.reward, evaluation.beside))
     names: list[tuple[Keys, str | None]] = [(("template",), evaluation.template)]
     names += reward_templates(evaluation.reward)
     for path, name in names:

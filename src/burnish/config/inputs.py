@@ -12,7 +12,7 @@ from transformers.utils.hub import cached_file
 from burnish import files
 from burnish.config import Recipe, Stage, StageData
 from burnish.config.resolve import model_reference
-from burnish.config.schema import SPLITS, Data, RewardFromFunction
+from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge
 from burnish.config.sources import references
 from burnish.data.readers import files_of
 from burnish.errors import UserError
@@ -140,14 +140,14 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 def of_code(recipe: Recipe, stage: Stage, checksums: Checksums) -> dict[str, str]:
     """Checksums of the user's files that define a stage's rewards, environments, method or parts of the method."""
-    sums = {}
+    read = [r.principles for r in stage.reward if isinstance(r, RewardFromJudge) and isinstance(r.principles, str)]
     names = [reward.function for reward in stage.reward if isinstance(reward, RewardFromFunction)]
     names += [*stage.environment.classes.values(), *stage.tools]
     if stage.method:
         own = [] if stage.method.name in METHODS or stage.method.name in ROW_METHODS else [stage.method.name]
         names += [*own, *stage.method.functions.values()]
-        read = {name: recipe.beside(name) for name in stage.method.files.values()}
-        sums |= {name: checksums.of(path) for name, path in read.items() if path.is_file()}
+        read += stage.method.files.values()
+    sums = {name: checksums.of(recipe.beside(name)) for name in read if recipe.beside(name).is_file()}
     for name in names:
         written = name.rpartition(":")[0]  # the key as written, because a recipe can be moved with its files
         place = recipe.locate(name).rpartition(":")[0]

@@ -17,12 +17,15 @@ import pydantic
 from burnish import files
 from burnish.config.schema import STAGE_NAME, Recipe, Stage
 from burnish.errors import UserError
+from burnish.judges import settings as judges
 from burnish.report.metrics import from_json, to_json
 
 MANIFEST = "manifest.json"
 REMOVING = ".manifest.json.removing"
 FORMAT = 1
 """The format version of a run's folder."""
+MAY_CHANGE = re.compile(rf"stages\.\d+\.(method|reward\.\d+)\.judge\.({'|'.join(judges.MAY_CHANGE)}) was ")
+"""Differences between recipes with which a run can be resumed."""
 VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
 
@@ -44,7 +47,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
             )
         _move(manifest, recipe)
         different = [
-            *_differences(manifest["recipe"], resolved, ""),
+            *(text for text in _differences(manifest["recipe"], resolved, "") if not MAY_CHANGE.match(text)),
             *_differences(manifest.get("loops", {}), loops, "loops"),
         ]
         if different:
@@ -56,6 +59,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
             )
         if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
             raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
+        manifest["recipe"] = resolved
         return manifest
     if taken := [stage.name for stage in recipe.stages if (recipe.folder / stage.name).exists()]:
         raise UserError(

@@ -7,12 +7,19 @@ from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import Recipe, RewardFromFunction, RewardSource, Stage
+from burnish.config.schema import Recipe, RewardFromFunction, RewardFromJudge, RewardSource, Stage
 from burnish.errors import UserError
+from burnish.judges.endpoint import EndpointJudge, identity
+from burnish.judges.local import LocalJudge
+from burnish.judges.settings import JudgeSettings, principle_texts
+from burnish.judges.store import FILE, StoredJudge, VerdictStore
 from burnish.models import loading
+from burnish.models.loaded import is_reward_model, load
 from burnish.models.settings import ModelSource, PackageModel, StageModel
+from burnish.render.encode import cache_folder
 from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
+from burnish.rewards.judge import JudgeReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
 from burnish.rl.environment import Environments
@@ -52,6 +59,12 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     if isinstance(source, RewardFromFunction):
         function = user_functions.load(recipe.locate(source.function))
         return NamedReward(source.title, source.weight, function, source.function, source.timeout or TIMEOUT)
+    if isinstance(source, RewardFromJudge):
+        principles = source.principles
+        texts = principle_texts(str(recipe.beside(principles)) if isinstance(principles, str) else principles)
+        place = folder if isinstance(recipe, Recipe) else cache_folder()
+        judge = stored_judge(source.judge, folder, place, f"reward {source.title}")
+        return NamedReward(source.title, source.weight, JudgeReward(judge, texts, waits=source.judge.url is not None))
     reference = model_reference(source.model, folder)
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
@@ -63,3 +76,34 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
         model = loading.load_reward_model(reference, labels=None).to(device)
         scorer = ModelReward(model, tokenizer, label=source.label, normalize=source.normalize)
     return NamedReward(source.title, source.weight, scorer)
+
+
+def stored_judge(
+    settings: JudgeSettings,
+    folder: Path,
+    place: Path,
+    asked_by: str,
+    dtype: loading.DType = "auto",
+    trust_remote_code: bool = False,
+) -> StoredJudge:
+    """A judge whose verdicts are stored.
+
+    Args:
+        settings: its settings.
+        folder: the run's folder, which contains the stages.
+        place: the folder of the store.
+        asked_by: what asks, such as the name of a stage.
+        dtype: dtype of the weights of a local model.
+        trust_remote_code: run the code that comes with a local model.
+
+    Raises:
+        UserError: the model is a reward model, the key is not set, or the store is damaged.
+    """
+    if settings.model is None:
+        store = VerdictStore(place / FILE)
+        return StoredJudge(EndpointJudge(settings, *store.spent(identity(settings))), store, asked_by)
+    reference = model_reference(settings.model, folder)
+    if is_reward_model(reference, trust_remote_code=trust_remote_code):
+        raise UserError(f"judge: {reference} is a reward model, which answers no questions: use it as a reward")
+    loaded = load(reference, settings.template, dtype, trust_remote_code=trust_remote_code)
+    return StoredJudge(LocalJudge.of(loaded.model, loaded.tokenizer, settings), VerdictStore(place / FILE), asked_by)

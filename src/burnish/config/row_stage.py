@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish import files, progress
 from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
-from burnish.config.resolve import environments_of, model_reference, named_reward
+from burnish.config.resolve import environments_of, model_reference, named_reward, stored_judge
 from burnish.config.schema import Recipe, Stage, method_class
 from burnish.config.sources import in_training, read
 from burnish.data.readers import Rows
@@ -25,6 +25,8 @@ from burnish.errors import UserError
 from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import NO_VALUES, factory
+from burnish.judges.settings import JudgeSettings
+from burnish.judges.store import StoredJudge
 from burnish.math.statistics import interval_of_mean
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.models.loaded import Loaded, is_reward_model, load, load_tokenizer
@@ -33,7 +35,7 @@ from burnish.protocols import Made, RowMethod
 from burnish.render.truncate import Truncation
 from burnish.report.display import Display
 from burnish.report.metrics import Recorder
-from burnish.rewards.functions import NamedReward
+from burnish.rewards.functions import NamedReward, close
 from burnish.rl.environment import Environments
 from burnish.types import Row
 
@@ -271,6 +273,7 @@ class _Run:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._models: dict[str, Loaded] = {}
         self._generators: dict[str, Generator] = {}
+        self._judges: dict[str, StoredJudge] = {}
 
     @property
     def seed(self) -> int:
@@ -337,6 +340,15 @@ class _Run:
             self._generators[loaded.reference] = factory(self.stage.generator, critic)(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]
 
+    def judge(self, settings: JudgeSettings) -> StoredJudge:
+        """A judge whose verdicts are stored in the run's folder. There is one for each settings."""
+        key, folder, stage = settings.model_dump_json(), self.recipe.folder, self.stage
+        if key not in self._judges:
+            self._judges[key] = stored_judge(
+                settings, folder, folder, stage.name, stage.dtype, trust_remote_code=stage.trust_remote_code
+            )
+        return self._judges[key]
+
     @property
     def rewards(self) -> list[NamedReward]:
         """The stage's rewards."""
@@ -358,6 +370,8 @@ class _Run:
         return environments_of(self.stage, self.recipe.locate)
 
     def close(self) -> None:
-        """Close the generators."""
-        for generator in self._generators.values():
-            generator.close()
+        """Close the generators and the judges."""
+        for part in (*self._generators.values(), *self._judges.values()):
+            part.close()
+        if "_rewards" in self.__dict__:
+            close(self._rewards)

@@ -23,6 +23,7 @@ from burnish.config.stage import TrainingStage, check_rewards
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream
 from burnish.errors import UserError
+from burnish.judges.endpoint import read_key
 from burnish.models import quantize
 from burnish.report import page as report
 from burnish.report.display import Display
@@ -168,6 +169,8 @@ def _check_all(recipe: Recipe) -> None:
     for stage in recipe.stages:
         if stage.method is None:
             continue
+        for settings in stage.judges:
+            read_key(settings.key)
         if stage.makes_rows:
             _check_rows(RowStage(recipe, stage))
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +18,9 @@ from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded
 from burnish.generate.sampling import Sampling
 from burnish.generate.settings import GeneratorSettings
+from burnish.judges.settings import JudgeSettings, Principles
 from burnish.methods import METHODS, ROW_METHODS
-from burnish.methods.settings import BLOCKS
+from burnish.methods.settings import BLOCKS, JudgeConfig
 from burnish.mistakes import Keys
 from burnish.models.settings import AdapterConfig, ModelSource, StageModel, kind_of_source
 from burnish.protocols import MethodSpec, RowMethodSpec
@@ -237,7 +239,19 @@ class RewardFromFunction(RewardPart):
         return self.name or self.function.rpartition(":")[2]
 
 
-REWARDS: dict[str, type[RewardPart]] = {"model": RewardFromModel, "function": RewardFromFunction}
+class RewardFromJudge(RewardPart):
+    """Grades of a judge, rescaled to [-1, 1]: ``{judge: {model: {stage: sft}}, principles: my.yaml}``."""
+
+    judge: JudgeSettings
+    principles: Principles = None
+    """What to judge by: a list of texts, or a YAML file of principles with compare: beside the recipe."""
+
+
+REWARDS: dict[str, type[RewardPart]] = {
+    "model": RewardFromModel,
+    "function": RewardFromFunction,
+    "judge": RewardFromJudge,
+}
 """The kinds of rewards, by the key that each of them must have."""
 
 
@@ -250,7 +264,9 @@ def _reward_kind(value: Any) -> str | None:
 
 
 RewardSource = Annotated[
-    Annotated[RewardFromModel, Tag("<model>")] | Annotated[RewardFromFunction, Tag("<function>")],
+    Annotated[RewardFromModel, Tag("<model>")]
+    | Annotated[RewardFromFunction, Tag("<function>")]
+    | Annotated[RewardFromJudge, Tag("<judge>")],
     Discriminator(
         _reward_kind,
         custom_error_type="kind",
@@ -324,10 +340,20 @@ class Stage(Config, use_attribute_docstrings=True):
         """The models that the stage reads, by the keys that name them. The settings of its method must be valid."""
         models = {("model",): self.model}
         models |= {("reward", i, "model"): r.model for i, r in enumerate(self.reward) if isinstance(r, RewardFromModel)}
+        judges = {i: r.judge for i, r in enumerate(self.reward) if isinstance(r, RewardFromJudge)}
+        models |= {("reward", i, "judge", "model"): judge.model for i, judge in judges.items()}
         if self.method is not None and (spec := any_spec(self.method.name)).models:
             settings = spec.config(**self.method.settings)
-            models |= {("method", key): getattr(settings, key) for key in spec.models}
+            models |= {("method", *key.split(".")): operator.attrgetter(key)(settings) for key in spec.models}
         return {keys: model for keys, model in models.items() if model is not None}
+
+    @property
+    def judges(self) -> list[JudgeSettings]:
+        """The judges of the stage. The settings of its method must be valid."""
+        judges = [reward.judge for reward in self.reward if isinstance(reward, RewardFromJudge)]
+        if self.method is not None and self.method.name == "judge":
+            judges.append(JudgeConfig.model_validate(self.method.settings).judge)
+        return judges
 
     def _check_method(self, name: str, given: set[str]) -> None:
         """Check that the stage has the keys that its method needs, and no others."""

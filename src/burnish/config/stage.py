@@ -36,7 +36,7 @@ from burnish.render.encode import account
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.display import Display, RunCallback
 from burnish.report.metrics import Recorder, number, read_metrics
-from burnish.rewards.functions import NamedReward
+from burnish.rewards.functions import NamedReward, close
 from burnish.training import checkpoint
 from burnish.training.trainer import Trainer
 from burnish.types import Encoded, Prompt
@@ -103,7 +103,10 @@ class TrainingStage:
                 f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local launches "
                 "one kernel per operation and token"
             )
-        with contextlib.closing(self.method(self._rewards())) as method:
+        with contextlib.ExitStack() as stack:
+            rewards = self._rewards()
+            stack.callback(close, rewards)
+            method = stack.enter_context(contextlib.closing(self.method(rewards)))
             trainer = self._trainer(method, model, tokenizer, splits, recorder, screen)
             counts = self._evaluated(trainer, splits) if nothing_left else self._train(trainer, start, splits, screen)
             recorder.offsets()  # flush to disk what was logged after the last checkpoint

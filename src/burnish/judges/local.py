@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 AT_ONCE = 32
 """Questions that are judged together. Their verdicts are stored together, so that a resumed run has equal batches."""
 NEGLIGIBLE = 1e-4
-"""Beginnings of a choice with less probability, such as rare white space, are not continued: their mass is lost."""
+"""Beginnings of a choice with less probability, such as rare white space, are not continued: their mass is lost.
+
+Those with up to twice this probability count partly, so that rounding does not decide whether they count.
+"""
 
 
 class _Step(NamedTuple):
@@ -144,30 +147,32 @@ class LocalJudge(Judge):
         failed: dict[int, NoVerdictError] = {}
         asked = list(questions)
         if self.reasoning:
-            prompts = self._prompts([reasoning_question(question) for question in asked], self.reasoning, failed)
+            prompts = self._prompts(
+                [reasoning_question(question) for question in asked], [self.reasoning] * len(asked), failed
+            )
             for i, (text, tokens) in self._reason(prompts).items():
                 found[i].reasoning, found[i].calls, found[i].tokens = text, 2, tokens
                 asked[i] = after_reasoning(asked[i], text)
-        room = 1 + max(len(choice.encode()) for question in asked for choice in question.choices)
-        prompts = self._prompts(asked, room, failed)
+        longest = [max(len(choice.encode()) for choice in question.choices) for question in asked]
+        prompts = self._prompts(asked, longest, failed)
         branches = [_Branch(i) for i in prompts]
         while branches:
             branches = self._advance(branches, prompts, asked, found)
-            branches = [branch for branch in branches if len(branch.tokens) < room]
+            branches = [branch for branch in branches if len(branch.tokens) <= longest[branch.question]]
         seconds = (time.monotonic() - began) / len(questions)
         return [failed[i] if i in failed else _verdict(one, seconds) for i, one in enumerate(found)]
 
     def _prompts(
-        self, questions: list[Question], room: int, failed: dict[int, NoVerdictError]
+        self, questions: list[Question], rooms: list[int], failed: dict[int, NoVerdictError]
     ) -> dict[int, tuple[int, ...]]:
-        """The tokens of the questions by index, and in ``failed`` those that leave less room than ``room`` tokens."""
+        """The tokens of the questions by index, and in ``failed`` those that leave no room for so many more tokens."""
         indices = [i for i in range(len(questions)) if i not in failed]
         rows = [Prompt(questions[i].messages, {}, "a question of the judge") for i in indices]
         prompts, context = dict(zip(indices, self.renderer.prompts(rows), strict=True)), context_window(self.model)
         for i, tokens in prompts.items():
-            if context is not None and len(tokens) + room > context:
+            if context is not None and len(tokens) + rooms[i] > context:
                 failed[i] = NoVerdictError(
-                    f"the question has {len(tokens):,} tokens and the answer up to {room:,}, but the judge reads at "
+                    f"the question has {len(tokens):,} tokens and the answer up to {rooms[i]:,}, but the judge reads at "
                     f"most {context:,}",
                     i,
                 )
@@ -219,12 +224,16 @@ class LocalJudge(Judge):
                     kept -= share
                 if choice not in (NOT_A_CHOICE, step.ends):
                     one.probabilities[choice] += math.exp(branch.logprob + logprob)
-                elif text is not None and math.exp(branch.logprob + logprob) >= self.negligible:
-                    token = int(step.ids[k])
-                    longer.append(_Branch(branch.question, (*branch.tokens, token), text, branch.logprob + logprob))
+                elif text is not None and (part := self._part(math.exp(branch.logprob + logprob))) > 0:
+                    tokens = (*branch.tokens, int(step.ids[k]))
+                    longer.append(_Branch(branch.question, tokens, text, branch.logprob + logprob + math.log(part)))
             if step.ends != NOT_A_CHOICE:
                 one.probabilities[step.ends] += math.exp(branch.logprob) * max(kept, 0.0)
         return longer
+
+    def _part(self, p: float) -> float:
+        """The part of a beginning with probability p that counts: 0 if p is negligible, and 1 from twice that on."""
+        return min(max(p / self.negligible - 1, 0.0), 1.0) if self.negligible else float(p > 0)
 
     def _next(self, sequences: list[Tokens], steps: list[_Step]) -> list[list[float]]:
         """After each sequence, the log-probabilities of the ids of its step."""

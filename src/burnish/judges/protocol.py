@@ -64,11 +64,14 @@ class Verdict:
 
 
 class NoVerdictError(UserError):
-    """A judge gave no verdict on one question, also after retries. ``index`` is that of the question."""
+    """A judge gave no verdict on one question, also after retries.
 
-    def __init__(self, message: str, index: int = 0) -> None:
+    ``index`` is that of the question. ``calls`` and ``cost`` are what the question has used.
+    """
+
+    def __init__(self, message: str, index: int = 0, calls: int = 0, cost: float = 0.0) -> None:
         super().__init__(message)
-        self.index = index
+        self.index, self.calls, self.cost = index, calls, cost
 
 
 class Judge(Protocol):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from burnish.judges.constitution import load_constitution
 from burnish.models.settings import ModelSource
 from burnish.types import Config
 
@@ -15,6 +16,27 @@ ENDPOINT_ONLY = (
     *("max_calls", "max_cost", "input_price", "output_price"),
 )
 """Settings of an endpoint, which a local model would ignore."""
+MAY_CHANGE = (
+    *("key", "concurrency", "connect_timeout", "timeout", "retries", "backoff"),
+    *("max_calls", "max_cost", "input_price", "output_price"),
+)
+"""Settings on which no verdict depends. They may change before a run is resumed."""
+
+
+Text = Annotated[str, Field(min_length=1)]
+Principles = str | Annotated[list[Text], Field(min_length=1)] | None
+"""What to judge by: a YAML file of principles with ``compare:``, or a list of texts; None is the default."""
+
+
+def principle_texts(principles: Principles) -> tuple[str, ...]:
+    """The texts of principles, each for a question of its own; () for the default.
+
+    Raises:
+        UserError: the file cannot be read, or a principle has no ``compare``.
+    """
+    if isinstance(principles, str):
+        return tuple(one.compare for one in load_constitution(principles, ("compare",)) if one.compare is not None)
+    return tuple(principles or ())
 
 
 class JudgeSettings(Config):
@@ -67,12 +89,12 @@ class JudgeSettings(Config):
         example = "such as http://127.0.0.1:8000/v1"
         try:
             parts = urlsplit(url)
-            host = parts.port is not None or parts.hostname
+            _ = parts.port  # raises if it is no number
         except ValueError:
             raise ValueError(f"not an address: expected one {example}") from None
         if "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError(f"expected an address without a password, '?' or '#', {example}; key: names the key")
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected an address {example}, got {url!r}")
         return url.rstrip("/")
 

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from burnish.errors import UserError
 from burnish.generate.sampling import check_temperature
 from burnish.judges.constitution import Principle, check_principles, load_constitution
+from burnish.judges.settings import JudgeSettings, Principles, principle_texts
 from burnish.math.choices import (
     WITH_SMOOTHING,
     WITHOUT_REFERENCE,
@@ -146,6 +147,40 @@ class ReviseConfig(Config):
                 f"is used at most once for a row: expected at most {len(principles)}"
             )
         return principles
+
+
+class JudgeConfig(Config):
+    """Settings of ``judge``, in which a judge labels pairs or scores samples."""
+
+    judge: JudgeSettings = Field(description="who judges: {model: ...} or {url: ..., name: ...}")
+    principles: Principles = Field(
+        None,
+        description="what to judge by: a list of texts, or a YAML file of principles with compare: beside the recipe; "
+        "labels are averaged over them. Default: helpful, correct and harmless",
+    )
+    pairs: Literal["all", "adjacent", "best_worst"] = Field(
+        "all",
+        description="rankings: which completions of a prompt are compared; adjacent: neighbors in the order of their "
+        "scores; best_worst: the first and the last of this order",
+    )
+    clamp: float | None = Field(
+        None,
+        gt=0,
+        lt=0.5,
+        description="limit p_chosen to 0.5 + clamp, for judges that reason and are too certain afterwards (0.1)",
+    )
+    ties: Literal["keep", "drop"] = Field("keep", description="pairs whose p_chosen is exactly 0.5")
+    on_failure: Literal["stop", "skip"] = Field(
+        "stop", description="a row on which the judge gives no verdict after all retries; skip counts and lists it"
+    )
+
+    def principle_texts(self) -> tuple[str, ...]:
+        """The texts of the principles; () for the default.
+
+        Raises:
+            UserError: the file cannot be read, or a principle has no ``compare``.
+        """
+        return principle_texts(self.principles)
 
 
 class EvalConfig(Config):

@@ -6,11 +6,12 @@ import asyncio
 import copy
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from burnish.errors import UserError, did_you_mean
+from burnish.rewards.judge import JudgeReward
 from burnish.rewards.model import ModelReward
 from burnish.rewards.steps import StepReward
 from burnish.types import Columns, Reward, Trajectory
@@ -19,6 +20,8 @@ from burnish.user_tasks import user_tasks
 
 TIMEOUT = 600.0
 """Default time limit of one call of a reward, in seconds."""
+NO_TIMEOUT = 1e6
+"""The time limit, in seconds, of a call that limits the time of its parts itself."""
 
 
 class NamedReward(NamedTuple):
@@ -46,6 +49,11 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
     """
     if isinstance(reward.function, ModelReward | StepReward):  # our own rewards change nothing and need no copies
         return reward.function(trajectories)
+    if isinstance(reward.function, JudgeReward):
+        scores = reward.function(trajectories)
+        if not inspect.isawaitable(scores):
+            return scores
+        return user_tasks().start(scores, what=f"reward {reward.name}", during="", seed=0, timeout=NO_TIMEOUT)
     own = [_copied(trajectory) for trajectory in trajectories]
     what = f"reward {reward.name}" + (f" ({reward.reference})" if reward.reference else "")
     first, last = trajectories[0].source, trajectories[-1].source
@@ -58,6 +66,13 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
     if not inspect.isawaitable(returned):
         return returned
     return user_tasks().start(returned, what=what, during=during, seed=number, timeout=reward.timeout)
+
+
+def close(rewards: Iterable[NamedReward]) -> None:
+    """Close the connections of rewards that have some."""
+    for reward in rewards:
+        if isinstance(reward.function, JudgeReward):
+            reward.function.close()
 
 
 TRL = ("prompts", "completions", "completion_ids")
