@@ -204,9 +204,9 @@ def test_every_answer_of_several_samples_is_revised_on_its_own() -> None:
 
 
 def test_critiques_have_a_limit_of_their_own() -> None:
-    made = make(PROMPTS[:1], scripted(appends), critique_tokens=3)
+    made = make(PROMPTS[:1], scripted(appends), critique_tokens=4)
     assert made.counts == {"made": 1}
-    assert make(PROMPTS[:1], scripted(appends), critique_tokens=2).counts == {"made, but not revised": 1}  # "no a"
+    assert make(PROMPTS[:1], scripted(appends), critique_tokens=3).counts == {"made, but not revised": 1}  # "no a"
 
 
 @pytest.mark.parametrize("own", [{"context": 100}, {"truncation": Truncation(max_length=110)}])

@@ -47,7 +47,7 @@ SMALLER = {
         "stages.ppo.generation.max_new_tokens=4",
     ],
     "constitution": [
-        "stages.prepare.with={{rows: 256, questions: 64, prompts: 128, held_out: 16, principle: Prefer the correct sum.}}",
+        *(f"stages.prepare.with.{setting}" for setting in ("rows=256", "questions=64", "prompts=128", "held_out=16")),
         *(f"stages.{stage}.{setting}" for stage in ("student", "sft", "reward") for setting in BRIEF),
     ],
     "distill": [

@@ -67,9 +67,8 @@ def prepare(
     write_rows(data / "questions.jsonl", (question_row(rng, rng.choice(seen), principle) for _ in range(questions)))
     write_rows(data / "prompts.jsonl", (prompt_row(rng.choice(seen)) for _ in range(prompts)))
     write_rows(data / "prompts-eval.jsonl", map(prompt_row, unseen))
-    tokenizer = character_tokenizer(
-        CHARACTERS, TURNS, (*REQUESTS.values(), REVISE, RIGHT, WRONG, *parts_of_question(principle), *PAIR)
-    )
+    words = (*REQUESTS.values(), REVISE, RIGHT, WRONG, *parts_of_question(principle), *PAIR)
+    tokenizer = character_tokenizer(CHARACTERS, TURNS, words, max_length=512)
     model = random_llama(
         tokenizer, seed, hidden_size=64, intermediate_size=384, num_hidden_layers=2, initializer_range=0.08
     )

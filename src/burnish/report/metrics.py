@@ -334,7 +334,7 @@ UNREVISED = {
     "no_room": "the request left no room in the context window or in data.max_length",
 }
 """What the reasons mean for which an answer was not revised."""
-OF_EPISODES = ("finished_", "tool_error_", "ended_", "unrevised_")
+OF_EPISODES = ("finished_", "tool_error_", "ended_")
 """How the names of metrics begin that the report shows in a table of their own."""
 
 
