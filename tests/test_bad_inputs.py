@@ -196,20 +196,17 @@ RECIPES = {
     "a reward that is none": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{weight: 0.1}",
-from burnish.config.resolve import model_reference, remote_reward
-from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge, RewardFromURL
+        ["stages.ppo.reward.1: a reward needs exactly one of model:, function:, url:, judge:"],
     ),
     "a reward of two kinds": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "{function: rewards.py:brevity, model: model}",
-from burnish.config.resolve import model_reference, remote_reward
-from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge, RewardFromURL
+        ["stages.ppo.reward.1: a reward needs exactly one of model:, function:, url:, judge:"],
     ),
     "a reward that is no block": (
         "{function: rewards.py:brevity, weight: 0.1}",
         "rewards.py:brevity",
-from burnish.config.resolve import model_reference, remote_reward
-from burnish.config.schema import SPLITS, Data, RewardFromFunction, RewardFromJudge, RewardFromURL
+        ["stages.ppo.reward.1: a reward needs exactly one of model:, function:, url:, judge:"],
     ),
     "a setting of another kind of reward": (
         "weight: 0.1",
