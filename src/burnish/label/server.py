@@ -176,6 +176,7 @@ class Site:
         tasks, settled = self.store.counts(self.raters or 1)
         return {
             "rater": rater,
+            "shared": self.raters is not None,
             "tasks": tasks,
             "answered": self.store.answered(rater),
             "settled": settled,
