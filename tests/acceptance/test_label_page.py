@@ -193,9 +193,11 @@ def test_dragging_and_tapping_by_touch(start: StartServer, browser: Browser) -> 
     session.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]})
     for part in (0.3, 0.6, 0.9, 1.0):
         points = [{"x": x, "y": y + (end - y) * part}]
+        page.wait_for_timeout(60)  # as a finger; after a quick movement the next tap would only stop its momentum
         session.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": points})
     session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
     assert order_of(page) == [before[3], *before[:3]]
+    page.wait_for_timeout(700)
     page.get_by_role("button", name="Submit").tap()
     titled(page, 2)
     found = qualities(page)
@@ -207,11 +209,7 @@ def test_dragging_and_tapping_by_touch(start: StartServer, browser: Browser) -> 
         first, second = store.answers()
         assert first.ranks is not None and second.ranks == (2, 4, 1, 3)
         by_quality = dict(zip((3, 1, 4, 2), first.ranks, strict=True))
-        assert [by_quality[quality] for quality in order_of_first(before)] == [1, 2, 3, 4]
-
-
-def order_of_first(before: list[int]) -> list[int]:
-    return [before[3], *before[:3]]
+        assert [by_quality[quality] for quality in (before[3], *before[:3])] == [1, 2, 3, 4]
 
 
 def test_two_raters_at_once(start: StartServer, browser: Browser) -> None:

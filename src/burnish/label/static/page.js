@@ -404,7 +404,8 @@ const actions = {
   highlight,
   submit: () => {
     const left = unranked().length;
-    if (left) return announce(`Rank every completion first: ${left} left. Press O to take the order shown.`);
+    const hint = hasKeys ? " Press O to take the order shown." : "";
+    if (left) return announce(`Rank every completion first: ${left} left.${hint}`);
     return send(cards.map((_, i) => groupOf(i) + 1));
   },
 };
