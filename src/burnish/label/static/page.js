@@ -153,7 +153,7 @@ function draw() {
   }
   cards.forEach(({ card, rank }, i) => {
     const shown = rankOf(i);
-    card.classList.toggle("ranked", shown !== "");
+    card.classList.toggle("ranked", shown !== "" && shown !== "Worse");
     card.classList.toggle("selected", i === selected);
     card.tabIndex = i === selected ? 0 : -1;
     rank.textContent = shown || (isPair() ? "Choose" : "Rank");
@@ -162,7 +162,7 @@ function draw() {
   const left = unranked().length;
   const how = !hasKeys ? (isPair() ? "" : "Tap Rank on them from best to worst, or drag them.")
     : isPair() ? "Press 1 or 2 for the better one, or T for a tie." : "Press their numbers from best to worst, or drag them.";
-  $("hint").textContent = left ? `Which completion is ${isPair() ? "better" : "best"}? ${how}` : "Everything is ranked. Submit, or change the order.";
+  $("hint").textContent = left ? `Which completion is ${isPair() ? "better" : "best"}? ${how}` : `Everything is ranked. Submit, or change the ${isPair() ? "choice" : "order"}.`;
 }
 
 function select(i, focus = false) {
@@ -323,7 +323,17 @@ function makeCard(labeled, i) {
   return { card, rank, clear, texts, marks: [], list: make("li", {}, card) };
 }
 
+let again = 0;
+async function lookAgain() {
+  if (busy) return;
+  try {
+    const next = await ask("/api/state");
+    if (!busy && !state.task && state.rater !== null) show(next);
+  } catch { /* the command may have ended */ }
+}
+
 function show(next, message = "") {
+  clearTimeout(again);
   state = next;
   complain("");
   const { rater, task } = state;
@@ -332,6 +342,7 @@ function show(next, message = "") {
   $("who").hidden = rater === null;
   if (rater === null) return $("name").focus();
   $("who").textContent = rater;
+  $("who").setAttribute("aria-label", `${rater}: change the name`);
   $("meter").max = Math.max(1, state.tasks);
   $("meter").value = state.shared ? state.settled : state.answered;
   $("count").textContent = `${$("meter").value} of ${state.tasks} answered`;
@@ -348,7 +359,8 @@ function show(next, message = "") {
     $("done-text").textContent = all
       ? "Every task is answered. Thank you!"
       : "Other people are working on the remaining tasks. Thank you!";
-    $("done-title").focus();
+    if (!$("done").contains(document.activeElement)) $("done-title").focus();
+    again = setTimeout(lookAgain, 5000); // somebody may leave a task to others
     return announce(message);
   }
   $("title").textContent = `Task ${state.answered + 1}${state.shared ? "" : ` of ${state.tasks}`}`;
@@ -456,6 +468,11 @@ async function startRanking() {
   $("enter").addEventListener("submit", (event) => {
     event.preventDefault();
     post("/api/rater", { name: $("name").value }, "");
+  });
+  $("who").addEventListener("click", () => {
+    $("name").value = state.rater;
+    show({ rater: null });
+    $("name").select();
   });
   for (const button of document.querySelectorAll("[data-do]")) {
     button.addEventListener("click", actions[button.dataset.do]);
