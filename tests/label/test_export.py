@@ -12,7 +12,7 @@ from burnish.data import readers
 from burnish.label.export import Kind, as_text, rank_groups, rows
 from burnish.label.reading import read
 from burnish.label.tasks import Answer, Highlight, Task
-from burnish.types import Preference, Ranking, Scored
+from burnish.types import Messages, Preference, Ranking, Scored
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TEXTS = ("a", "b", "c")
@@ -27,7 +27,7 @@ UNRANKED = Task(({"role": "user", "content": "q"},), TASK.completions, "rows.jso
 ANSWERS = [
     Answer(TASK.id, "Ann", (1, 2, 3), "clear", (Highlight(2, 0, 0, 1, "c"),), 4.26),
     Answer(TASK.id, "Ben", (1, 1, 2)),
-    Answer(TASK.id, "Cem", None),
+    Answer(TASK.id, "Cem", None, "no idea"),
     Answer(UNRANKED.id, "Ann", None),
 ]
 
@@ -47,6 +47,7 @@ def test_a_ranking_by_hand() -> None:
     assert row["verdicts"] == [
         {"rater": "Ann", "ranks": [1, 2, 3], "comment": "clear", "highlights": [mark], "seconds": 4.3},
         {"rater": "Ben", "ranks": [1, 1, 2]},
+        {"rater": "Cem", "ranks": None, "comment": "no idea"},
     ]
 
 
@@ -75,7 +76,7 @@ def test_scores_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_read_back(kind: Kind, tmp_path: Path) -> None:
-    episode = (
+    episode: Messages = (
         {
             "role": "assistant",
             "content": "",
@@ -85,7 +86,7 @@ def test_rows_are_read_back(kind: Kind, tmp_path: Path) -> None:
         {"role": "assistant", "content": "4"},
     )
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-    like_json = ({"role": "assistant", "content": '{"role": "user"}'},)
+    like_json: Messages = ({"role": "assistant", "content": '{"role": "user"}'},)
     other = Task(({"role": "system", "content": "s"}, *UNRANKED.prompt), (episode, like_json), "rows.jsonl:3", (tool,))
     answers = [*ANSWERS, Answer(other.id, "Ann", (2, 1))]
     path = tmp_path / "out.jsonl"
@@ -94,7 +95,7 @@ def test_rows_are_read_back(kind: Kind, tmp_path: Path) -> None:
     row_class = {"ranking": Ranking, "preference": Preference, "scored": Scored}[kind]
     back = readers.load(path, (row_class,)).rows
     assert len(back) == len(made) == {"ranking": 2, "preference": 4, "scored": 5}[kind]
-    assert back[-1].tools == (tool,)
+    assert isinstance(back[-1], Ranking | Preference | Scored) and back[-1].tools == (tool,)
     if kind == "ranking":
         assert isinstance(back[1], Ranking)
         assert (back[1].prompt, back[1].completions, back[1].scores) == (other.prompt, other.completions, (0.0, 1.0))

@@ -11,7 +11,7 @@ import pytest
 from burnish.errors import UserError
 from burnish.label.reading import read
 from burnish.label.tasks import Task, pairwise
-from burnish.types import Message
+from burnish.types import Message, Messages
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -90,6 +90,13 @@ def test_rows_without_completions_to_rank_are_errors_with_their_place(tmp_path: 
     with pytest.raises(UserError, match=message) as raised:
         read(write(tmp_path / "rows.jsonl", row))
     assert "rows.jsonl" in str(raised.value)
+
+
+def test_a_column_that_json_cannot_hold_is_an_error_with_its_place() -> None:
+    completions: tuple[Messages, ...] = (({"role": "assistant", "content": "a"},),)
+    for value in (float("nan"), object()):
+        with pytest.raises(UserError, match=r"a\.parquet: row 1: a column has a value that JSON cannot hold"):
+            Task((user("p"),), completions, "a.parquet: row 1", meta={"day": value}).to_json()
 
 
 def test_a_folder_without_completions_names_its_files(tmp_path: Path) -> None:

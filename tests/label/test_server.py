@@ -25,7 +25,7 @@ from burnish.label.access import LARGEST_REQUEST, cookie_name
 from burnish.label.server import Refused, app, clean_name, serve
 from burnish.label.store import Store
 from burnish.label.tasks import Task
-from burnish.types import Preference, Ranking
+from burnish.types import Messages, Preference, Ranking
 
 TOKEN = "secret-token"
 BASE = "http://127.0.0.1:8123"
@@ -34,7 +34,7 @@ HOSTILE = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "plain"]
 
 def task(number: int, texts: list[str] | None = None) -> Task:
     texts = texts or [f"{letter} of {number}" for letter in "abc"]
-    completions = tuple(({"role": "assistant", "content": text},) for text in texts)
+    completions: tuple[Messages, ...] = tuple(({"role": "assistant", "content": text},) for text in texts)
     return Task(({"role": "user", "content": f"prompt {number}"},), completions, f"rows.jsonl:{number}")
 
 

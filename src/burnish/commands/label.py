@@ -10,7 +10,7 @@ from typing import Any
 
 from burnish.errors import UserError
 from burnish.files import storing, write_text
-from burnish.label.export import Kind, ranked_by, rows
+from burnish.label.export import Kind, by_task, ranks_of, rows
 from burnish.label.reading import distinct, read
 from burnish.label.store import Store
 from burnish.label.tasks import Task, pairwise
@@ -120,7 +120,7 @@ def show(database: Path, raters: int | None, host: str, port: int, seed: int, sa
                 pass
             say("every task has enough answers")
         except KeyboardInterrupt:
-            say("")
+            pass
         tasks, done = page.store.counts(raters or 1)
         say(f"{done:,} of {tasks:,} tasks answered")
 
@@ -138,7 +138,7 @@ def export(database: Path, kind: Kind, output: Path, say: Say) -> None:
         raise UserError(f"{database}: nothing to export: nobody has ranked a task")
     with storing(output):
         write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made))
-    ranked = ranked_by(answers)
+    ranked = [task for task, given in by_task(answers).items() if ranks_of(given)]
     say(f"{len(made):,} rows in {output}, from {len(ranked):,} of {len(tasks):,} tasks")
-    if only_skipped := len({answer.task for answer in answers} - ranked.keys()):
+    if only_skipped := len(by_task(answers)) - len(ranked):
         say(f"left out: {only_skipped:,} tasks that were only skipped")

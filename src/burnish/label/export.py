@@ -15,60 +15,61 @@ from burnish.math.agreement import midranks, share_beaten, share_preferred
 from burnish.types import Message, Messages
 
 Kind = Literal["ranking", "preference", "scored"]
-RankedBy = Sequence[tuple[Answer, tuple[int, ...]]]
-"""The answers that rank a task, with their ranks."""
 
 
 def rows(kind: Kind, tasks: Iterable[Task], answers: Iterable[Answer]) -> list[dict[str, Any]]:
     """The rows of a kind, in the order of the tasks. Tasks that nobody has ranked give none.
 
     ``meta`` has the other columns of the task's row, and the number of raters who ranked it. ``verdicts`` has what each
-    of them said.
+    rater said, also those who skipped the task.
 
     - ``ranking``: ``scores`` are the shares of the other completions that a completion beats, averaged over raters.
     - ``preference``: a row for each pair of completions. ``p_chosen`` is the share of raters who prefer ``chosen``,
       with ties counted as half.
     - ``scored``: a row for each completion. ``reward`` is its score in the ranking, rescaled to [-1, 1].
     """
-    given = ranked_by(answers)
-    return [row for task in tasks if task.id in given for row in MAKERS[kind](task, given[task.id])]
+    given = by_task(answers)
+    return [row for task in tasks if ranks_of(given[task.id]) for row in MAKERS[kind](task, given[task.id])]
 
 
-def ranked_by(answers: Iterable[Answer]) -> dict[str, RankedBy]:
-    """The answers to each task that rank its completions, by the task's id."""
-    given: defaultdict[str, list[tuple[Answer, tuple[int, ...]]]] = defaultdict(list)
+def by_task(answers: Iterable[Answer]) -> defaultdict[str, list[Answer]]:
+    """The answers to each task, by its id."""
+    given: defaultdict[str, list[Answer]] = defaultdict(list)
     for answer in answers:
-        if answer.ranks is not None:
-            given[answer.task].append((answer, answer.ranks))
-    return dict(given)
+        given[answer.task].append(answer)
+    return given
+
+
+def ranks_of(answers: Iterable[Answer]) -> list[tuple[int, ...]]:
+    """The ranks of the answers that are not skipped."""
+    return [answer.ranks for answer in answers if answer.ranks is not None]
 
 
 def rank_groups(answers: Iterable[Answer]) -> list[list[list[float]]]:
     """The midranks of each completion by all of its raters, grouped by task, for ``krippendorff_alpha``."""
-    groups = ranked_by(answers).values()
-    return [[list(item) for item in zip(*(midranks(ranks) for _, ranks in group), strict=True)] for group in groups]
+    groups = filter(None, map(ranks_of, by_task(answers).values()))
+    return [[list(item) for item in zip(*map(midranks, group), strict=True)] for group in groups]
 
 
-def _scores(group: RankedBy) -> list[float]:
-    return [fmean(shares) for shares in zip(*(share_beaten(ranks) for _, ranks in group), strict=True)]
+def _scores(answers: Sequence[Answer]) -> list[float]:
+    return [fmean(shares) for shares in zip(*map(share_beaten, ranks_of(answers)), strict=True)]
 
 
-def _ranking(task: Task, group: RankedBy) -> list[dict[str, Any]]:
-    whole = range(len(task.completions))
+def _ranking(task: Task, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     row = {
         **_asked(task),
         "completions": [as_text(completion, "assistant") for completion in task.completions],
-        "scores": _scores(group),
-        "meta": _meta(task, group, {"completions": list(task.details)} if task.details else {}),
-        "verdicts": [_verdict(answer, ranks, whole) for answer, ranks in group],
+        "scores": _scores(answers),
+        "meta": _meta(task, answers, {"completions": list(task.details)} if task.details else {}),
+        "verdicts": [_verdict(answer, range(len(task.completions))) for answer in answers],
     }
     return [row]
 
 
-def _preferences(task: Task, group: RankedBy) -> list[dict[str, Any]]:
-    made = []
+def _preferences(task: Task, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    made, given = [], ranks_of(answers)
     for i, j in itertools.combinations(range(len(task.completions)), 2):
-        share = share_preferred([ranks[i] for _, ranks in group], [ranks[j] for _, ranks in group])
+        share = share_preferred([ranks[i] for ranks in given], [ranks[j] for ranks in given])
         better, worse = (i, j) if share >= 0.5 else (j, i)
         details = {"chosen": task.details[better], "rejected": task.details[worse]} if task.details else {}
         row = {
@@ -76,27 +77,27 @@ def _preferences(task: Task, group: RankedBy) -> list[dict[str, Any]]:
             "chosen": as_text(task.completions[better], "assistant"),
             "rejected": as_text(task.completions[worse], "assistant"),
             "p_chosen": max(share, 1 - share),
-            "meta": _meta(task, group, details),
-            "verdicts": [_verdict(answer, ranks, (better, worse)) for answer, ranks in group],
+            "meta": _meta(task, answers, details),
+            "verdicts": [_verdict(answer, (better, worse)) for answer in answers],
         }
         made.append(row)
     return made
 
 
-def _scored(task: Task, group: RankedBy) -> list[dict[str, Any]]:
+def _scored(task: Task, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return [
         {
             "messages": [*task.prompt, *completion],
             **({"tools": list(task.tools)} if task.tools else {}),
             "reward": 2 * score - 1,
-            "meta": _meta(task, group, task.details[i] if task.details else {}),
-            "verdicts": [_verdict(answer, ranks, (i,)) for answer, ranks in group],
+            "meta": _meta(task, answers, task.details[i] if task.details else {}),
+            "verdicts": [_verdict(answer, (i,)) for answer in answers],
         }
-        for i, (completion, score) in enumerate(zip(task.completions, _scores(group), strict=True))
+        for i, (completion, score) in enumerate(zip(task.completions, _scores(answers), strict=True))
     ]
 
 
-MAKERS: Mapping[Kind, Callable[[Task, RankedBy], list[dict[str, Any]]]] = {
+MAKERS: Mapping[Kind, Callable[[Task, Sequence[Answer]], list[dict[str, Any]]]] = {
     "ranking": _ranking,
     "preference": _preferences,
     "scored": _scored,
@@ -107,16 +108,18 @@ def _asked(task: Task) -> dict[str, Any]:
     return {"prompt": as_text(task.prompt, "user"), **({"tools": list(task.tools)} if task.tools else {})}
 
 
-def _meta(task: Task, group: RankedBy, details: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(task: Task, answers: Sequence[Answer], details: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of the task's row, what it says of the completions, and the number of raters."""
-    own = {**details, "raters": len(group)}
+    own = {**details, "raters": len(ranks_of(answers))}
     return {f"{name}_original" if name in own else name: value for name, value in task.meta.items()} | own
 
 
-def _verdict(answer: Answer, ranks: tuple[int, ...], shown: Sequence[int]) -> dict[str, Any]:
+def _verdict(answer: Answer, shown: Sequence[int]) -> dict[str, Any]:
     """What a rater said of some of the completions of a task. The rank of one is its rank among all of them."""
-    said: dict[str, Any] = {"rater": answer.rater}
-    said["ranks"] = list(dense(ranks[i] for i in shown)) if len(shown) > 1 else [ranks[i] for i in shown]
+    said: dict[str, Any] = {"rater": answer.rater, "ranks": None}
+    if answer.ranks is not None:
+        ranks = [answer.ranks[i] for i in shown]
+        said["ranks"] = list(dense(ranks)) if len(shown) > 1 else ranks
     if answer.comment:
         said["comment"] = answer.comment
     place = {completion: position for position, completion in enumerate(shown)}

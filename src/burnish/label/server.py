@@ -176,6 +176,7 @@ class Site:
         tasks, settled = self.store.counts(self.raters or 1)
         return {
             "rater": rater,
+            "shared": self.raters is not None,
             "tasks": tasks,
             "answered": self.store.answered(rater),
             "settled": settled,
@@ -298,6 +299,7 @@ class Page:
         self._thread.start()
         while not server.started and self._thread.is_alive():
             time.sleep(0.01)
+        assert server.started
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every task has enough answers, or for so many seconds, and return whether it has."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from burnish.errors import UserError
 from burnish.types import Message, Messages, Tools
 
 
@@ -37,8 +38,16 @@ class Task:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """The task as JSON, for the database."""
-        return json.dumps({name: getattr(self, name) for name in FIELDS}, ensure_ascii=False)
+        """The task as JSON, for the database.
+
+        Raises:
+            UserError: a column has a value that JSON cannot hold, such as a date or NaN.
+        """
+        plain = {name: getattr(self, name) for name in FIELDS}
+        try:
+            return json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.source}: a column has a value that JSON cannot hold: {error}") from error
 
     @classmethod
     def from_json(cls, text: str) -> Task:

@@ -46,10 +46,10 @@ function complain(message) {
 }
 
 let quiet = 0;
-function announce(message) {
+function announce(message, seen = true) {
   const status = $("status");
   status.textContent = message;
-  status.classList.toggle("quiet", !message);
+  status.classList.toggle("quiet", !message || !seen);
   clearTimeout(quiet);
   quiet = setTimeout(() => status.classList.add("quiet"), 2500);
 }
@@ -62,6 +62,7 @@ let groups = []; // the ranking, best first: lists of tied completions
 let selected = 0;
 let busy = false;
 
+const hasKeys = !window.matchMedia("(hover: none)").matches; // else it is a phone
 const isPair = () => cards.length === 2;
 const groupOf = (i) => groups.findIndex((group) => group.includes(i));
 const unranked = () => cards.map((_, i) => i).filter((i) => groupOf(i) < 0);
@@ -130,6 +131,7 @@ function tie() {
 function rankOf(i) {
   const at = groupOf(i);
   if (at < 0) return "";
+  if (isPair()) return groups.length === 1 ? "Tie" : at ? "Worse" : "Better";
   return (groups[at].length > 1 ? "=" : "") + ordinal(at + 1);
 }
 
@@ -137,27 +139,30 @@ function changed() {
   draw();
   const left = unranked().length;
   const said = inOrder().filter((i) => groupOf(i) >= 0).map((i) => `completion ${i + 1} ${rankOf(i).replace("=", "tied ")}`);
-  announce((said.length ? said.join(", ") : "Nothing is ranked") + (left && said.length ? `; ${left} left` : ""));
+  announce((said.length ? said.join(", ") : "Nothing is ranked") + (left && said.length ? `; ${left} left` : ""), false);
 }
 
 function draw() {
   const focused = document.activeElement;
   const items = inOrder().map((i) => cards[i].list);
   if (items.some((item, place) => $("cards").children[place] !== item)) {
-    $("cards").append(...items);
-    if (focused instanceof HTMLElement && $("cards").contains(focused)) focused.focus({ preventScroll: true });
+    const [inside, current] = [$("cards").contains(focused), selected];
+    $("cards").append(...items); // which takes the focus away
+    if (inside) (focused.matches(".card") ? cards[current].card : focused).focus({ preventScroll: true });
+    selected = current;
   }
   cards.forEach(({ card, rank }, i) => {
     const shown = rankOf(i);
-    card.classList.toggle("ranked", shown !== "");
+    card.classList.toggle("ranked", shown !== "" && shown !== "Worse");
     card.classList.toggle("selected", i === selected);
     card.tabIndex = i === selected ? 0 : -1;
-    rank.textContent = shown || (isPair() ? "Better" : "Rank");
-    rank.setAttribute("aria-label", shown ? `Completion ${i + 1}: ${shown.replace("=", "tied ")}` : `Rank completion ${i + 1} next`);
+    rank.textContent = shown || (isPair() ? "Choose" : "Rank");
+    rank.setAttribute("aria-label", shown ? `Completion ${i + 1}: ${shown.replace("=", "tied ")}` : `${rank.textContent} completion ${i + 1}`);
   });
   const left = unranked().length;
-  const how = isPair() ? "Press 1 or 2 for the better one, or T for a tie." : "Press their numbers from best to worst, or drag them.";
-  $("hint").textContent = left ? `Which completion is ${isPair() ? "better" : "best"}? ${how}` : "Everything is ranked. Submit, or change the order.";
+  const how = !hasKeys ? (isPair() ? "" : "Tap Rank on them from best to worst, or drag them.")
+    : isPair() ? "Press 1 or 2 for the better one, or T for a tie." : "Press their numbers from best to worst, or drag them.";
+  $("hint").textContent = left ? `Which completion is ${isPair() ? "better" : "best"}? ${how}` : `Everything is ranked. Submit, or change the ${isPair() ? "choice" : "order"}.`;
 }
 
 function select(i, focus = false) {
@@ -310,7 +315,7 @@ function makeCard(labeled, i) {
       make("button", { type: "button", class: "handle", tabindex: "-1", "aria-hidden": "true", title: "Drag", onpointerdown: (event) => startDrag(event, i) }, "⠿"),
     );
   }
-  const title = make("h3", { id: `completion-${i}` }, `Completion ${i + 1}`);
+  const title = make("h2", { id: `completion-${i}` }, `Completion ${i + 1}`);
   const head = make("div", { class: "head" }, rank, title, tools);
   const card = make("article", { class: "card", "aria-labelledby": `completion-${i}`, tabindex: "-1" }, head, body);
   card.addEventListener("focusin", () => select(i));
@@ -318,7 +323,17 @@ function makeCard(labeled, i) {
   return { card, rank, clear, texts, marks: [], list: make("li", {}, card) };
 }
 
+let again = 0;
+async function lookAgain() {
+  if (busy) return;
+  try {
+    const next = await ask("/api/state");
+    if (!busy && !state.task && state.rater !== null) show(next);
+  } catch { /* the command may have ended */ }
+}
+
 function show(next, message = "") {
+  clearTimeout(again);
   state = next;
   complain("");
   const { rater, task } = state;
@@ -327,9 +342,10 @@ function show(next, message = "") {
   $("who").hidden = rater === null;
   if (rater === null) return $("name").focus();
   $("who").textContent = rater;
+  $("who").setAttribute("aria-label", `${rater}: change the name`);
   $("meter").max = Math.max(1, state.tasks);
-  $("meter").value = state.answered;
-  $("count").textContent = `${state.answered} of ${state.tasks} answered`;
+  $("meter").value = state.shared ? state.settled : state.answered;
+  $("count").textContent = `${$("meter").value} of ${state.tasks} answered`;
   $("actions").hidden = false;
   $("task").hidden = !task;
   $("done").hidden = Boolean(task);
@@ -337,15 +353,17 @@ function show(next, message = "") {
   window.scrollTo(0, 0);
   if (!task) {
     cards = [];
-    const all = state.answered === state.tasks;
+    $("cards").replaceChildren();
+    const all = $("meter").value === state.tasks;
     $("done-title").textContent = all ? "All done" : "Nothing left for you";
     $("done-text").textContent = all
-      ? `You have answered all ${state.tasks} tasks. Thank you!`
-      : "Other people have answered the remaining tasks, or are working on them. Thank you!";
-    $("done-title").focus();
+      ? "Every task is answered. Thank you!"
+      : "Other people are working on the remaining tasks. Thank you!";
+    if (!$("done").contains(document.activeElement)) $("done-title").focus();
+    again = setTimeout(lookAgain, 5000); // somebody may leave a task to others
     return announce(message);
   }
-  $("title").textContent = `Task ${state.answered + 1} of ${state.tasks}`;
+  $("title").textContent = `Task ${state.answered + 1}${state.shared ? "" : ` of ${state.tasks}`}`;
   $("prompt").replaceChildren();
   const asked = showParts($("prompt"), task.prompt, false, () => drawTexts(asked));
   drawTexts(asked);
@@ -398,7 +416,8 @@ const actions = {
   highlight,
   submit: () => {
     const left = unranked().length;
-    if (left) return announce(`Rank every completion first: ${left} left. Press O to take the order shown.`);
+    const hint = hasKeys ? " Press O to take the order shown." : "";
+    if (left) return announce(`Rank every completion first: ${left} left.${hint}`);
     return send(cards.map((_, i) => groupOf(i) + 1));
   },
 };
@@ -411,7 +430,7 @@ function onKey(event) {
     return;
   }
   const single = event.key.length === 1;
-  if (!state || state.rater === null || (single && !$("keys-on").checked)) return;
+  if (busy || !state || state.rater === null || (single && !$("keys-on").checked)) return;
   const key = event.key.toLowerCase();
   const run = (action) => {
     event.preventDefault();
@@ -450,9 +469,19 @@ async function startRanking() {
     event.preventDefault();
     post("/api/rater", { name: $("name").value }, "");
   });
+  $("who").addEventListener("click", () => {
+    $("name").value = state.rater;
+    show({ rater: null });
+    $("name").select();
+  });
   for (const button of document.querySelectorAll("[data-do]")) {
-    button.addEventListener("pointerdown", (event) => event.preventDefault()); // keeps the marked text
     button.addEventListener("click", actions[button.dataset.do]);
+  }
+  // A click takes no focus: the marked text stays marked, and Enter submits instead of pressing the button again.
+  for (const part of [$("task"), $("actions")]) {
+    part.addEventListener("mousedown", (event) => {
+      if (event.target.closest("button")) event.preventDefault();
+    });
   }
   $("open-help").addEventListener("click", () => $("help").showModal());
   document.addEventListener("keydown", onKey);
@@ -475,6 +504,7 @@ async function showProgress() {
     const cells = (one) => [one.rater, one.ranked, one.skipped, one.undone, one.median_seconds === null ? "–" : `${one.median_seconds.toFixed(1)} s`];
     $("raters").replaceChildren(...raters.map((one) => make("tr", {}, ...cells(one).map((cell) => make("td", {}, String(cell))))));
     const range = interval ? ` [${interval.map((bound) => bound.toFixed(2)).join(", ")}]` : "";
+    $("alpha").classList.toggle("big", alpha !== null);
     $("alpha").textContent = alpha === null
       ? "Not known yet: it needs tasks that two people have ranked"
       : `alpha = ${alpha.toFixed(2)}${range}, from ${compared} task${compared === 1 ? "" : "s"} that at least two people ranked`;
