@@ -172,8 +172,8 @@ class LocalJudge(Judge):
         for i, tokens in prompts.items():
             if context is not None and len(tokens) + rooms[i] > context:
                 failed[i] = NoVerdictError(
-                    f"the question has {len(tokens):,} tokens and the answer up to {rooms[i]:,}, but the judge reads at "
-                    f"most {context:,}",
+                    f"the question has {len(tokens):,} tokens and the answer up to {rooms[i]:,}, but the judge reads "
+                    f"at most {context:,}",
                     i,
                 )
         return {i: tokens for i, tokens in prompts.items() if i not in failed}

@@ -130,7 +130,7 @@ class Judge(RowMethod):
         for item in items:
             measured["failed"].append(float(item.failure is not None))
             if item.failure is not None:
-                files["failed.jsonl"].append({"id": item.id, "source": item.source, "reason": str(item.failure)})
+                files["failed.jsonl"].append({**_name(item), "reason": str(item.failure)})
                 became[item.index]["failed: no verdict"] += 1
                 continue
             measured["mass_lost"].append(1 - fmean(verdict.mass for verdict in item.verdicts))
@@ -238,7 +238,12 @@ def _verdicts(item: _Item, principles: Sequence[str | None]) -> dict[str, Any]:
         }
         for (principle, order), answer, verdict in zip(keys, item.answers, item.verdicts, strict=True)
     ]
-    return {"id": item.id, "source": item.source, "label": item.theirs, "verdicts": verdicts}
+    return {**_name(item), "label": item.theirs, "verdicts": verdicts}
+
+
+def _name(item: _Item) -> dict[str, str]:
+    """The id of an item, and the file and line of its row without the folder: a run can be moved before it resumes."""
+    return {"id": item.id, "row": item.source.replace("\\", "/").rpartition("/")[2]}
 
 
 def _shown(item: _Item, row: Mapping[str, Any]) -> dict[str, Any]:
