@@ -54,6 +54,7 @@ def about(service: Service[Any, Any]) -> dict[str, Any]:
         (["reward", "classifier", "--token-env", "SHORT"], "the token in SHORT has 5 characters: expected at least 16"),
         (["reward", "my_rewards.py:brevity", "--host", "no.such.host.invalid"], "--host no.such.host.invalid: not an"),
         (["judge", "classifier"], "classifier is a reward model, which writes no text: use burnish serve reward"),
+        (["reward", "base"], "base is a language model, which gives no score: use burnish serve judge base"),
         (["judge", "bas"], "bas"),
     ],
 )
