@@ -143,7 +143,7 @@ def test_a_service_that_hangs_is_given_up_after_the_time_limit() -> None:
 
     began = time.monotonic()
     said = refused(lambda _: hang, timeout=0.1, retries=1)  # type: ignore[arg-type, return-value]
-    assert "no answer within 0.1 seconds; try a larger timeout:" in said and "(tried 2 times in " in said
+    assert "no answer within 0.1 seconds: try a larger timeout:" in said and "(tried 2 times in " in said
     assert time.monotonic() - began < 3
 
 

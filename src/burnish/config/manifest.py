@@ -23,6 +23,8 @@ MANIFEST = "manifest.json"
 REMOVING = ".manifest.json.removing"
 FORMAT = 1
 """The format version of a run's folder."""
+MAY_CHANGE = re.compile(r"stages\.\d+\.reward\.\d+\.(url|token|timeout|retries|concurrency) ")
+"""Settings that may change before a run resumes, because its results do not depend on them."""
 VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
 
@@ -43,10 +45,11 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
                 "folder with out=FOLDER"
             )
         _move(manifest, recipe)
-        different = [
+        found = [
             *_differences(manifest["recipe"], resolved, ""),
             *_differences(manifest.get("loops", {}), loops, "loops"),
         ]
+        different = [difference for difference in found if not MAY_CHANGE.match(difference)]
         if different:
             moved = re.match(r"stages\.\d+\.(data|model|reward)\b", different[0])
             raise UserError(
@@ -56,7 +59,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
             )
         if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
             raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
-        return manifest
+        return manifest | {"recipe": resolved}
     if taken := [stage.name for stage in recipe.stages if (recipe.folder / stage.name).exists()]:
         raise UserError(
             f"{recipe.folder} holds {taken[0]}, but no manifest.json: remove it, or name another folder with out=FOLDER"
