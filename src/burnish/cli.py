@@ -536,7 +536,8 @@ def label(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Completions to rank, or prompts with --model. Also the folder of a stage that samples.",
+            help="Completions to rank, or prompts with --model. Also the folder of a stage that samples, or the .sqlite "
+            "file of a stage that waits for people.",
         ),
     ],
     model: Annotated[
@@ -570,7 +571,10 @@ def label(
 
     if (export is None) != (output is None):
         raise UserError("--export and --output belong together: --export preference --output pairs.jsonl")
-    where = database or labeling.default_database(source)
+    stored = source.suffix == ".sqlite"
+    if stored:
+        labeling.check_stored(source, given={"--database": database, "--model": model, "--pairwise": pairwise})
+    where = source if stored else database or labeling.default_database(source)
     sampling = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens, "template": template}
     if model is None and (
         unused := [f"--{name.replace('_', '-')}" for name, value in sampling.items() if value is not None]
@@ -581,7 +585,7 @@ def label(
         _check_names(model, source)
         options = sampling | {"samples": samples or 4, "seed": seed, "dtype": dtype}
         labeling.sample(source, where, pairwise, model, options, _print)
-    elif export is None or not where.exists():
+    elif not stored and (export is None or not where.exists()):
         labeling.fill(source, where, pairwise, _print)
     if export is not None and output is not None:
         labeling.export(where, export, output, _print)

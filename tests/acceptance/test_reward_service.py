@@ -134,6 +134,26 @@ def test_a_body_of_100_mb_does_not_grow_the_service(tmp_path: Path, record_prope
         assert process.wait(20) == 0
 
 
+def test_a_process_prints_its_address_and_a_token_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    command = [sys.executable, "-m", "burnish", "serve", "reward", f"{tmp_path}/mine.py:digits", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    row = {"prompt": [{"role": "user", "content": "Hi"}], "messages": [{"role": "assistant", "content": "4 a"}]}
+    try:
+        assert process.stdout is not None
+        url = re.findall(r"listening on (http://127\.0\.0\.1:\d+)", process.stdout.readline())[0]
+        token = process.stdout.readline().removeprefix("token: ").strip()
+        headers = {"authorization": f"Bearer {token}"}
+        answer = httpx2.post(f"{url}/score", json={"version": 1, "trajectories": [row]}, headers=headers)
+        assert answer.json() == {"version": 1, "scores": [0.25]}
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=30)
+        assert (process.returncode, said, errors) == (0, "stopped\n", "")
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("recipe", [SAMPLE, PPO], ids=["sample", "ppo"])
 def test_a_run_whose_service_is_killed_resumes_with_the_same_bytes(
     recipe: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

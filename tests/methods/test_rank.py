@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from burnish.commands import label as labeling
 from burnish.config import load
 from burnish.config.run import run
-from burnish.errors import WaitingForPeople
+from burnish.errors import UserError, WaitingForPeople
 from burnish.label.store import Store
 from burnish.label.tasks import Answer
 
@@ -145,3 +146,17 @@ def test_it_waits_with_the_page_open(tmp_path, monkeypatch):
     started(recipe(tmp_path, ", wait: always"))
     assert len(pages) == 1 and len(made(tmp_path, "ranked.jsonl")) == 3
     assert not [name for name in os.listdir(tmp_path / "run/rank/data") if "token" in name]
+
+
+def test_label_shows_the_tasks_of_a_stage_that_waits(tmp_path):
+    with pytest.raises(WaitingForPeople):
+        started(recipe(tmp_path))
+    database = tmp_path / "run/rank.labels.sqlite"
+    labeling.check_stored(database, {"--model": None, "--pairwise": False})
+    with pytest.raises(UserError, match=r"--pairwise would have no effect"):
+        labeling.check_stored(database, {"--model": None, "--pairwise": True})
+    with pytest.raises(UserError, match="no such file"):
+        labeling.check_stored(tmp_path / "other.sqlite", {})
+    answer(tmp_path, (1, 2, 3), 3)
+    labeling.export(database, "ranking", tmp_path / "out.jsonl", print)
+    assert len((tmp_path / "out.jsonl").read_text("utf-8").splitlines()) == 3

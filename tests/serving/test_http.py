@@ -186,6 +186,19 @@ def test_clients_that_send_slowly_block_no_others_and_are_cut_off(url: str, monk
             assert received == (b"HTTP/1.1 408" if kind == "body" else b"")
 
 
+def test_connections_that_say_nothing_do_not_use_up_all_there_are(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MOST_WAITING", 20)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address(url))) for _ in range(30)]
+        assert get(f"{url}/health").status_code == 200
+        for client in silent[:10]:
+            client.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        silent[-1].sendall(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert silent[-1].recv(12) == b"HTTP/1.1 200"
+
+
 def test_fifty_clients_at_once(url: str) -> None:
     def ask(i: int) -> int:
         return post(f"{url}/sleep", json={"rows": [0] * i}, headers=HEADERS).status_code

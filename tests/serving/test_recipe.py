@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from burnish.config import load, row_stage
 from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.rewards import remote
 from burnish.rewards.functions import NamedReward
+from burnish.serving.http import listening
 from burnish.serving.reward import reward_service
 from burnish.types import Trajectory
 from services import TOKEN, model_reward, running
@@ -46,6 +47,9 @@ class Faulty:
             if self.scored > self.limit:
                 await PlainTextResponse("broken", 500)(scope, receive, send)
                 return
+        if scope["path"] == "/health" and self.digest is not None:
+            await JSONResponse({"digest": self.digest})(scope, receive, send)
+            return
         await self.app(scope, receive, send)
 
 
@@ -104,12 +108,23 @@ def test_a_run_does_not_resume_with_another_model(service: Faulty) -> None:
     service.limit = 1
     with pytest.raises(UserError, match="is down"):
         pipeline.run(load("r.yaml"))
-    manifest = json.loads(Path("runs/served/manifest.json").read_text())
-    (url,) = (name for name in manifest["stages"][0]["inputs"] if name.startswith("http"))
-    manifest["stages"][0]["inputs"][url] = "another"
-    Path("runs/served/manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=f"{url} has changed since sample started"):
+    service.digest = "another"
+    with pytest.raises(UserError, match="the service of reward served has changed since sample started"):
         pipeline.run(load("r.yaml"))
+
+
+def test_a_run_resumes_with_a_service_at_another_address(service: Faulty) -> None:
+    whole = bytes_of(pipeline.run(load("r.yaml", ["out=whole"])))
+    service.scored, service.limit = 0, 1
+    with pytest.raises(UserError, match="is down"):
+        pipeline.run(load("r.yaml", ["out=moved"]))
+    service.limit = 10**9
+    with listening(service, grace=1) as url:  # type: ignore[arg-type]
+        change = [f"stages.sample.reward.0.{key}" for key in (f"url={url}", "timeout=90.0", "retries=3")]
+        assert bytes_of(pipeline.run(load("r.yaml", ["out=moved", *change]))) == whole
+    assert json.loads(Path("moved/manifest.json").read_text())["recipe"]["stages"][0]["reward"][0]["url"] == url
+    with pytest.raises(UserError, match=r"holds a run of another recipe: stages\.0\.reward\.0\.batch was 64 and is 32"):
+        pipeline.run(load("r.yaml", ["out=moved", "stages.sample.reward.0.batch=32"]))
 
 
 def test_a_missing_token_is_found_before_anything_runs(service: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,18 @@ def default_database(source: Path) -> Path:
     """The SQLite file beside a file or a folder: ``colors.labels.sqlite`` for ``colors.jsonl``."""
     path = source.resolve() if source.is_dir() else source
     return path.with_name(f"{path.name if path.is_dir() else path.stem}.labels.sqlite")
+
+
+def check_stored(database: Path, given: Mapping[str, object]) -> None:
+    """Check that a database exists whose tasks are shown again, and that no option would be ignored.
+
+    Raises:
+        UserError: there is no such file, or an option is set.
+    """
+    if not database.is_file():
+        raise UserError(f"{database}: no such file: expected the database of a stage that waits for people")
+    if ignored := [option for option, value in given.items() if value]:
+        raise UserError(f"{', '.join(ignored)} would have no effect: {database} has its own tasks")
 
 
 def fill(source: Path, database: Path, pairs: bool, say: Say) -> None:

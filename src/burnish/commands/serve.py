@@ -55,6 +55,8 @@ def reward(
         spec = None if place.endswith(".py") else importlib.util.find_spec(place)
         file = Path(place if spec is None else spec.origin or "")
         return reward_service(named, token, digest=_digest(sha256(file) if file.is_file() else "", name))
+    if not is_reward_model(source):
+        raise UserError(f"{source} is a language model, which gives no score: use burnish serve judge {source}")
     tokenizer = loading.load_tokenizer(source)
     if template is not None:
         set_template(tokenizer, template)

@@ -141,7 +141,9 @@ def of_model(reference: str, folder: Path, checksums: Checksums) -> dict[str, st
 
 
 def of_services(stage: Stage) -> dict[str, str]:
-    """What the services of a stage's rewards say about their models, by URL. A service that says nothing has none.
+    """The digests that the services of a stage's rewards report: ``{"the service of reward url": "9f86"}``.
+
+    A service that reports nothing has none.
 
     Raises:
         UserError: if a service is down or refuses the token.
@@ -151,7 +153,7 @@ def of_services(stage: Stage) -> dict[str, str]:
         if isinstance(source, RewardFromURL):
             with contextlib.closing(remote_reward(source)) as service:
                 digest = service.digest()
-            sums |= {source.url: digest} if digest is not None else {}
+            sums |= {f"the service of reward {source.title}": digest} if digest is not None else {}
     return sums
 
 

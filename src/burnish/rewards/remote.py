@@ -148,7 +148,7 @@ class RemoteReward:
                     async with asyncio.timeout(self.timeout):
                         response = await self._line.client.request(method, self.url + path, content=content)
                 except TimeoutError:
-                    trouble = f"no answer within {self.timeout:g} seconds"
+                    trouble = f"no answer within {self.timeout:g} seconds: try a larger timeout:"
                 except httpx2.RequestError as error:
                     trouble = str(error) or type(error).__name__
                 else:

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from burnish.errors import UserCodeError, UserError
 from burnish.mistakes import dotted, mistakes
 from burnish.serving.worker import Worker
+from burnish.terminal import visible
 from burnish.types import Config
 
 T = TypeVar("T")
@@ -44,6 +45,9 @@ SHORTEST_TOKEN = 16
 
 HEADER_SECONDS = 10.0
 """Seconds in which the headers of a request must arrive."""
+
+MOST_WAITING = 256
+"""Maximum number of connections whose headers have not arrived. A further one closes the oldest of them."""
 
 HEADER_BYTES = 16 * 2**10
 """Maximum size of the headers of a request."""
@@ -214,7 +218,7 @@ async def answer(request: Request, result: Future[T]) -> T:
         return done.result()
     except (UserError, UserCodeError) as error:
         if isinstance(error, UserCodeError):
-            logger.error("%s%s", error.traceback, error)
+            logger.error("%s", visible(f"{error.traceback}{error}"))
         raise ServiceError(422, "failed", str(error), getattr(error, "row", None)) from error
     finally:
         gone.cancel()
@@ -264,6 +268,11 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_headers()
+        deadlines = {one: one._late.when() for one in self.connections if isinstance(one, _Protocol) and one._late}
+        if len(deadlines) > MOST_WAITING:
+            oldest = min(deadlines, key=deadlines.__getitem__)
+            oldest._stop_waiting()
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.cycle is not None and self.cycle.response_complete:
