@@ -536,8 +536,8 @@ def label(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Completions to rank, or prompts with --model. Also the folder of a stage that samples, or the .sqlite "
-            "file of a stage that waits for people.",
+            help="Completions to rank, or prompts with --model. Also the folder of a stage that samples, or the "
+            ".sqlite file of a stage that waits for people.",
         ),
     ],
     model: Annotated[

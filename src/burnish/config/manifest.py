@@ -24,13 +24,12 @@ MANIFEST = "manifest.json"
 REMOVING = ".manifest.json.removing"
 FORMAT = 1
 """The format version of a run's folder."""
-<<<<<<< HEAD
-MAY_CHANGE = re.compile(rf"stages\.\d+\.(method|reward\.\d+)\.judge\.({'|'.join(judges.MAY_CHANGE)}) was ")
-"""Differences between recipes with which a run can be resumed."""
-=======
-MAY_CHANGE = re.compile(r"stages\.\d+\.reward\.\d+\.(url|token|timeout|retries|concurrency) ")
-"""Settings that may change before a run resumes, because its results do not depend on them."""
->>>>>>> wt-serve
+MAY_CHANGE = re.compile(
+    r"stages\.\d+\."
+    r"(reward\.\d+\.(url|token|timeout|retries|concurrency)|method\.(wait|host|port)"
+    rf"|(method|reward\.\d+)\.judge\.({'|'.join(judges.MAY_CHANGE)})) was "
+)
+"""Differences between recipes with which a run can be resumed, because its results do not depend on them."""
 VERSIONS = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
 
@@ -51,13 +50,8 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
                 "folder with out=FOLDER"
             )
         _move(manifest, recipe)
-<<<<<<< HEAD
-        different = [
-            *(text for text in _differences(manifest["recipe"], resolved, "") if not MAY_CHANGE.match(text)),
-=======
         found = [
             *_differences(manifest["recipe"], resolved, ""),
->>>>>>> wt-serve
             *_differences(manifest.get("loops", {}), loops, "loops"),
         ]
         different = [difference for difference in found if not MAY_CHANGE.match(difference)]
@@ -70,12 +64,7 @@ def open_manifest(recipe: Recipe) -> dict[str, Any]:
             )
         if [entry["name"] for entry in manifest["stages"]] != [stage.name for stage in recipe.stages]:
             raise UserError(f"{path}: its stages are not those of its recipe: start over with --fresh")
-<<<<<<< HEAD
-        manifest["recipe"] = resolved
-        return manifest
-=======
         return manifest | {"recipe": resolved}
->>>>>>> wt-serve
     if taken := [stage.name for stage in recipe.stages if (recipe.folder / stage.name).exists()]:
         raise UserError(
             f"{recipe.folder} holds {taken[0]}, but no manifest.json: remove it, or name another folder with out=FOLDER"

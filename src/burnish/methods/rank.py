@@ -24,7 +24,7 @@ from burnish.math.agreement import interval_of_alpha, krippendorff_alpha
 from burnish.methods import ROW_METHODS
 from burnish.methods.settings import RankConfig
 from burnish.protocols import Made, RowMethod, RowRun
-from burnish.types import Preference, Ranking, Row
+from burnish.types import Changed, Preference, Ranking, Row
 
 ANSWERS = "answers.json"
 """The answers that the stage goes on with, in its folder. What people say later does not change its rows."""
@@ -51,7 +51,7 @@ class Rank(RowMethod):
 
     def check(self, rows: list[Row], keys: Collection[str], reward_model: bool | None) -> None:
         """Check that there is something to rank."""
-        if not self._tasks(rows, [{}] * len(rows), {}):
+        if not self._tasks(rows, [{}] * len(rows), []):
             raise UserError(f"{rows[0].source if rows else 'data.rows'}: nothing to rank: no prompt has two answers")
 
     def start(self, rows: list[Row], records: list[Mapping[str, Any]], run: RowRun) -> None:
@@ -63,7 +63,7 @@ class Rank(RowMethod):
         kept = run.folder / ANSWERS
         if kept.is_file():
             return
-        tasks = self._tasks(rows, records, {})
+        tasks = self._tasks(rows, records, [])
         enough = len(tasks) if self.settings.enough is None else min(self.settings.enough, len(tasks))
         database = (
             run.run_folder / f"{run.folder.relative_to(run.run_folder).as_posix().replace('/', '-')}.labels.sqlite"
@@ -104,10 +104,10 @@ class Rank(RowMethod):
 
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Write what people said of a chunk of rows."""
-        left_out: dict[str, str] = {}
+        left_out: list[Changed] = []
         tasks = self._tasks(rows, records, left_out)
         answers = self._kept(run.folder / ANSWERS)
-        counts: Counter[str] = Counter(f"skipped: {reason}" for reason in left_out.values())
+        counts: Counter[str] = Counter(f"skipped: {one.reason}" for one in left_out)
         ranked, pairs, said = [], [], []
         measured: dict[str, list[float]] = defaultdict(list)
         for task in tasks:
@@ -126,7 +126,7 @@ class Rank(RowMethod):
         made = {"ranked.jsonl": ranked, "pairs.jsonl": pairs, "answers.jsonl": said}
         return Made(made, counts, measured, [])
 
-    def _tasks(self, rows: list[Row], records: list[Mapping[str, Any]], left_out: dict[str, str]) -> list[Task]:
+    def _tasks(self, rows: list[Row], records: list[Mapping[str, Any]], left_out: list[Changed]) -> list[Task]:
         tasks = distinct(
             [
                 task_of(row, record)
