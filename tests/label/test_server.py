@@ -333,6 +333,8 @@ def test_a_killed_command_loses_nothing_and_exports(tmp_path: Path) -> None:
         (["--export", "ranking"], "--export and --output belong together"),
         (["--samples", "2", "--temperature", "1"], "--samples, --temperature would have no effect without --model"),
         (["--export", "ranking", "-o", "out.jsonl"], "nothing to export: nobody has ranked a task"),
+        (["--export", "ranking", "-o", "rows.jsonl"], "--output would overwrite FILE"),
+        (["--export", "ranking", "-o", "out.jsonl", "--port", "8123"], "--port would have no effect with --export"),
         (["--model", "no/such/folder/here"], "no/such/folder/here"),
     ],
 )
