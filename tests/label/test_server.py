@@ -287,12 +287,16 @@ def test_serve_in_a_thread_until_there_are_enough_answers(tmp_path: Path) -> Non
             for browser in (ann, ben, ann):
                 assert not page.wait(0)
                 rank(browser)
+            assert page.wait(5)
+            assert ann.post("/api/undo", json={}).status_code == 200
+            assert not page.wait(0)
+            rank(ann)
         assert page.wait(5)
         assert {answer.rater for answer in page.store.answers()} == {"Ann", "Ben"}
         port = int(page.address.split(":")[2].split("/")[0])
         with pytest.raises(UserError, match=f"port {port}.*choose another --port"):
             serve(tasks, tmp_path / "b.sqlite", port=port)
-    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (2, 3), (3, 3)]
     with serve(tasks, tmp_path / "a.sqlite", raters=1) as page:
         assert page.wait(0)  # a restart asks nobody again
 
