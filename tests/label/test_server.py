@@ -309,16 +309,17 @@ def test_a_killed_command_loses_nothing_and_exports(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "burnish", "label", "rows.jsonl"]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            address = next(match[1] for line in process.stdout if (match := re.search(r"rank at (\S+)", line)))
-            with visitor(address, "Ann") as browser:
-                ranked += [rank(browser) for _ in range(raters)]
-            if raters == 2:
+            try:
+                assert process.stdout is not None
+                address = next(match[1] for line in process.stdout if (match := re.search(r"rank at (\S+)", line)))
+                with visitor(address, "Ann") as browser:
+                    ranked += [rank(browser) for _ in range(raters)]
+                if raters == 3:
+                    process.send_signal(signal.SIGINT)
+                    assert "5 of 6 tasks answered" in process.stdout.read()
+                    assert process.wait(20) == 0
+            finally:
                 process.kill()
-            else:
-                process.send_signal(signal.SIGINT)
-                assert "5 of 6 tasks answered" in process.stdout.read()
-                assert process.wait(20) == 0
     with Store(tmp_path / "rows.labels.sqlite") as store:
         assert [answer.task for answer in store.answers()] == ranked and len(set(ranked)) == 5
     out = tmp_path / "pairs.jsonl"
