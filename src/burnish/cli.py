@@ -571,19 +571,24 @@ def label(
 
     if (export is None) != (output is None):
         raise UserError("--export and --output belong together: --export preference --output pairs.jsonl")
+    if output is not None and os.path.realpath(source) == os.path.realpath(output):
+        raise UserError("--output would overwrite FILE: choose another file")
+    of_page = {"--raters": raters is not None, "--host": host != "127.0.0.1", "--port": port != 0}
+    if export is not None and (unused := [flag for flag, given in of_page.items() if given]):
+        raise UserError(f"{', '.join(unused)} would have no effect with --export, which opens no page")
     stored = source.suffix == ".sqlite"
     if stored:
-        labeling.check_stored(source, given={"--database": database, "--model": model, "--pairwise": pairwise})
+        labeling.check_stored(source, {"--database": database, "--model": model, "--pairwise": pairwise})
     where = source if stored else database or labeling.default_database(source)
-    sampling = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens, "template": template}
-    if model is None and (
-        unused := [f"--{name.replace('_', '-')}" for name, value in sampling.items() if value is not None]
-    ):
+    sampling = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens}
+    model_only = sampling | {"template": template, "dtype": None if dtype == "auto" else dtype}
+    unused = [f"--{name.replace('_', '-')}" for name, value in model_only.items() if value is not None]
+    if model is None and unused:
         raise UserError(f"{', '.join(unused)} would have no effect without --model")
     _make_room(output)
     if model is not None:
         _check_names(model, source)
-        options = sampling | {"samples": samples or 4, "seed": seed, "dtype": dtype}
+        options = sampling | {"samples": samples or 4, "template": template, "seed": seed, "dtype": dtype}
         labeling.sample(source, where, pairwise, model, options, _print)
     elif not stored and (export is None or not where.exists()):
         labeling.fill(source, where, pairwise, _print)

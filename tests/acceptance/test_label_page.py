@@ -264,13 +264,17 @@ def test_hostile_text_is_shown_as_text(start: StartServer, browser: Browser) -> 
     assert long.locator(".text").inner_text() == HOSTILE[2]
     long.get_by_role("button", name="Show less").click()
     # a highlight is stored in characters, although JavaScript counts the family as 11 units
-    page.locator(".text", has_text="emoji").evaluate(
-        "element => { const range = document.createRange(); const node = element.firstChild;"
-        "const at = node.data.indexOf('emoji'); range.setStart(node, at); range.setEnd(node, at + 5);"
-        "const selection = document.getSelection(); selection.removeAllRanges(); selection.addRange(range); }"
-    )
-    page.keyboard.press("h")
-    expect(page.locator("mark")).to_have_text("emoji")
+    for attempt in (1, 2):
+        page.locator(".text", has_text="emoji").evaluate(
+            "element => { const range = document.createRange(); const node = element.firstChild;"
+            "const at = node.data.indexOf('emoji'); range.setStart(node, at); range.setEnd(node, at + 5);"
+            "const selection = document.getSelection(); selection.removeAllRanges(); selection.addRange(range); }"
+        )
+        page.keyboard.press("h")
+        expect(page.locator("mark")).to_have_text("emoji")
+        if attempt == 1:
+            page.keyboard.press("x")
+            expect(page.locator("mark")).to_have_count(0)
     page.keyboard.press("o")
     page.keyboard.press("Enter")
     expect(page.locator("#done-title")).to_be_visible()

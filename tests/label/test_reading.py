@@ -33,7 +33,7 @@ def test_rankings_pairs_and_plain_completions(tmp_path: Path) -> None:
         write(
             tmp_path / "rows.jsonl",
             {"prompt": "p", "completions": ["a", "b"], "scores": [2, 1], "topic": "x", "meta": {"old": 1}},
-            {"prompt": [user("q")], "completions": ["a", "b", "c"]},
+            {"prompt": [user("q")], "completions": ["a", "b", "a", "c"]},  # "a" is shown once
             {"prompt": "r", "chosen": "a", "rejected": "b", "p_chosen": 0.75},
             {"instruction": "s", "input": "t", "chosen": "a", "rejected": "b"},
         )
@@ -81,7 +81,9 @@ def test_every_pair_is_a_task_with_its_own_details(tmp_path: Path) -> None:
     [
         ({"prompt": "p"}, "add --model"),
         ({"messages": [user("p"), {"role": "assistant", "content": "a"}]}, "add --model"),
-        ({"prompt": "p", "completions": ["a"]}, "at least two"),
+        ({"prompt": "p", "completions": ["a", "a"]}, "nothing to rank: 1 distinct completion of the prompt"),
+        ({"prompt": "p", "completions": ["a"], "scores": [1]}, "at least two"),
+        ({"prompt": "p", "completions": []}, "at least two"),
         ({"prompt": "p", "completion": "a"}, "nothing to rank: 1 distinct completion of the prompt"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "equal to chosen"),
     ],

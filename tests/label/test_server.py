@@ -287,12 +287,16 @@ def test_serve_in_a_thread_until_there_are_enough_answers(tmp_path: Path) -> Non
             for browser in (ann, ben, ann):
                 assert not page.wait(0)
                 rank(browser)
+            assert page.wait(5)
+            assert ann.post("/api/undo", json={}).status_code == 200
+            assert not page.wait(0)
+            rank(ann)
         assert page.wait(5)
         assert {answer.rater for answer in page.store.answers()} == {"Ann", "Ben"}
         port = int(page.address.split(":")[2].split("/")[0])
         with pytest.raises(UserError, match=f"port {port}.*choose another --port"):
             serve(tasks, tmp_path / "b.sqlite", port=port)
-    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (2, 3), (3, 3)]
     with serve(tasks, tmp_path / "a.sqlite", raters=1) as page:
         assert page.wait(0)  # a restart asks nobody again
 
@@ -305,16 +309,17 @@ def test_a_killed_command_loses_nothing_and_exports(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "burnish", "label", "rows.jsonl"]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            address = next(match[1] for line in process.stdout if (match := re.search(r"rank at (\S+)", line)))
-            with visitor(address, "Ann") as browser:
-                ranked += [rank(browser) for _ in range(raters)]
-            if raters == 2:
+            try:
+                assert process.stdout is not None
+                address = next(match[1] for line in process.stdout if (match := re.search(r"rank at (\S+)", line)))
+                with visitor(address, "Ann") as browser:
+                    ranked += [rank(browser) for _ in range(raters)]
+                if raters == 3:
+                    process.send_signal(signal.SIGINT)
+                    assert "5 of 6 tasks answered" in process.stdout.read()
+                    assert process.wait(20) == 0
+            finally:
                 process.kill()
-            else:
-                process.send_signal(signal.SIGINT)
-                assert "5 of 6 tasks answered" in process.stdout.read()
-                assert process.wait(20) == 0
     with Store(tmp_path / "rows.labels.sqlite") as store:
         assert [answer.task for answer in store.answers()] == ranked and len(set(ranked)) == 5
     out = tmp_path / "pairs.jsonl"
@@ -333,6 +338,8 @@ def test_a_killed_command_loses_nothing_and_exports(tmp_path: Path) -> None:
         (["--export", "ranking"], "--export and --output belong together"),
         (["--samples", "2", "--temperature", "1"], "--samples, --temperature would have no effect without --model"),
         (["--export", "ranking", "-o", "out.jsonl"], "nothing to export: nobody has ranked a task"),
+        (["--export", "ranking", "-o", "rows.jsonl"], "--output would overwrite FILE"),
+        (["--export", "ranking", "-o", "out.jsonl", "--port", "8123"], "--port would have no effect with --export"),
         (["--model", "no/such/folder/here"], "no/such/folder/here"),
     ],
 )

@@ -54,9 +54,7 @@ def fill(source: Path, database: Path, pairs: bool, say: Say) -> None:
     if new:
         say(f"{new:,} answers of another tool")
     if gone := len(before - {task.id for task in tasks}):
-        say(
-            f"{gone:,} tasks of {database} are not in {source} any more: they are not shown, and their answers are kept"
-        )
+        say(f"{gone:,} other tasks of {database} are not shown; their answers are kept")
     left_out(given.left_out, say)
 
 

@@ -53,8 +53,10 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or refuse a request."""
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
         if scope["type"] != "http":
-            return
+            return None
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -62,7 +64,7 @@ class Access:
             await send(message)
 
         response = self._answer(Request(scope))
-        await (self.app if response is None else response)(scope, receive, with_headers)
+        return await (self.app if response is None else response)(scope, receive, with_headers)
 
     def _answer(self, request: Request) -> Response | None:
         """The response to a request that does not reach the application."""

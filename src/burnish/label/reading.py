@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,8 @@ def read(source: str | Path) -> Input:
         given = other_tools.argilla(records)
     else:
         given = [(_task(place, record), []) for place, record in records]
-    groups: dict[str | int, list[Task]] = {}
-    for i, (task, _) in enumerate(given):
-        single = len(task.completions) == 1
-        groups.setdefault(json.dumps([task.prompt, task.tools]) if single else i, []).append(task)
     made = Input()
-    tasks = [_joined(group) if len(group[0].completions) == 1 else group[0] for group in groups.values()]
-    made.tasks = distinct(tasks, made.left_out)
+    made.tasks = distinct(joined(task for task, _ in given), made.left_out)
     if not made.tasks:
         reason = made.left_out[0].reason if made.left_out else "it has no rows"
         raise UserError(f"{path}: nothing to rank: {reason}")
@@ -94,29 +89,52 @@ def rows_of(source: str | Path) -> Path:
 
 
 def _task(place: str, record: Mapping[str, Any]) -> Task:
-    """The task of a row. A row with a single completion gives a task that ``read`` joins with others."""
-    if "chosen" in record:
-        row = parse(record, (Preference,), place, any_column=True)
-        assert isinstance(row, Preference)
-        return Task(row.prompt, (row.chosen, row.rejected), place, row.tools, _columns(record))
-    if "completions" in record:
-        completions = record["completions"]
-        scored = any(record.get(name) is not None for name in ("scores", "ranks"))
-        if not scored and "prompt" in record and isinstance(completions, list):
-            record = {**record, "scores": [0.0] * len(completions)}
-        row = parse(record, (Ranking,), place, any_column=True)
-        assert isinstance(row, Ranking)
-        details = tuple({"score": score} for score in row.scores) if scored else ()
-        return Task(row.prompt, row.completions, place, row.tools, _columns(record), details)
-    if record.keys().isdisjoint(("completion", "output", "response")):
+    completions = record.get("completions")
+    if isinstance(completions, list) and "prompt" in record and not {"scores", "ranks"} & record.keys():
+        return _unscored(place, record, completions)
+    kind = Preference if "chosen" in record else Ranking if "completions" in record else Conversation
+    if kind is Conversation and record.keys().isdisjoint(("completion", "output", "response")):
         raise UserError(
             f"{place}: no completions to rank: expected a prompt with completions, with chosen and rejected, or with "
             f"completion, got {', '.join(map(str, record))}; to sample completions of prompts, add --model"
         )
-    row = parse(record, (Conversation,), place, any_column=True)
-    assert isinstance(row, Conversation) and row.completion_start is not None
-    prompt, completion = row.messages[: row.completion_start], row.messages[row.completion_start :]
-    return Task(prompt, (completion,), place, row.tools, _columns(record))
+    return task_of(_parsed(record, kind, place), record)
+
+
+def _unscored(place: str, record: Mapping[str, Any], completions: list[Any]) -> Task:
+    """The task of a prompt with completions that have no scores. Equal ones are left out."""
+    different = [completion for i, completion in enumerate(completions) if completion not in completions[:i]]
+    rest = {name: value for name, value in record.items() if name != "completions"}
+    if len(different) == 1:
+        return task_of(_parsed({**rest, "completion": different[0]}, Conversation, place), rest)
+    scored = {**rest, "completions": different, "scores": [0.0] * len(different)}
+    return replace(task_of(_parsed(scored, Ranking, place), rest), details=())
+
+
+def _parsed(record: Mapping[str, Any], kind: type[Any], place: str) -> Any:
+    return parse(record, (kind,), place, any_column=True)
+
+
+def task_of(row: Ranking | Preference | Conversation, record: Mapping[str, Any]) -> Task:
+    """The task of a row. A prompt with its completion gives one with a single completion, for ``joined``.
+
+    Args:
+        row: the row.
+        record: all of its columns.
+
+    Raises:
+        UserError: the row is a conversation without a prompt of its own.
+    """
+    columns = _columns(record)
+    if isinstance(row, Preference):
+        return Task(row.prompt, (row.chosen, row.rejected), row.source, row.tools, columns)
+    if isinstance(row, Ranking):
+        details = tuple({"score": score} for score in row.scores)
+        return Task(row.prompt, row.completions, row.source, row.tools, columns, details)
+    start = row.completion_start
+    if start is None:
+        raise UserError(f"{row.source}: a conversation without a prompt: expected prompt and completion")
+    return Task(row.messages[:start], (row.messages[start:],), row.source, row.tools, columns)
 
 
 def _columns(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +145,19 @@ def _columns(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**meta, **columns} if isinstance(meta, Mapping) else {"meta": meta, **columns}
 
 
-def _joined(samples: list[Task]) -> Task:
-    """One task of all samples of a prompt. Columns that differ between them are said of each completion."""
+def joined(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks, with one task for all those of a prompt that have a single completion, in place of the first one.
+
+    Columns that differ between these become details of the completions.
+    """
+    groups: dict[str | int, list[Task]] = {}
+    for i, task in enumerate(tasks):
+        single = len(task.completions) == 1
+        groups.setdefault(json.dumps([task.prompt, task.tools]) if single else i, []).append(task)
+    return [_one(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _one(samples: list[Task]) -> Task:
     first = samples[0]
     names = dict.fromkeys(name for sample in samples for name in sample.meta)
     shared = {name for name in names if all(sample.meta.get(name) == first.meta.get(name) for sample in samples)}

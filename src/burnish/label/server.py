@@ -361,8 +361,8 @@ def serve(
     def after_answer() -> None:
         total, done = store.counts(raters or 1)
         on_progress(done, total)
-        if page is not None and raters is not None and done == total:
-            page.enough.set()
+        if page is not None and raters is not None:
+            (page.enough.set if done == total else page.enough.clear)()
 
     config = uvicorn.Config(
         app(store, token, host, raters, after_answer),

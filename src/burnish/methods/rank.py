@@ -16,7 +16,7 @@ from burnish import files, progress
 from burnish.errors import UserError, WaitingForPeople
 from burnish.label.export import rank_groups
 from burnish.label.export import rows as rows_of
-from burnish.label.reading import distinct
+from burnish.label.reading import distinct, task_of
 from burnish.label.server import Page, serve
 from burnish.label.store import Store
 from burnish.label.tasks import Answer, Highlight, Task, pairwise
@@ -155,13 +155,6 @@ class Rank(RowMethod):
         if interval is not None:
             results |= {"agreement_low": interval[0], "agreement_high": interval[1]}
         return {"after": results}
-
-
-def task_of(row: Ranking | Preference, record: Mapping[str, Any]) -> Task:
-    """The task of a row: its completions, in its order."""
-    completions = row.completions if isinstance(row, Ranking) else (row.chosen, row.rejected)
-    meta = record.get("meta")
-    return Task(row.prompt, completions, row.source, row.tools, dict(meta) if isinstance(meta, Mapping) else {})
 
 
 def _answer(plain: Mapping[str, Any]) -> Answer:
