@@ -66,7 +66,7 @@ def _scorer(reward: NamedReward) -> Callable[[list[Trajectory]], list[Score]]:
         except UserError as error:
             if isinstance(reward.function, ModelReward):
                 _name_row(reward, trajectories)
-            raise error
+            raise
         if found.tokens is not None:
             return [values.tolist() for values in found.tokens]
         return list(found.by_name[reward.name])
