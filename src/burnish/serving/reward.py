@@ -63,7 +63,7 @@ def _scorer(reward: NamedReward) -> Callable[[list[Trajectory]], list[Score]]:
     def scores(trajectories: list[Trajectory]) -> list[Score]:
         try:
             found = score(trajectories, [reward], _seed(trajectories))
-        except UserError as error:
+        except UserError:
             if isinstance(reward.function, ModelReward):
                 _name_row(reward, trajectories)
             raise
