@@ -55,6 +55,7 @@ COMMANDS = [
     ["eval", "./modle", "data.eval=README.md"],
     ["merge", "./modle"],
     ["report", "nowhere"],
+    ["serve", "reward", "./modle"],
 ]
 MISTAKES = [
     "stages.sft.trainer.learnig_rate=1",

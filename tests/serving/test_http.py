@@ -103,6 +103,7 @@ def test_health_says_more_with_the_token(url: str) -> None:
         (b'{"secondss": 1}', "secondss: unknown key (did you mean 'seconds'?)", None),
         (b'{"rows": [1, 2, "3"]}', "rows.2: expected a whole number, got the text '3'", 2),
         (b"[]", "expected a block of keys", None),
+        (b'{"seconds": "1", "rows": [1' + b"0" * 5000 + b"]}", "", None),
     ],
 )
 def test_what_does_not_follow_the_protocol(url: str, body: bytes, message: str, row: int | None) -> None:
@@ -240,6 +241,14 @@ def test_a_request_in_progress_is_answered_when_the_service_stops() -> None:
         assert long.result().status_code == 200
     with pytest.raises(httpx2.ConnectError):
         get(f"{url}/health")
+
+
+def test_a_request_after_the_worker_ended_is_told_so() -> None:
+    service = Sleeper().service()
+    service.worker.stop()
+    service.worker.run()
+    with listening(service.app) as url:
+        assert error_of(post(f"{url}/sleep", json={}, headers=HEADERS)) == (503, "busy")
 
 
 def test_a_port_in_use_and_a_host_that_is_not_here() -> None:

@@ -119,7 +119,7 @@ def test_a_run_resumes_with_a_service_at_another_address(service: Faulty) -> Non
     with pytest.raises(UserError, match="is down"):
         pipeline.run(load("r.yaml", ["out=moved"]))
     service.limit = 10**9
-    with listening(service, grace=1) as url:  # type: ignore[arg-type]
+    with listening(service, grace=1) as url:
         change = [f"stages.sample.reward.0.{key}" for key in (f"url={url}", "timeout=90.0", "retries=3")]
         assert bytes_of(pipeline.run(load("r.yaml", ["out=moved", *change]))) == whole
     assert json.loads(Path("moved/manifest.json").read_text())["recipe"]["stages"][0]["reward"][0]["url"] == url

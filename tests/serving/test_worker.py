@@ -85,3 +85,22 @@ def test_jobs_that_arrive_later_are_answered_until_it_stops(joined: bool) -> Non
     worker.stop()
     thread.join(5)
     assert not thread.is_alive() and last.result() == [14]
+
+
+def test_jobs_that_come_too_late_are_canceled() -> None:
+    worker = Worker(doubled([]))
+    worker.stop()
+    first = worker.submit([1])
+    worker.run()
+    assert first.cancelled() and worker.submit([2]).cancelled()
+
+
+def test_jobs_are_canceled_if_the_worker_is_interrupted() -> None:
+    def interrupted(items: list[int]) -> list[int]:
+        raise KeyboardInterrupt
+
+    worker = Worker[int, int](interrupted)
+    _, second = worker.submit([1]), worker.submit([2])
+    with pytest.raises(KeyboardInterrupt):
+        worker.run()
+    assert second.cancelled()

@@ -150,7 +150,7 @@ class RemoteReward:
                 except TimeoutError:
                     trouble = f"no answer within {self.timeout:g} seconds: try a larger timeout:"
                 except httpx2.RequestError as error:
-                    trouble = str(error) or type(error).__name__
+                    trouble = self._hidden(str(error) or type(error).__name__)
                 else:
                     if response.status_code not in RETRIED:
                         self._down = False
@@ -159,12 +159,12 @@ class RemoteReward:
             if attempt < self.retries:
                 wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT) * self._chance.uniform(0.5, 1.0)
                 if not self._down:
-                    logger.warning("%s: %s; trying again", self._who, self._hidden(trouble))
+                    logger.warning("%s: %s; trying again", self._who, trouble)
                 self._down = True
                 await asyncio.sleep(wait if wanted is None else min(wanted, LONGEST_WAIT))
         tries = f"{self.retries + 1} times" if self.retries else "once"
         raise UserError(
-            f"{self._who} is down: {self._hidden(trouble)} (tried {tries} in {time.monotonic() - began:.0f} seconds): "
+            f"{self._who} is down: {trouble} (tried {tries} in {time.monotonic() - began:.0f} seconds): "
             "start the service, and run the same command again to resume"
         )
 
@@ -189,7 +189,7 @@ class RemoteReward:
     def _shown(self, response: httpx2.Response) -> str:
         """The status of an answer and its message, shortened."""
         text = _of(response, "error", "message") or " ".join(response.text.split())
-        return self._hidden(f"{response.status_code} {str(text)[:500]}".strip())
+        return f"{response.status_code} {self._hidden(str(text))[:500]}".strip()
 
     def _hidden(self, text: str) -> str:
         """The text without the token, which a service may repeat."""
@@ -238,9 +238,14 @@ def token_of(variable: str | None, key: str) -> str | None:
     token = os.environ.get(variable, "")
     if not token:
         raise UserError(f"{key}: the environment variable {variable} is not set: set it to the service's token")
-    if not (token.isascii() and token.isprintable()) or " " in token:
+    if not is_sendable(token):
         raise UserError(f"{key}: the environment variable {variable} is not a token: it has spaces or other characters")
     return token
+
+
+def is_sendable(token: str) -> bool:
+    """Whether a token can be sent in a header."""
+    return token.isascii() and token.isprintable() and " " not in token
 
 
 @functools.cache

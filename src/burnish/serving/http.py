@@ -30,6 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burnish.errors import UserCodeError, UserError
 from burnish.mistakes import dotted, mistakes
+from burnish.rewards.remote import is_sendable
 from burnish.serving.worker import Worker
 from burnish.terminal import visible
 from burnish.types import Config
@@ -124,7 +125,7 @@ def check_token(token: str, what: str = "the token") -> None:
     """Raise a UserError if a token is too short, or cannot be sent in a header."""
     if len(token) < SHORTEST_TOKEN:
         raise UserError(f"{what} has {len(token)} characters: expected at least {SHORTEST_TOKEN}")
-    if not (token.isascii() and token.isprintable()) or " " in token:
+    if not is_sendable(token):
         raise UserError(f"{what}: expected printable ASCII characters without spaces")
 
 
@@ -153,7 +154,10 @@ class _Guard:
             refused = ServiceError(401, "unauthorized", f"{wrong}: send the header Authorization: Bearer TOKEN")
             await refused.response(scope, receive, send)
             return
-        if not health and self._busy >= self.limits.requests:
+        if health:
+            await self.app(scope, receive, send)
+            return
+        if self._busy >= self.limits.requests:
             refused = ServiceError(503, "busy", f"{self._busy} requests are in progress: try again")
             await refused.response(scope, receive, send)
             return
@@ -193,12 +197,15 @@ def parsed(kind: type[ConfigT], body: bytes, rows: str = "") -> ConfigT:
     Raises:
         ServiceError: if the body is not JSON, or has unknown keys or wrong values.
     """
+    value: Any = {}
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
         if error.errors()[0]["type"] == "json_invalid":
             raise ServiceError(400, "invalid", f"not JSON: {error.errors()[0]['msg']}") from None
-        path, text = mistakes(error, kind, json.loads(body))[0]
+        with contextlib.suppress(ValueError):  # a number with too many digits
+            value = json.loads(body)
+        path, text = mistakes(error, kind, value)[0]
         row = path[1] if len(path) > 1 and path[0] == rows and isinstance(path[1], int) else None
         raise ServiceError(400, "invalid", f"{dotted(path)}: {text}" if path else text, row) from None
 
@@ -207,7 +214,7 @@ async def answer(request: Request, result: Future[T]) -> T:
     """The result of a job. A job that has not begun is canceled if its client disconnects.
 
     Raises:
-        ServiceError: if the model or the user's function refuses what was sent.
+        ServiceError: if the model or the user's function refuses what was sent, or the service is stopping.
     """
     gone = asyncio.create_task(_disconnected(request))
     done = asyncio.wrap_future(result)
@@ -215,6 +222,8 @@ async def answer(request: Request, result: Future[T]) -> T:
         await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             raise ClientDisconnect
+        if done.cancelled():
+            raise ServiceError(503, "busy", "the service is stopping")
         return done.result()
     except (UserError, UserCodeError) as error:
         if isinstance(error, UserCodeError):
@@ -306,7 +315,7 @@ class _Protocol(H11Protocol):
 
 
 @contextlib.contextmanager
-def listening(app: Starlette, host: str = "127.0.0.1", port: int = 0, grace: int = 10) -> Iterator[str]:
+def listening(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, grace: int = 10) -> Iterator[str]:
     """Serve an app in a thread of its own, and yield its address: ``http://127.0.0.1:8001``.
 
     Args:

@@ -63,10 +63,10 @@ def _scorer(reward: NamedReward) -> Callable[[list[Trajectory]], list[Score]]:
     def scores(trajectories: list[Trajectory]) -> list[Score]:
         try:
             found = score(trajectories, [reward], _seed(trajectories))
-        except UserError as error:
+        except UserError:
             if isinstance(reward.function, ModelReward):
                 _name_row(reward, trajectories)
-            raise error
+            raise
         if found.tokens is not None:
             return [values.tolist() for values in found.tokens]
         return list(found.by_name[reward.name])

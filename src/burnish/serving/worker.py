@@ -43,19 +43,28 @@ class Worker(Generic[ItemT, ResultT]):
         self.calls = 0
         self._arrived: queue.SimpleQueue[Job[ItemT, ResultT] | None] = queue.SimpleQueue()
         self._waiting: deque[Job[ItemT, ResultT]] = deque()
-        self._ending = False
+        self._ending = self._ended = False
 
     def submit(self, items: list[ItemT], joined: bool = False) -> Future[list[ResultT]]:
-        """Add a job. The future has a result for each item, or the exception that the function raised."""
+        """Add a job. The future has a result for each item, or the exception that the function raised.
+
+        It is canceled if the worker has been stopped.
+        """
         job = Job[ItemT, ResultT](items, joined)
         self._arrived.put(job)
+        if self._ended:
+            job.result.cancel()
         return job.result
 
     def run(self) -> None:
         """Answer jobs until ``stop`` is called, and those that arrived before that."""
-        while self._receive():
-            if jobs := self._next():
-                self._answer(jobs)
+        try:
+            while self._receive():
+                if jobs := self._next():
+                    self._answer(jobs)
+        finally:
+            self._ended = True
+            self._cancel()
 
     def stop(self) -> None:
         """End ``run`` when the jobs that have arrived are answered. A signal handler may call this."""
@@ -63,13 +72,21 @@ class Worker(Generic[ItemT, ResultT]):
 
     def _receive(self) -> bool:
         """Take in what has arrived, and wait if nothing has. False if the worker has been stopped and has no jobs."""
-        while not self._arrived.empty() or not (self._waiting or self._ending):
+        while not self._ending and not (self._waiting and self._arrived.empty()):
             job = self._arrived.get()
             if job is None:
                 self._ending = True
             else:
                 self._waiting.append(job)
         return bool(self._waiting)
+
+    def _cancel(self) -> None:
+        """Cancel all jobs that are left."""
+        while not self._arrived.empty():
+            if (job := self._arrived.get()) is not None:
+                self._waiting.append(job)
+        for job in self._waiting:
+            job.result.cancel()
 
     def _next(self) -> list[Job[ItemT, ResultT]]:
         """The waiting jobs of the next call, without those that were canceled."""
