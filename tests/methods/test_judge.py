@@ -115,7 +115,7 @@ def test_the_verdicts_are_kept_before_they_are_combined(make: Make) -> None:
 
 
 def test_labels_are_averaged_over_principles_and_clamped(make: Make, tmp_path: Path) -> None:
-    def script(asked: Question) -> list[float]:
+    def script(asked: Question) -> Sequence[float]:
         by = 0.5 if "number" in asked.messages[0]["content"].split("</reply B>")[1] else 0.1
         return prefers("two", by=by)(asked)
 

@@ -118,8 +118,9 @@ class Judge(RowMethod):
             if len(item.completions) == 1:
                 yield score_question(item.prompt, item.completions[0], principle)
             else:
-                yield pair_question(item.prompt, *item.completions, principle)
-                yield pair_question(item.prompt, *item.completions[::-1], principle)
+                first, second = item.completions
+                yield pair_question(item.prompt, first, second, principle)
+                yield pair_question(item.prompt, second, first, principle)
 
     def _made(self, items: list[_Item], first: int, rows: int) -> Made:
         """The rows, counts and measures of what was judged."""
