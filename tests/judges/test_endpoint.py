@@ -40,7 +40,10 @@ from burnish.judges.replies import (
 )
 from burnish.judges.settings import JudgeSettings
 from burnish.judges.store import StoredJudge, VerdictStore
-from burnish.types import Message
+from burnish.rewards.functions import NamedReward, close
+from burnish.rewards.judge import JudgeReward
+from burnish.rewards.scoring import Scorer
+from burnish.types import Message, Trajectory
 
 # --- replies: by hand ----------------------------------------------------------------------------------------------
 
@@ -427,6 +430,43 @@ def test_without_usage_a_call_costs_the_most_that_it_can(server: Server) -> None
     (verdict,) = asked(EndpointJudge(settings(server, input_price=1.0, output_price=1.0)), 1)
     assert verdict.tokens == 0
     assert verdict.cost > 10 / 1e6  # the question has 10 bytes
+
+
+# --- a reward ------------------------------------------------------------------------------------------------------
+
+
+def test_the_reward_grades_several_groups_at_the_same_time(server: Server, tmp_path: Path) -> None:
+    """Each group takes 0.4 s, and four of them together take less than two one after the other."""
+
+    def graded(number: int, body: dict[str, Any]) -> float:
+        return 0.4
+
+    server.trouble = graded
+    server.reply = lambda body: {  # type: ignore[method-assign]
+        "choices": [
+            {
+                "message": {"content": "4"},
+                "logprobs": {
+                    "content": [{"token": "4", "logprob": 0.0, "top_logprobs": [{"token": "4", "logprob": 0.0}]}]
+                },
+            }
+        ]
+    }
+    stored = StoredJudge(EndpointJudge(settings(server, timeout=5.0)), VerdictStore(tmp_path / "v.sqlite"))
+    reward = NamedReward("judge", 1.0, JudgeReward(stored, waits=True))
+    began = time.monotonic()
+    with Scorer([reward]) as scorer:
+        for group in range(4):
+            prompt = (Message(role="user", content=f"prompt {group}"),)
+            scorer.add(group, [Trajectory.from_text("x", prompt, source=f"p.jsonl:{group}")])
+        scores = scorer.finish()
+    assert time.monotonic() - began < 0.8
+    assert [scores[group].totals for group in range(4)] == [[pytest.approx(-1 / 3)]] * 4
+    server.trouble = lambda number, body: Response("no", 400)
+    with pytest.raises(UserError, match=r"p\.jsonl:9: no verdict on the completion 'y'"), Scorer([reward]) as scorer:
+        scorer.add(0, [Trajectory.from_text("y", prompt, source="p.jsonl:9")])
+        scorer.finish()
+    close([reward])
 
 
 # --- a kill --------------------------------------------------------------------------------------------------------
