@@ -25,6 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from burnish.config import load
+from burnish.config import run as pipeline
 from burnish.errors import UserError
 from burnish.judges.endpoint import EndpointJudge, LimitReachedError
 from burnish.judges.protocol import NoVerdictError, Question, Verdict
@@ -40,7 +42,11 @@ from burnish.judges.replies import (
 )
 from burnish.judges.settings import JudgeSettings
 from burnish.judges.store import StoredJudge, VerdictStore
-from burnish.types import Message
+from burnish.rewards.functions import NamedReward, close
+from burnish.rewards.judge import JudgeReward
+from burnish.rewards.scoring import Scorer
+from burnish.types import Message, Trajectory
+from tiny_runs import entries, json_rows
 
 # --- replies: by hand ----------------------------------------------------------------------------------------------
 
@@ -429,6 +435,43 @@ def test_without_usage_a_call_costs_the_most_that_it_can(server: Server) -> None
     assert verdict.cost > 10 / 1e6  # the question has 10 bytes
 
 
+# --- a reward ------------------------------------------------------------------------------------------------------
+
+
+def test_the_reward_grades_several_groups_at_the_same_time(server: Server, tmp_path: Path) -> None:
+    """Each group takes 0.4 s, and four of them together take less than two one after the other."""
+
+    def graded(number: int, body: dict[str, Any]) -> float:
+        return 0.4
+
+    server.trouble = graded
+    server.reply = lambda body: {  # type: ignore[method-assign]
+        "choices": [
+            {
+                "message": {"content": "4"},
+                "logprobs": {
+                    "content": [{"token": "4", "logprob": 0.0, "top_logprobs": [{"token": "4", "logprob": 0.0}]}]
+                },
+            }
+        ]
+    }
+    stored = StoredJudge(EndpointJudge(settings(server, timeout=5.0)), VerdictStore(tmp_path / "v.sqlite"))
+    reward = NamedReward("judge", 1.0, JudgeReward(stored, waits=True))
+    began = time.monotonic()
+    with Scorer([reward]) as scorer:
+        for group in range(4):
+            prompt = (Message(role="user", content=f"prompt {group}"),)
+            scorer.add(group, [Trajectory.from_text("x", prompt, source=f"p.jsonl:{group}")])
+        scores = scorer.finish()
+    assert time.monotonic() - began < 0.8
+    assert [scores[group].totals for group in range(4)] == [[pytest.approx(-1 / 3)]] * 4
+    server.trouble = lambda number, body: Response("no", 400)
+    with pytest.raises(UserError, match=r"p\.jsonl:9: no verdict on the completion 'y'"), Scorer([reward]) as scorer:
+        scorer.add(0, [Trajectory.from_text("y", prompt, source="p.jsonl:9")])
+        scorer.finish()
+    close([reward])
+
+
 # --- a kill --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -464,3 +507,31 @@ def test_after_kill_9_no_stored_verdict_is_asked_again(server: Server, tmp_path:
     assert sum(seen.values()) - 60 <= 4  # at most the calls in flight are repeated
     expected = [p_of([{"content": f"question {i}"}]) for i in range(60)]
     assert list(map(float, done.stdout.split())) == pytest.approx(expected)
+
+
+# --- a recipe ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_with_an_endpoint_and_a_bad_network(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_KEY", "sk-very-secret-123")
+    rows = [{"prompt": f"prompt {i}", "chosen": f"x{i}", "rejected": f"y{i}"} for i in range(70)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    judge = f"{{url: '{server.url}', name: m, key: MY_KEY, backoff: 0.001, timeout: 0.3, retries: 9, concurrency: 16}}"
+    Path("r.yaml").write_text(
+        f"name: r\nmethod: {{name: judge, judge: {judge}}}\ndata: {{rows: pairs.jsonl}}\nout: clean\n"
+    )
+    pipeline.run(load("r.yaml"))
+    server.trouble = lambda number, body: Response("busy", 503) if number % 4 == 0 else None
+    pipeline.run(load("r.yaml", ["out=bad"]))
+    clean, bad = (json_rows(Path(name) / "judge/data/pairs.jsonl") for name in ("clean", "bad"))
+    assert clean == bad and len(clean) == 70
+    after = [entries(Path(name))["judge"]["results"]["after"] for name in ("clean", "bad")]
+    assert [one["eval_calls"] for one in after] == [140, len(server.requests) - 140]
+    assert 0.2 < after[0]["eval_position_bias"] == after[1]["eval_position_bias"] < 0.8  # the server knows no replies
+    assert 0 < after[0]["eval_agreement"] < 1
+    assert set(server.keys) == {"Bearer sk-very-secret-123"}
+    for path in [path for path in Path("clean").rglob("*") if path.is_file()]:
+        assert b"sk-very-secret" not in path.read_bytes(), path

@@ -223,7 +223,7 @@ def test_a_local_judge_that_was_killed_between_two_batches_gives_the_same_verdic
 
 def test_questions_show_the_conversation_the_replies_and_the_principle() -> None:
     replies = [(Message(role="assistant", content=text),) for text in ("two", "three")]
-    text = pair_question(user("1+1?"), *replies, "Prefer the correct reply.").messages[0]["content"]
+    text = pair_question(user("1+1?"), replies[0], replies[1], "Prefer the correct reply.").messages[0]["content"]
     parts = [
         "1+1?",
         "<reply A>\ntwo\n</reply A>",

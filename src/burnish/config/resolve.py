@@ -7,7 +7,14 @@ from pathlib import Path
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
-from burnish.config.schema import Recipe, RewardFromFunction, RewardFromJudge, RewardFromURL, RewardSource, Stage
+from burnish.config.schema import (
+    Recipe,
+    RewardFromFunction,
+    RewardFromJudge,
+    RewardFromURL,
+    RewardSource,
+    Stage,
+)
 from burnish.errors import UserError
 from burnish.judges.endpoint import EndpointJudge, identity
 from burnish.judges.local import LocalJudge

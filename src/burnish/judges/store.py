@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -66,9 +67,25 @@ class VerdictStore:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
             raise UserError(f"{self.path}: written by another version of Burnish: remove it to ask the judge again")
+        self._log_ahead()
         self._connection.execute("PRAGMA synchronous = NORMAL")
         if not version:
             self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+
+    def _log_ahead(self) -> None:
+        """Write to a log first: a transaction then takes 0.2 ms instead of 20, and what a killed process wrote stays.
+
+        SQLite does not wait for another process that does the same at this moment.
+        """
+        end = time.monotonic() + WAIT
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
 
     def get(self, keys: Sequence[str]) -> dict[str, Stored]:
         """The verdicts that are stored, by key."""

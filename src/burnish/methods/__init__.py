@@ -151,7 +151,7 @@ _ROW_SPECS = (
         files=("principles",),
         measures=(
             *("position_bias", "ties", "mass_lost", "agreement", "kappa", "score"),
-            *("calls", "cached", "tokens", "cost", "judge_seconds", "failed"),
+            *("calls", "cached", "judge_tokens", "cost", "judge_seconds", "failed"),
         ),
         any_column=True,
         implementation="burnish.methods.judge:Judge",

@@ -118,8 +118,9 @@ class Judge(RowMethod):
             if len(item.completions) == 1:
                 yield score_question(item.prompt, item.completions[0], principle)
             else:
-                yield pair_question(item.prompt, *item.completions, principle)
-                yield pair_question(item.prompt, *item.completions[::-1], principle)
+                first, second = item.completions
+                yield pair_question(item.prompt, first, second, principle)
+                yield pair_question(item.prompt, second, first, principle)
 
     def _made(self, items: list[_Item], first: int, rows: int) -> Made:
         """The rows, counts and measures of what was judged."""
@@ -175,7 +176,8 @@ class Judge(RowMethod):
         lines = _read(folder / "verdicts.jsonl")
         verdicts = [verdict for line in lines for verdict in line["verdicts"]]
         asked = [verdict for verdict in verdicts if not verdict["cached"]]
-        totals = {key: float(sum(verdict[key] for verdict in asked)) for key in ("calls", "tokens", "cost")}
+        keys = {"calls": "calls", "judge_tokens": "tokens", "cost": "cost"}
+        totals = {name: float(sum(verdict[key] for verdict in asked)) for name, key in keys.items()}
         totals["cached"] = float(len(verdicts) - len(asked))
         scored = _read(folder / "scored.jsonl")
         preferences = _between(lines, scored) if scored else [(one["p_first"] - 0.5, one["label"]) for one in lines]

@@ -248,6 +248,18 @@ METRICS: dict[str, Metric] = {
         "Changed", "answers that differ from the first answer after all revisions", share=True, headline=True
     ),
     "revisions": Metric("Revisions", "made per answer", headline=True),
+    "agreement": Metric("Agreement", "pairs in which the judge agrees with the labels", "higher", True, True),
+    "kappa": Metric("Cohen's kappa", "agreement with the labels beyond chance; 1 is perfect", "higher", headline=True),
+    "position_bias": Metric(
+        "Position bias", "pairs in which the judge's choice changes with their order", "lower", True, True
+    ),
+    "mass_lost": Metric("Mass lost", "probability of answers that name no choice", "lower", True, True),
+    "calls": Metric("Calls", "of the judge, in all"),
+    "cached": Metric("Cached", "questions that the judge had answered before, in all"),
+    "judge_tokens": Metric("Tokens of the judge", "read and written, in all"),
+    "cost": Metric("Cost", "of the judge, in all", "lower"),
+    "judge_seconds": Metric("Seconds of the judge", "for each pair or completion"),
+    "failed": Metric("Failed", "pairs or completions without a verdict", "lower", True),
     "passed": Metric("Passed", "rows for which the function returned True", None, True, True),
     "chosen": Metric("Score of preferred answers", "mean"),
     "rejected": Metric("Score of other answers", "mean"),
