@@ -54,6 +54,8 @@ def _satisfies(value: Any, key: str, rule: Any, schema: dict[str, Any]) -> bool:
             return not isinstance(value, list) or all(is_valid(item, rule) for item in value)
         case "minItems":
             return not isinstance(value, list) or len(value) >= rule
+        case "minLength":
+            return not isinstance(value, str) or len(value) >= rule
         case "pattern":
             return not isinstance(value, str) or re.search(rule, value) is not None
         case "minimum":

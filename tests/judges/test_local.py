@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from burnish.judges.local import AT_ONCE, LocalJudge
 from burnish.judges.protocol import NoVerdictError, Question, Verdict
 from burnish.judges.questions import GRADES, pair_question, score_question
 from burnish.judges.spelling import Continued, continued, continues_word
+from burnish.judges.store import StoredJudge, VerdictStore
 from burnish.render.renderer import Renderer
 from burnish.types import Message, Messages
 
@@ -184,12 +187,43 @@ def test_the_identity_is_that_of_the_weights_and_the_tokenizer() -> None:
     assert LocalJudge(llama(1), tokenizer).identity != LocalJudge(llama(1), character_tokenizer()).identity
 
 
+def test_a_local_judge_that_was_killed_between_two_batches_gives_the_same_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.judges.local.AT_ONCE", 2)
+    questions, batches = [question("x" * (i % 5)) for i in range(12)], []
+    own, batch = LocalJudge(llama(3), character_tokenizer()), LocalJudge._batch
+
+    def counted(self: LocalJudge, asked: Sequence[Question]) -> list[Verdict | NoVerdictError]:
+        batches.append(list(asked))
+        if len(batches) == killed_at:
+            raise KeyboardInterrupt
+        return batch(self, asked)
+
+    monkeypatch.setattr(LocalJudge, "_batch", counted)
+    killed_at = 0
+    whole = StoredJudge(own, VerdictStore(tmp_path / "whole.sqlite"))
+    expected = whole.ask(questions)
+    uninterrupted, batches[:], killed_at = batches[:], [], 2
+    stored = StoredJudge(own, VerdictStore(tmp_path / "killed.sqlite"))
+    with pytest.raises(KeyboardInterrupt):
+        stored.ask(questions)
+    found = stored.ask(questions)
+    assert batches == [
+        *uninterrupted[:2],
+        *uninterrupted[1:],
+    ]  # the first batch is not asked again, the others are equal
+    assert [verdict.probabilities for verdict in found] == [verdict.probabilities for verdict in expected]
+    whole.close()
+    stored.close()
+
+
 # --- questions -----------------------------------------------------------------------------------------------------
 
 
 def test_questions_show_the_conversation_the_replies_and_the_principle() -> None:
     replies = [(Message(role="assistant", content=text),) for text in ("two", "three")]
-    text = pair_question(user("1+1?"), *replies, "Prefer the correct reply.").messages[0]["content"]
+    text = pair_question(user("1+1?"), replies[0], replies[1], "Prefer the correct reply.").messages[0]["content"]
     parts = [
         "1+1?",
         "<reply A>\ntwo\n</reply A>",

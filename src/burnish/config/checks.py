@@ -488,8 +488,7 @@ def file_problems(recipe: Recipe) -> Iterator[Problem]:
         for path, reference in functions:
             if reference and (text := function_problem(reference, recipe.locate)):
                 yield Problem(("stages", index, *path), text)
-        has_principles = stage.method is not None and stage.method.name in ("revise", "judge")
-        if has_principles and (text := _constitution_problem(recipe, stage.method)):
+        if stage.method and (text := _constitution_problem(recipe, stage.method)):
             yield Problem(("stages", index, "method"), text)
         for path, text in principle_problems(stage.reward, recipe.beside):
             yield Problem(("stages", index, *path), text)
@@ -501,7 +500,7 @@ def _constitution_problem(recipe: Recipe, method: MethodChoice) -> str | None:
     settings = recipe.method_settings(method)
     if method.name == "judge":
         JudgeConfig.model_validate(settings).principle_texts()
-    else:
+    elif method.name == "revise":
         ReviseConfig.model_validate(settings).principles()
     return None
 

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -185,12 +185,20 @@ class EndpointJudge(Judge):
             UserError: as in ``ask``. Calls that are in flight then finish first.
         """
         background = self._started()
-        done: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
-        running = background.submit(self._all(questions, done.put))
+        done: queue.SimpleQueue[tuple[Progress, asyncio.Event] | None] = queue.SimpleQueue()
+
+        async def report(progress: Progress) -> None:
+            taken = asyncio.Event()
+            done.put((progress, taken))
+            await taken.wait()
+
+        running = background.submit(self._all(questions, report))
         running.add_done_callback(lambda _: done.put(None))
         try:
             while (one := done.get()) is not None:
-                yield [one]
+                progress, taken = one
+                yield [progress]
+                background.loop.call_soon_threadsafe(taken.set)
             running.result()
         finally:
             running.cancel()
@@ -229,8 +237,12 @@ class EndpointJudge(Judge):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
-    async def _all(self, questions: Sequence[Question], report: Callable[[Progress], None]) -> None:
-        """Ask all questions. After an error that concerns all of them, no other one starts."""
+    async def _all(self, questions: Sequence[Question], report: Callable[[Progress], Awaitable[None]]) -> None:
+        """Ask all questions. After an error that concerns all of them, no other one starts.
+
+        A question keeps its slot until its verdict is taken, and so stored: a kill loses at most ``concurrency`` of
+        them.
+        """
         errors: list[UserError] = []
 
         async def one(index: int) -> None:
@@ -238,9 +250,9 @@ class EndpointJudge(Judge):
                 if errors:
                     return
                 try:
-                    report((index, await self._question(questions[index])))
+                    await report((index, await self._question(questions[index])))
                 except NoVerdictError as error:
-                    report((index, NoVerdictError(str(error), index, error.calls, error.cost)))
+                    await report((index, NoVerdictError(str(error), index, error.calls, error.cost)))
                 except UserError as error:
                     errors.append(error)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,8 +172,8 @@ class LocalJudge(Judge):
         for i, tokens in prompts.items():
             if context is not None and len(tokens) + rooms[i] > context:
                 failed[i] = NoVerdictError(
-                    f"the question has {len(tokens):,} tokens and the answer up to {rooms[i]:,}, but the judge reads at "
-                    f"most {context:,}",
+                    f"the question has {len(tokens):,} tokens and the answer up to {rooms[i]:,}, but the judge reads "
+                    f"at most {context:,}",
                     i,
                 )
         return {i: tokens for i, tokens in prompts.items() if i not in failed}
@@ -275,7 +275,8 @@ class LocalJudge(Judge):
     def _texts(self) -> list[str]:
         """The text of each token inside of a text, with its white space; "" if it is special."""
         size = min(len(self.tokenizer), int(unwrap(self.model).config.get_text_config(decoder=True).vocab_size))
-        rust, special = self.tokenizer.backend_tokenizer, set(self.tokenizer.all_special_ids)
+        rust: Any = self.tokenizer.backend_tokenizer
+        special = set(self.tokenizer.all_special_ids)
         alone = rust.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
         # some decoders drop the white space at the start of a text
         anchor = next((i for i, text in enumerate(alone) if len(text) == 1 and text.isalpha() and text.isascii()), None)

@@ -127,10 +127,10 @@ def read_choices(written: Sequence[WrittenToken], choices: tuple[str, ...]) -> R
         if math.fsum(math.exp(one.logprob) for one in (token, *others)) > 1 + ROUNDING:
             raise BadReplyError("the probabilities of the alternatives at a token exceed 1")
         ends = choices.index(text) if text in choices else NOT_A_CHOICE
-        after = {one: continued(text, one.token, choices) for one in (token, *others)}
-        whole = {choices[to.choice] for to in after.values() if to.choice != NOT_A_CHOICE}
+        after = [(one, continued(text, one.token, choices)) for one in (token, *others)]
+        whole = {choices[to.choice] for _, to in after if to.choice != NOT_A_CHOICE}
         kept, following = 1.0, None
-        for one, to in after.items():
+        for one, to in after:
             p = math.exp(one.logprob)
             if ends != NOT_A_CHOICE and (
                 continues_word(one.token) or to.text is not None or to.choice not in (NOT_A_CHOICE, ends)

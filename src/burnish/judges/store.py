@@ -6,9 +6,9 @@ import hashlib
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -195,10 +195,11 @@ class StoredJudge(Judge):
             self._in_flight |= {key: Future() for key in mine}
         keys, answers, seen = list(map(self._key, questions)), [], set()
         try:
-            for some in self._asked(mine, by_key, asker):
-                found |= some
-                if not skip:
-                    _raise_first(keys, found)
+            with closing(self._asked(mine, by_key, asker)) as arriving:  # an error cancels what is in flight
+                for some in arriving:
+                    found |= some
+                    if not skip:
+                        _raise_first(keys, found)
         finally:
             self._give_up(mine)
         found |= {key: future.result() for key, future in awaited.items()}
@@ -215,7 +216,7 @@ class StoredJudge(Judge):
 
     def _asked(
         self, keys: list[str], questions: Mapping[str, Question], asker: str
-    ) -> Iterator[dict[str, Stored | NoVerdictError]]:
+    ) -> Generator[dict[str, Stored | NoVerdictError], None, None]:
         """Ask questions by key. Verdicts are stored before they are yielded."""
         if not keys:
             return

@@ -118,8 +118,9 @@ class Judge(RowMethod):
             if len(item.completions) == 1:
                 yield score_question(item.prompt, item.completions[0], principle)
             else:
-                yield pair_question(item.prompt, *item.completions, principle)
-                yield pair_question(item.prompt, *item.completions[::-1], principle)
+                first, second = item.completions
+                yield pair_question(item.prompt, first, second, principle)
+                yield pair_question(item.prompt, second, first, principle)
 
     def _made(self, items: list[_Item], first: int, rows: int) -> Made:
         """The rows, counts and measures of what was judged."""
@@ -130,7 +131,7 @@ class Judge(RowMethod):
         for item in items:
             measured["failed"].append(float(item.failure is not None))
             if item.failure is not None:
-                files["failed.jsonl"].append({"id": item.id, "source": item.source, "reason": str(item.failure)})
+                files["failed.jsonl"].append({**_name(item), "reason": str(item.failure)})
                 became[item.index]["failed: no verdict"] += 1
                 continue
             measured["mass_lost"].append(1 - fmean(verdict.mass for verdict in item.verdicts))
@@ -238,7 +239,12 @@ def _verdicts(item: _Item, principles: Sequence[str | None]) -> dict[str, Any]:
         }
         for (principle, order), answer, verdict in zip(keys, item.answers, item.verdicts, strict=True)
     ]
-    return {"id": item.id, "source": item.source, "label": item.theirs, "verdicts": verdicts}
+    return {**_name(item), "label": item.theirs, "verdicts": verdicts}
+
+
+def _name(item: _Item) -> dict[str, str]:
+    """The id of an item, and the file and line of its row without the folder: a run can be moved before it resumes."""
+    return {"id": item.id, "row": item.source.replace("\\", "/").rpartition("/")[2]}
 
 
 def _shown(item: _Item, row: Mapping[str, Any]) -> dict[str, Any]:
