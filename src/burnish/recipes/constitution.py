@@ -115,15 +115,15 @@ def question_row(rng: random.Random, question: Question, principle: str) -> dict
     manners = [(insults, shouts) for insults in (False, True) for shouts in (False, True)]
     pairs = [(one, two) for one in manners for two in manners if sum(one) != sum(two)]
     both = rng.choice(pairs)
-    replies = [answer_to(question, insults=insults, shouts=shouts) for insults, shouts in both]
-    text = asked(question_text(question), *replies, principle)
+    first, second = (answer_to(question, insults=insults, shouts=shouts) for insults, shouts in both)
+    text = asked(question_text(question), first, second, principle)
     return {"prompt": text, "completion": PAIR[sum(both[0]) > sum(both[1])]}
 
 
 def asked(question: str, first: str, second: str, principle: str) -> str:
     """What a judge is asked about two answers."""
-    prompt, *replies = (_said("user", question),), (_said("assistant", first),), (_said("assistant", second),)
-    return pair_question(prompt, *replies, principle).messages[-1]["content"]
+    one, other = (_said("assistant", first),), (_said("assistant", second),)
+    return pair_question((_said("user", question),), one, other, principle).messages[-1]["content"]
 
 
 def parts_of_question(principle: str) -> tuple[str, ...]:
