@@ -50,11 +50,13 @@ def test_a_trained_judge_and_its_reward_model_agree_with_people(
     prompts = [films.messages("system", row["system"], "user", row["prompt"]) for row in rows]
 
     judge = load(str(run / "judge" / "model"))
-    answers = [[films.messages("assistant", row[side]) for side in ("chosen", "rejected")] for row in rows]
+    answers = [
+        (films.messages("assistant", row["chosen"]), films.messages("assistant", row["rejected"])) for row in rows
+    ]
     questions = [
-        pair_question(prompt, *order, PRINCIPLE)
-        for prompt, both in zip(prompts, answers, strict=True)
-        for order in (both, both[::-1])
+        pair_question(prompt, first, second, PRINCIPLE)
+        for prompt, (chosen, rejected) in zip(prompts, answers, strict=True)
+        for first, second in ((chosen, rejected), (rejected, chosen))
     ]
     verdicts = LocalJudge(judge.model, judge.tokenizer).ask(questions)
     p_chosen = [

@@ -168,14 +168,20 @@ def test_a_bad_critique_or_revision_leaves_the_answer_as_it_is(at: str, how: Any
     }
 
 
-def test_after_a_bad_revision_the_next_principle_revises_the_last_good_answer() -> None:
-    run = scripted(lambda prompt: "" if len(run.generator.plans) == 3 else appends(prompt))
+def test_after_a_bad_critique_the_next_principle_revises_the_last_good_answer() -> None:
+    # The plans are an answer, a critique, its revision, and as the fourth the second critique.
+    run = scripted(lambda prompt: "" if len(run.generator.plans) == 4 else appends(prompt))
     made = make(PROMPTS[:1], run, revisions=3)
-    first, second, third = made.files["revisions.jsonl"][0]["revisions"]
-    assert second["failure"] == "critique_empty" if "failure" in second else first["failure"]
-    kept = [step["principle"] for step in (first, second, third) if "failure" not in step]
-    assert made.files["revised.jsonl"][0]["completion"] == "0" + "".join(kept) and len(kept) == 2
+    (line,) = made.files["revisions.jsonl"]
+    first, second, third = (step["principle"] for step in line["revisions"])
+    assert line["revisions"] == [
+        {"principle": first, "critique": f"no {first}", "revision": f"0{first}"},
+        {"principle": second, "critique": "", "failure": "critique_empty"},
+        {"principle": third, "critique": f"no {third}", "revision": f"0{first}{third}"},
+    ]
+    assert made.files["revised.jsonl"][0]["completion"] == f"0{first}{third}"
     assert made.measured["revisions"] == [2.0]
+    assert made.measured["unrevised_critique_empty"] == [pytest.approx(1 / 3)]
 
 
 def test_a_first_answer_that_is_cut_off_can_be_revised_but_makes_no_pair() -> None:

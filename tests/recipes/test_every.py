@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import BertConfig, BertModel
 
+from builders import llama
 from burnish.config import load, shipped
 from burnish.config.run import run
 from burnish.report.metrics import read_metrics
@@ -110,7 +111,7 @@ SMALLER = {
         "stages.prepare.with.rows=8",
         "stages.prepare.with.prompts=8",
         "stages.prepare.with.questions=8",
-        "stages.judge.model={policy}",
+        "stages.judge.model={judge}",
         "stages.judge.data.max_length=1024",
         "stages.sft.model={policy}",
         "stages.samples.generation.max_new_tokens=4",
@@ -158,13 +159,35 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama that can read a judge's question, which has a token for each character."""
+    folder = tmp_path_factory.mktemp("judge")
+    llama(max_position_embeddings=1024).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped())
 def test_it_runs(
-    name: str, tmp_path: Path, archive: Path, dictionary: Path, tiny_folder: Path, tiny_tokenizer: Any, encoder: Path
+    name: str,
+    tmp_path: Path,
+    archive: Path,
+    dictionary: Path,
+    tiny_folder: Path,
+    tiny_tokenizer: Any,
+    encoder: Path,
+    judge: Path,
 ) -> None:
-    tiny_tokenizer.save_pretrained(encoder)
-    places = {"archive": archive, "dictionary": dictionary, "policy": tiny_folder, "encoder": encoder}
+    for folder in (encoder, judge):
+        tiny_tokenizer.save_pretrained(folder)
+    places = {
+        "archive": archive,
+        "dictionary": dictionary,
+        "policy": tiny_folder,
+        "encoder": encoder,
+        "judge": judge,
+    }
     smaller = [setting.format(**places) for setting in SMALLER[name]]
     folder = run(load(name, [*smaller, f"out={tmp_path / 'run'}", "threads=1"]))
     made = {entry["name"]: entry for entry in json.loads((folder / "manifest.json").read_text())["stages"]}

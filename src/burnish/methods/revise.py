@@ -245,7 +245,7 @@ class Writer:
         ]
         written = []
         for completion in complete(self.run.generator, requests):
-            text = self.run.tokenizer.decode(completion.tokens, skip_special_tokens=True).strip()
+            text = str(self.run.tokenizer.decode(completion.tokens, skip_special_tokens=True)).strip()
             cut = completion.finish_reason in ("length", "context")
             written.append(Written(text, f"{what}_cut_off" if cut else "" if text else f"{what}_empty"))
         return written
