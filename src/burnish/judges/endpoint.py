@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -156,6 +156,7 @@ class EndpointJudge(Judge):
         self._before = calls, cost
         self._background: _Background | None = None
         self._starting = threading.Lock()
+        self._lost = _Used()
         self._jitter = random.Random()
 
     @property
@@ -186,22 +187,23 @@ class EndpointJudge(Judge):
         """
         background = self._started()
         done: queue.SimpleQueue[tuple[Progress, asyncio.Event] | None] = queue.SimpleQueue()
-
-        async def report(progress: Progress) -> None:
-            taken = asyncio.Event()
-            done.put((progress, taken))
-            await taken.wait()
-
-        running = background.submit(self._all(questions, report))
+        running = background.submit(self._all(questions, done.put))
         running.add_done_callback(lambda _: done.put(None))
         try:
             while (one := done.get()) is not None:
                 progress, taken = one
-                yield [progress]
-                background.loop.call_soon_threadsafe(taken.set)
+                try:
+                    yield [progress]
+                finally:
+                    background.loop.call_soon_threadsafe(taken.set)
             running.result()
         finally:
             running.cancel()
+
+    def lost(self) -> tuple[int, float]:
+        """The calls and the cost of questions that were interrupted, since this was last asked."""
+        lost, self._lost = self._lost, _Used()
+        return lost.calls, lost.cost
 
     def close(self) -> None:
         """Cancel what is in flight and close the connections."""
@@ -237,7 +239,9 @@ class EndpointJudge(Judge):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
-    async def _all(self, questions: Sequence[Question], report: Callable[[Progress], Awaitable[None]]) -> None:
+    async def _all(
+        self, questions: Sequence[Question], report: Callable[[tuple[Progress, asyncio.Event]], None]
+    ) -> None:
         """Ask all questions. After an error that concerns all of them, no other one starts.
 
         A question keeps its slot until its verdict is taken, and so stored: a kill loses at most ``concurrency`` of
@@ -249,11 +253,16 @@ class EndpointJudge(Judge):
             async with self._slots:
                 if errors:
                     return
+                used, taken = _Used(), asyncio.Event()
                 try:
-                    await report((index, await self._question(questions[index])))
-                except NoVerdictError as error:
-                    await report((index, NoVerdictError(str(error), index, error.calls, error.cost)))
-                except UserError as error:
+                    report(((index, await self._answer(questions[index], index, used)), taken))
+                    await taken.wait()
+                except BaseException as error:
+                    if not taken.is_set():  # nobody has stored what it has used
+                        self._lost.calls += used.calls
+                        self._lost.cost += used.cost
+                    if not isinstance(error, UserError):
+                        raise
                     errors.append(error)
 
         async with asyncio.TaskGroup() as tasks:
@@ -262,8 +271,14 @@ class EndpointJudge(Judge):
         if errors:
             raise errors[0]
 
-    async def _question(self, question: Question) -> Verdict:
-        began, used, reasoning, settings = time.monotonic(), _Used(), "", self.settings
+    async def _answer(self, question: Question, index: int, used: _Used) -> Verdict | NoVerdictError:
+        try:
+            return await self._question(question, used)
+        except NoVerdictError as error:
+            return NoVerdictError(str(error), index, used.calls, used.cost)
+
+    async def _question(self, question: Question, used: _Used) -> Verdict:
+        began, reasoning, settings = time.monotonic(), "", self.settings
         if settings.reasoning:
             asked = reasoning_question(question).messages
             most = settings.max_reasoning_tokens
@@ -316,12 +331,8 @@ class EndpointJudge(Judge):
             if named:
                 total = named.total()
                 return tuple(named[i] / total for i in range(len(choices))), total / len(texts)
-        raise NoVerdictError(
-            f"{self.url}: none of {len(texts)} votes is {_listed(choices)}, the last one is {texts[-1]!r:.60}",
-            0,
-            used.calls,
-            used.cost,
-        )
+        last = f"the last one is {texts[-1]!r:.60}"
+        raise NoVerdictError(f"{self.url}: none of {len(texts)} votes is {_listed(choices)}, {last}")
 
     async def _request(
         self, messages: Messages, options: Mapping[str, object], most: int, read: Callable[[Reply], T], used: _Used
@@ -352,7 +363,7 @@ class EndpointJudge(Judge):
                     problem = error
                 except _FailedError as error:
                     if not error.retry:
-                        raise NoVerdictError(f"{self.url}: {error}", 0, used.calls, used.cost) from error
+                        raise NoVerdictError(f"{self.url}: {error}") from error
                     problem, pause = error, max(pause, error.wait)
             if attempt < retries:
                 await asyncio.sleep(pause)
@@ -363,7 +374,7 @@ class EndpointJudge(Judge):
             )
         tries = f"{1 + retries} calls in {time.monotonic() - began:.0f} s"
         text = self._without_key(str(problem))
-        raise NoVerdictError(f"{self.url}: no verdict after {tries}; the last one: {text}", 0, used.calls, used.cost)
+        raise NoVerdictError(f"{self.url}: no verdict after {tries}; the last one: {text}")
 
     async def _reply(self, body: Mapping[str, object], this: _Used) -> Reply:
         """The reply to one call. What it cost is added to ``this``: if that is not known, the most that it can cost.

@@ -100,5 +100,9 @@ class Judge(Protocol):
         """
         yield list(enumerate(self.ask(questions)))
 
+    def lost(self) -> tuple[int, float]:
+        """The calls and the cost of questions that were interrupted, since this was last asked. By default, none."""
+        return 0, 0.0
+
     def close(self) -> None:
         """Release connections."""

@@ -219,6 +219,7 @@ class StoredJudge(Judge):
                         _raise_first(keys, found)
         finally:
             self._give_up(mine)
+            self._note_lost()
         found |= {key: future.result() for key, future in awaited.items()}
         if not skip:
             _raise_first(keys, found)
@@ -257,7 +258,14 @@ class StoredJudge(Judge):
     def close(self) -> None:
         """Close the judge and the store."""
         self.judge.close()
+        self._note_lost()
         self.store.close()
+
+    def _note_lost(self) -> None:
+        """Store what interrupted questions have used."""
+        calls, cost = self.judge.lost()
+        if calls:
+            self.store.put_failure(self.identity, calls, cost)
 
     def _key(self, question: Question) -> str:
         """A digest of the judge and the question."""
