@@ -153,7 +153,7 @@ STEP = re.compile(r"<code>r(?:=(\d+)-|([+-])=)(\d+);print\(r%1000\)</code><outpu
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Case:
     out = tmp_path_factory.mktemp("code") / "run"
-    step = StepSettings(depth=4, code=CodeSettings())
+    step = StepSettings(depth=4, code=CodeSettings(preload=[]))
     return searched("alphamath-code", out, [TREE, VOTE, WIDE, NARROW, GREEDY], step, 24)
 
 
