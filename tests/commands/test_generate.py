@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from burnish import cli
 from burnish.commands import generate as inference
+from burnish.commands.generate import renamed
 from burnish.errors import UserError
 from burnish.math.tensors import token_logprobs
 from burnish.models import loading
@@ -293,3 +294,9 @@ def test_a_terminal_gets_no_control_characters_and_a_file_gets_all(
         monkeypatch.setattr(sys, "stdout", shown)
         cli.app(["generate", str(tiny_folder), "a", "b"], standalone_mode=False)
         assert shown.getvalue() == ("> a\\x1b[2J\nb\\x1b[0m\n" if terminal else "> a\x1b[2J\nb\x1b[0m\n")
+
+
+def test_columns_with_names_of_ours_are_all_kept():
+    columns = {"source": "book", "level": 3, "source_original": "web"}
+    kept = {"source_original_original": "book", "level": 3, "source_original": "web"}
+    assert renamed(columns, ("prompt", "source")) == kept

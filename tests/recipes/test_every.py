@@ -30,7 +30,7 @@ SMALLER = {
         "stages.prepare.with={{rows: 64, questions: 8, development: 8, held_out: 8, numbers: 2}}",
         *(f"stages.{stage}.trainer.warmup_steps=0" for stage in ("sft", "loop.stages.values")),
         *(f"stages.{stage}.trainer.max_steps=2" for stage in ("sft", "loop.stages.values")),
-        "stages.loop.stages.search.method.step={{code: {{sandbox: none}}}}",
+        "stages.loop.stages.search.method.step={{code: {{sandbox: none, preload: []}}}}",
         "stages.loop.rounds=2",
     ],
     "best-of-n": [

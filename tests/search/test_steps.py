@@ -101,6 +101,18 @@ def test_a_step_ends_at_the_delimiter_be_it_several_tokens_or_a_part_of_one(deli
     assert pieces(tokenizer, steps[-1].state) == "".join(written)
 
 
+def test_text_after_the_delimiter_in_its_own_token_belongs_to_the_next_step():
+    tokenizer = byte_tokenizer(merges=[("Ċ", "1")])
+    parts = {"": "3*4=12\n1", "3*4=12\n1": "2+2=14\n", "3*4=12\n12+2=14\n": END}
+    steps = walk(scripted(parts.__getitem__, tokenizer))
+    assert [(step.text, step.finish) for step in steps] == [("3*4=12", ""), ("12+2=14", ""), ("", "answer")]
+    assert steps[-1].state.text == "3*4=12\n12+2=14"
+    last = walk(scripted(lambda text: f"2{END}" if text else "3*4=12\n1", tokenizer))[-1]
+    assert (last.text, last.finish) == ("12", "answer")
+    whole = walk(scripted(lambda text: f"\n1{END}" if text else "3*4=12\n1", tokenizer))[-1]
+    assert whole.state.text == "3*4=12\n1\n1"
+
+
 def test_empty_steps_belong_to_the_step_after_them():
     parts = {"": "\n", "\n": " \n", "\n \n": "3*4=12\n", "\n \n3*4=12\n": f"\n{END}"}
     steps = walk(scripted(parts.__getitem__))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def _generate(
 
 
 def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]:
-    columns = {f"{name}_original" if name in OWN else name: value for name, value in row.columns.items()}
+    columns = renamed(row.columns, OWN)
     return {
         "prompt": row.messages[0]["content"] if len(row.messages) == 1 else list(row.messages),
         **({"tools": list(row.tools)} if row.tools else {}),
@@ -185,6 +185,20 @@ def _line(loaded: Loaded, row: Prompt, completion: Completion) -> dict[str, Any]
         "finish_reason": completion.finish_reason,
         "source": row.source,
     }
+
+
+def renamed(columns: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """The columns of a row, where those with a name in ``own`` are called ``NAME_original``.
+
+    A name that is taken gets ``_original`` again.
+    """
+    new = {}
+    for name, value in columns.items():
+        called = name
+        while called in own or (called != name and called in columns):
+            called += "_original"
+        new[called] = value
+    return new
 
 
 def completed(prompt: tuple[int, ...], completion: list[int], source: str) -> Sequence:

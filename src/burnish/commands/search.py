@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 from rich.table import Table
 
-from burnish.commands.generate import read_parts, unfinished
+from burnish.commands.generate import read_parts, renamed, unfinished
 from burnish.config.yaml import OVERRIDE, Document, complain, read
 from burnish.data import readers
 from burnish.errors import UserError, did_you_mean
@@ -200,7 +200,7 @@ def _code_of(settings: InferenceSettings) -> list[str]:
 
 def _line(row: Prompt, strategy: Strategy, solved: Solved) -> dict[str, Any]:
     """A line of output."""
-    columns = {f"{name}_original" if name in OWN else name: value for name, value in row.columns.items()}
+    columns = renamed(row.columns, OWN)
     mine = {field.name: getattr(solved, field.name) for field in dataclasses.fields(solved)}
     text, tree = mine.pop("text"), mine.pop("tree")
     return {

@@ -37,15 +37,17 @@ class Partial:
     """A solution so far: ``Partial(17, 0, (1, 9, 8))``.
 
     ``question`` is the index of the question, and ``tree`` the number of its tree. ``tokens`` are the ids of the
-    question and of all steps, and ``text`` is the text of the steps. ``history`` are the snippets of code that have
-    run, and ``errors`` is the number of steps with code that failed since the last one that did not. ``value`` is the
-    value that was read when the last step was sampled, or None.
+    question and of all steps, and ``text`` is the text of the steps. ``rest`` is the beginning of the next step, if the
+    last token has text after the delimiter. ``history`` are the snippets of code that have run, and ``errors`` is the
+    number of steps with code that failed since the last one that did not. ``value`` is the value that was read when the
+    last step was sampled, or None.
     """
 
     question: int
     tree: int
     tokens: tuple[int, ...]
     text: str = ""
+    rest: str = ""
     history: tuple[str, ...] = ()
     errors: int = 0
     value: float | None = None
@@ -158,8 +160,11 @@ class StepSampler:
         draft.tokens += completion.tokens.tolist()
         draft.logprobs += completion.logprobs.tolist()
         draft.parts += 1
-        draft.text, complete = self._text(str(self.tokenizer.decode(draft.tokens, skip_special_tokens=True)))
+        written = draft.parent.rest + str(self.tokenizer.decode(draft.tokens, skip_special_tokens=True))
+        draft.text, complete, draft.rest = self._text(written)
         ended = completion.finish_reason == "stop" and draft.tokens[-1] in self.stop_ids
+        if ended and draft.rest.strip():
+            draft.text += self.settings.delimiter + draft.rest.strip()
         if completion.finish_reason != "stop":
             draft.reason = "context" if completion.finish_reason == "context" else "length"
         elif ended:
@@ -172,15 +177,15 @@ class StepSampler:
             # The head is trained at the ends of steps. What ends the model's turn comes after the last of them.
             draft.value = float(completion.values[-1]) if ended else completion.final_value
 
-    def _text(self, written: str) -> tuple[str, bool]:
-        """The text of a step, stripped, and whether the delimiter follows it. Empty steps before it are left out.
+    def _text(self, written: str) -> tuple[str, bool, str]:
+        """The text of a step, stripped, whether the delimiter follows it, and what follows that.
 
-        What follows the delimiter in its token is left out too.
+        Empty steps before the text are left out.
         """
         while True:
             text, delimiter, rest = written.partition(self.settings.delimiter)
             if text.strip() or not delimiter:
-                return text.strip(), bool(delimiter)
+                return text.strip(), bool(delimiter), rest
             written = rest
 
     def _code(self, text: str) -> str | None:
@@ -225,6 +230,7 @@ class StepSampler:
             parent.tree,
             (*parent.tokens, *draft.tokens, *draft.appended),
             self.settings.delimiter.join(part for part in (parent.text, text) if part),
+            draft.rest,
             parent.history if result is None else result.history,
             parent.errors if result is None else 0 if result.reason == "ok" else parent.errors + 1,
             draft.value,
@@ -277,6 +283,7 @@ class _Draft:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
+    rest: str = ""
     parts: int = 0
     reason: Literal["", "step", "turn", "length", "context"] = ""
     """Why the step is complete: step, turn, length or context."""

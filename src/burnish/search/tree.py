@@ -173,7 +173,10 @@ def evaluate(model: StepModel[S], nodes: Sequence[Node[S]]) -> None:
     if unknown := [node for node in nodes if node.outcome is None]:
         for node, value in zip(unknown, model.evaluate(unknown), strict=True):
             if not -1 <= value <= 1:
-                raise ValueError(f"node {node.path()}: got the value {value}, expected a number in [-1, 1]")
+                raise ValueError(
+                    f"node {node.path()}: got the value {value}, expected a number in [-1, 1]: check the step-value "
+                    "head and the weights of the model"
+                )
             node.value = value
 
 
