@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from burnish.math.disagreement import disagreement
 from burnish.models.loading import package_folder, resolve
 from burnish.recipes.films import read_snippets
 
@@ -44,6 +43,16 @@ def embed(texts: list[str]) -> Vectors:
         hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
         parts.append((hidden * mask).sum(1) / mask.sum(1))
     return torch.nn.functional.normalize(torch.cat(parts), dim=-1).double().numpy()
+
+
+def disagreement(p: Vectors) -> Vectors:
+    """H(mean p) - mean H(p) in nats (N,), of the predictions p (M, N) of M heads (BALD, Houlsby et al. 2011)."""
+
+    def entropy(q: Vectors) -> Vectors:
+        inside = np.clip(q, 1e-12, 1 - 1e-12)
+        return -(inside * np.log(inside) + (1 - inside) * np.log1p(-inside))
+
+    return entropy(p.mean(axis=0)) - entropy(p).mean(axis=0)
 
 
 def fit(x: Vectors, y: Vectors, l2: float = 0.02) -> Vectors:

@@ -10,6 +10,9 @@ from transformers import BertConfig, BertModel
 from builders import llama
 from burnish.config import load, shipped
 from burnish.config.run import run
+from burnish.errors import WaitingForPeople
+from burnish.label.store import Store
+from burnish.label.tasks import Answer
 from burnish.report.metrics import read_metrics
 
 FILMS = ["stages.prepare.with.archive={archive}", "stages.prepare.with.pairs=12"]
@@ -70,6 +73,17 @@ SMALLER = {
         *SUMS,
         *(f"stages.sft.{setting}" for setting in BRIEF),
         "stages.loop.stages.dpo.trainer.max_steps=2",
+    ],
+    "people": [
+        *FILMS,
+        "stages.prepare.with.rows=8",
+        "stages.prepare.with.prompts=8",
+        "stages.sft.model={policy}",
+        "stages.samples.generation.max_new_tokens=4",
+        "stages.samples.data.limit=4",
+        "stages.reward.model={encoder}",
+        "stages.ppo.trainer.per_device_train_batch_size=8",
+        "stages.ppo.generation.max_new_tokens=4",
     ],
     "pretrain": [
         "stages.prepare.with={{held_out: 2, docstrings: 1}}",
@@ -167,6 +181,19 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def finished(name: str, overrides: list[str]) -> Path:
+    """Run a recipe to its end. If it waits for people, rank the completions in the order of the rows."""
+    recipe = load(name, overrides)
+    try:
+        return run(recipe)
+    except WaitingForPeople:
+        for database in recipe.folder.glob("*.labels.sqlite"):
+            with Store(database) as store:
+                for task in store.tasks():
+                    store.record(Answer(task.id, "Ann", tuple(range(len(task.completions)))))
+        return run(recipe)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped())
 def test_it_runs(
@@ -189,7 +216,7 @@ def test_it_runs(
         "judge": judge,
     }
     smaller = [setting.format(**places) for setting in SMALLER[name]]
-    folder = run(load(name, [*smaller, f"out={tmp_path / 'run'}", "threads=1"]))
+    folder = finished(name, [*smaller, f"out={tmp_path / 'run'}", "threads=1"])
     made = {entry["name"]: entry for entry in json.loads((folder / "manifest.json").read_text())["stages"]}
     for stage in load(name, smaller).stages:
         if stage.makes_rows:
