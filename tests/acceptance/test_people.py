@@ -22,7 +22,7 @@ from burnish.models.loading import load_reward_model, load_tokenizer
 from burnish.models.settings import StageModel
 from burnish.recipes.films import analyzer
 from burnish.rewards.model import ModelReward
-from burnish.types import Trajectory
+from burnish.types import Messages, Trajectory
 
 pytestmark = pytest.mark.acceptance
 
@@ -125,7 +125,10 @@ def agreement_with_the_rater(out: Path) -> list[float]:
     scorer = ModelReward(load_reward_model(reference, labels=None), tokenizer)
     rng, agreed = random.Random(1), []
     for row in map(json.loads, lines):
-        prompt = ({"role": "system", "content": "You review films."}, {"role": "user", "content": row["prompt"]})
+        prompt: Messages = (
+            {"role": "system", "content": "You review films."},
+            {"role": "user", "content": row["prompt"]},
+        )
         texts = row["completions"]
         scores = scorer([Trajectory.from_text(text, prompt) for text in texts])
         mine = []

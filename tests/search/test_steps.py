@@ -102,7 +102,7 @@ def test_a_step_ends_at_the_delimiter_be_it_several_tokens_or_a_part_of_one(deli
 
 
 def test_text_after_the_delimiter_in_its_own_token_belongs_to_the_next_step():
-    tokenizer = byte_tokenizer(merges=[("Ċ", "1")])
+    tokenizer = byte_tokenizer(merges=(("Ċ", "1"),))
     parts = {"": "3*4=12\n1", "3*4=12\n1": "2+2=14\n", "3*4=12\n12+2=14\n": END}
     steps = walk(scripted(parts.__getitem__, tokenizer))
     assert [(step.text, step.finish) for step in steps] == [("3*4=12", ""), ("12+2=14", ""), ("", "answer")]
