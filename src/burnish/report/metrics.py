@@ -243,12 +243,18 @@ METRICS: dict[str, Metric] = {
         "Stopped", "completions that ended with a stop token, or that their environment ended", None, True
     ),
     "empty": Metric("Empty", "completions without text, or with an empty message", "lower", True),
-    "ranked": Metric("Ranked", "prompts whose completions have different scores", share=True),
+    "ranked": Metric(
+        "Ranked", "prompts whose completions have different scores, or that people have ranked", share=True
+    ),
+    "raters": Metric("Raters", "per prompt that is ranked"),
+    "seconds": Metric("Seconds", "that a person takes for a prompt"),
     "changed": Metric(
         "Changed", "answers that differ from the first answer after all revisions", share=True, headline=True
     ),
     "revisions": Metric("Revisions", "made per answer", headline=True),
-    "agreement": Metric("Agreement", "pairs in which the judge agrees with the labels", "higher", True, True),
+    "agreement": Metric(
+        "Agreement", "of a judge with the labels, by pairs; or of people, by Krippendorff's alpha", "higher"
+    ),
     "kappa": Metric("Cohen's kappa", "agreement with the labels beyond chance; 1 is perfect", "higher", headline=True),
     "position_bias": Metric(
         "Position bias", "pairs in which the judge's choice changes with their order", "lower", True, True

@@ -44,6 +44,8 @@ MOST_ROUNDS = 10
 """Rounds of a loop whose stages are shown in full: the first one and the last ones."""
 ROW_METHODS = {
     "sample": "samples and scores completions",
+    "rank": "asks people to rank completions",
+    "judge": "labels pairs and scores samples by a judge",
     "revise": "critiques and revises answers by principles",
     "score": "scores rows",
     "search": "Monte Carlo tree search over reasoning steps",
