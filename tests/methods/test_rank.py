@@ -104,7 +104,7 @@ def test_enough_and_several_raters(tmp_path):
     assert stage["rows"]["rows"]["counts"] == {"made": 2, "skipped: not ranked": 1}
     # Ann and Bob disagree on the first two completions only
     assert [row["p_chosen"] for row in made(tmp_path, "pairs.jsonl")[:3]] == [0.5, 1.0, 1.0]
-    assert 0 < stage["results"]["after"]["eval_agreement"] < 1
+    assert 0 < stage["results"]["after"]["eval_rater_agreement"] < 1
 
 
 def test_skipped_prompts_are_counted(tmp_path):

@@ -132,7 +132,7 @@ _ROW_SPECS = (
         RankConfig,
         (Ranking, Preference),
         outputs={"ranked.jsonl": (Ranking,), "pairs.jsonl": (Preference,), "answers.jsonl": ()},
-        measures=("ranked", "raters", "seconds", "agreement"),
+        measures=("ranked", "raters", "rater_seconds", "rater_agreement"),
         any_column=True,
         implementation="burnish.methods.rank:Rank",
     ),

@@ -120,7 +120,7 @@ class Rank(RowMethod):
                 continue
             counts["made"] += 1
             measured["raters"].append(float(len(ranking)))
-            measured["seconds"] += [answer.seconds for answer in ranking if answer.seconds is not None]
+            measured["rater_seconds"] += [answer.seconds for answer in ranking if answer.seconds is not None]
             ranked += rows_of("ranking", [task], ranking)
             pairs += rows_of("preference", [task], ranking)
         made = {"ranked.jsonl": ranked, "pairs.jsonl": pairs, "answers.jsonl": said}
@@ -151,9 +151,9 @@ class Rank(RowMethod):
         alpha, interval = krippendorff_alpha(groups), interval_of_alpha(groups, seed=seed)
         if math.isnan(alpha):
             return {}
-        results = {"agreement": alpha}
+        results = {"rater_agreement": alpha}
         if interval is not None:
-            results |= {"agreement_low": interval[0], "agreement_high": interval[1]}
+            results |= {"rater_agreement_low": interval[0], "rater_agreement_high": interval[1]}
         return {"after": results}
 
 

@@ -247,14 +247,15 @@ METRICS: dict[str, Metric] = {
         "Ranked", "prompts whose completions have different scores, or that people have ranked", share=True
     ),
     "raters": Metric("Raters", "per prompt that is ranked"),
-    "seconds": Metric("Seconds", "that a person takes for a prompt"),
+    "rater_seconds": Metric("Seconds of a rater", "for each prompt"),
+    "rater_agreement": Metric(
+        "Agreement of raters", "Krippendorff's alpha of ranks; 1 is perfect and 0 is chance", "higher", headline=True
+    ),
     "changed": Metric(
         "Changed", "answers that differ from the first answer after all revisions", share=True, headline=True
     ),
     "revisions": Metric("Revisions", "made per answer", headline=True),
-    "agreement": Metric(
-        "Agreement", "of a judge with the labels, by pairs; or of people, by Krippendorff's alpha", "higher"
-    ),
+    "agreement": Metric("Agreement", "pairs in which the judge agrees with the labels", "higher", True, True),
     "kappa": Metric("Cohen's kappa", "agreement with the labels beyond chance; 1 is perfect", "higher", headline=True),
     "position_bias": Metric(
         "Position bias", "pairs in which the judge's choice changes with their order", "lower", True, True
