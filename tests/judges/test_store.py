@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -140,21 +142,29 @@ def test_threads_wait_for_a_question_in_flight(tmp_path: Path) -> None:
     stored.close()
 
 
-def write(path: Path, start: int, n: int) -> None:
-    stored, _ = judge(path)
-    for i in range(start, start + n):
-        stored.ask([question("x" * i)])
-    stored.close()
+WRITER = """\
+import sys
+from burnish.judges.protocol import Question
+from burnish.judges.store import StoredJudge, VerdictStore
+from scripted_judge import ScriptedJudge
+
+def length(asked):
+    p = 1 / (2 + len(asked.messages[0]["content"]))
+    return [p, 1 - p]
+
+stored = StoredJudge(ScriptedJudge(length), VerdictStore(sys.argv[1]), "")
+for i in range(int(sys.argv[2]), int(sys.argv[2]) + 20):
+    stored.ask([Question(({"role": "user", "content": "x" * i},), ("A", "B"))])
+stored.close()
+"""
 
 
 def test_processes_write_at_the_same_time(tmp_path: Path) -> None:
-    path, context = tmp_path / "v.sqlite", multiprocessing.get_context("spawn")
-    processes = [context.Process(target=write, args=(path, start, 20)) for start in (0, 10)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    path = tmp_path / "v.sqlite"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, "-c", WRITER, str(path), str(start)] for start in (0, 10)]
+    processes = [subprocess.Popen(command, env=environment) for command in commands]
+    assert [process.wait(60) for process in processes] == [0, 0]
     stored, own = judge(path)
     verdicts = stored.ask([question("x" * i) for i in range(30)])
     assert own.asked == []
