@@ -144,6 +144,7 @@ def test_threads_wait_for_a_question_in_flight(tmp_path: Path) -> None:
 
 WRITER = """\
 import sys
+from pathlib import Path
 from burnish.judges.protocol import Question
 from burnish.judges.store import StoredJudge, VerdictStore
 from scripted_judge import ScriptedJudge
@@ -152,7 +153,7 @@ def length(asked):
     p = 1 / (2 + len(asked.messages[0]["content"]))
     return [p, 1 - p]
 
-stored = StoredJudge(ScriptedJudge(length), VerdictStore(sys.argv[1]), "")
+stored = StoredJudge(ScriptedJudge(length), VerdictStore(Path(sys.argv[1])), "")
 for i in range(int(sys.argv[2]), int(sys.argv[2]) + 20):
     stored.ask([Question(({"role": "user", "content": "x" * i},), ("A", "B"))])
 stored.close()
