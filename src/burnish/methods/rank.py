@@ -83,10 +83,9 @@ class Rank(RowMethod):
         several = "" if raters == 1 else f" by {raters} people each"
         waits = self.settings.wait
         if waits == "never" or (waits == "auto" and not (sys.stdin.isatty() and sys.stdout.isatty())):
-            option = "" if raters == 1 else f" --raters {raters}"
             raise WaitingForPeople(
                 f"{run.folder}: {done:,} of {enough:,} prompts are ranked{several}. Open the page with\n"
-                f"  burnish label {database}{option}\n"
+                f"  burnish label {database} --raters {raters}\n"
                 "which prints its address. Then run the same command again."
             )
         page: Page = serve(
