@@ -120,6 +120,19 @@ def test_skipped_prompts_are_counted(tmp_path):
     assert made(tmp_path, "ranked.jsonl")[0]["scores"] == [1.0, 0.25, 0.25]
 
 
+def test_equal_rows_far_apart_are_one_task(tmp_path):
+    command = recipe(tmp_path, count=70)
+    rows = tmp_path / "colors.jsonl"
+    lines = rows.read_text("utf-8").splitlines(keepends=True)
+    rows.write_text("".join([*lines[:69], lines[0]]), "utf-8")  # in another chunk than the first row
+    with pytest.raises(WaitingForPeople, match="0 of 69 prompts"):
+        started(command)
+    answer(tmp_path, (1, 2, 3), 69)
+    manifest = json.loads((started(command) / "manifest.json").read_text("utf-8"))
+    assert manifest["stages"][0]["rows"]["rows"]["counts"] == {"made": 69, "skipped: equal to an earlier row": 1}
+    assert len(made(tmp_path, "ranked.jsonl")) == 69
+
+
 def test_the_command_line_exits_with_3(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "burnish", "run", *recipe(tmp_path)], capture_output=True, text=True, timeout=120

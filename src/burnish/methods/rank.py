@@ -48,6 +48,7 @@ class Rank(RowMethod):
     def __init__(self, **settings: Any) -> None:
         self.settings = RankConfig(**settings)
         self._answers: dict[str, list[Answer]] | None = None
+        self._sources: dict[str, str] = {}  # of each task, the first row that gives it
 
     def check(self, rows: list[Row], keys: Collection[str], reward_model: bool | None) -> None:
         """Check that there is something to rank."""
@@ -60,10 +61,10 @@ class Rank(RowMethod):
         Raises:
             WaitingForPeople: there is no terminal to wait in.
         """
-        kept = run.folder / ANSWERS
+        kept, tasks = run.folder / ANSWERS, self._tasks(rows, records, [])
+        self._sources = {task.id: task.source for task in tasks}
         if kept.is_file():
             return
-        tasks = self._tasks(rows, records, [])
         enough = len(tasks) if self.settings.enough is None else min(self.settings.enough, len(tasks))
         database = (
             run.run_folder / f"{run.folder.relative_to(run.run_folder).as_posix().replace('/', '-')}.labels.sqlite"
@@ -110,6 +111,9 @@ class Rank(RowMethod):
         ranked, pairs, said = [], [], []
         measured: dict[str, list[float]] = defaultdict(list)
         for task in tasks:
+            if self._sources[task.id] != task.source:
+                counts["skipped: equal to an earlier row"] += 1
+                continue
             given = answers.get(task.id, [])
             said += [asdict(answer) for answer in given]
             ranking = [answer for answer in given if answer.ranks is not None]
