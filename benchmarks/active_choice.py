@@ -6,7 +6,7 @@ A simulated person labels pairs of film reviews by the mean rating that people g
 linear reward head on frozen sentence embeddings learns from the labels (Bradley-Terry). The ensemble are five heads,
 each trained on a bootstrap sample of the labels. Each way of choosing starts from the same 20 random pairs and asks for
 20 more at a time. The table shows accuracy on held-out pairs, as the mean over 10 seeds, and the paired difference
-with its 95 % t interval.
+with its 95 % t interval; the last line is the mean of the curve.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from burnish.math.disagreement import disagreement
 from burnish.models.loading import package_folder, resolve
 from burnish.recipes.films import read_snippets
 
@@ -45,16 +46,6 @@ def embed(texts: list[str]) -> Vectors:
     return torch.nn.functional.normalize(torch.cat(parts), dim=-1).double().numpy()
 
 
-def disagreement(p: Vectors) -> Vectors:
-    """H(mean p) - mean H(p) in nats (N,), of the predictions p (M, N) of M heads (BALD, Houlsby et al. 2011)."""
-
-    def entropy(q: Vectors) -> Vectors:
-        inside = np.clip(q, 1e-12, 1 - 1e-12)
-        return -(inside * np.log(inside) + (1 - inside) * np.log1p(-inside))
-
-    return entropy(p.mean(axis=0)) - entropy(p).mean(axis=0)
-
-
 def fit(x: Vectors, y: Vectors, l2: float = 0.02) -> Vectors:
     """The weights (D,) of logistic regression on differences x (N, D) with labels y (N,), by Newton's method."""
     weights = np.zeros(x.shape[1])
@@ -62,7 +53,10 @@ def fit(x: Vectors, y: Vectors, l2: float = 0.02) -> Vectors:
         p = 1 / (1 + np.exp(-x @ weights))
         gradient = x.T @ (p - y) + l2 * len(y) * weights
         hessian = (x * (p * (1 - p))[:, None]).T @ x + l2 * len(y) * np.eye(x.shape[1])
-        weights -= np.linalg.solve(hessian, gradient)
+        step = np.linalg.solve(hessian, gradient)
+        weights -= step
+        if np.abs(step).max() < 1e-6:
+            break
     return weights
 
 
@@ -114,13 +108,17 @@ def main() -> None:
         for by, found in curves.items():
             found.append(curve(pool, labels, held_x, held_y, by, seed))
     print("| labels | random | disagreement | difference |\n| --- | --- | --- | --- |")
-    for count in SHOWN:
-        one, other = (np.array([found[count] for found in curves[by]]) for by in ("random", "disagreement"))
+    for counts in [*((count,) for count in SHOWN), range(START + STEP, END + 1, STEP)]:
+        name = f"{counts[0]}" if len(counts) == 1 else f"mean from {counts[0]} to {counts[-1]}"
+        one, other = (
+            np.array([np.mean([found[count] for count in counts]) for found in curves[by]])
+            for by in ("random", "disagreement")
+        )
         change = other - one
         half_width = T_QUANTILE * change.std(ddof=1) / np.sqrt(SEEDS)
         low, high = change.mean() - half_width, change.mean() + half_width
         print(
-            f"| {count} | {100 * one.mean():.1f} % | {100 * other.mean():.1f} % | "
+            f"| {name} | {100 * one.mean():.1f} % | {100 * other.mean():.1f} % | "
             f"{100 * change.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}] |"
         )
 

@@ -133,6 +133,22 @@ def test_equal_rows_far_apart_are_one_task(tmp_path):
     assert len(made(tmp_path, "ranked.jsonl")) == 69
 
 
+def test_pairs_of_a_row_count_as_one_row(tmp_path):
+    command = recipe(tmp_path, ", pairwise: true, enough: 4", count=2)
+    rows = tmp_path / "colors.jsonl"
+    rows.write_text("".join(rows.read_text("utf-8").splitlines(keepends=True)[i] for i in (0, 0, 1)), "utf-8")
+    with pytest.raises(WaitingForPeople, match="0 of 4 pairs"):
+        started(command)
+    answer(tmp_path, (1, 2), 2)
+    with Store(tmp_path / "run/rank.labels.sqlite") as store:
+        for task in store.tasks(shown_only=True)[2:]:
+            store.record(Answer(task.id, "Ann", None))
+    manifest = json.loads((started(command) / "manifest.json").read_text("utf-8"))
+    counts = {"made": 1, "skipped: equal to an earlier row": 1, "skipped: by people": 1}
+    assert manifest["stages"][0]["rows"]["rows"]["counts"] == counts
+    assert len(made(tmp_path, "pairs.jsonl")) == 2
+
+
 def test_the_command_line_exits_with_3(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "burnish", "run", *recipe(tmp_path)], capture_output=True, text=True, timeout=120
@@ -173,3 +189,45 @@ def test_label_shows_the_tasks_of_a_stage_that_waits(tmp_path):
     answer(tmp_path, (1, 2, 3), 3)
     labeling.export(database, "ranking", tmp_path / "out.jsonl", print)
     assert len((tmp_path / "out.jsonl").read_text("utf-8").splitlines()) == 3
+
+
+REWARDS = """\
+def ann(trajectories):
+    return [3.0 * (t.text == "Blue.") for t in trajectories]
+
+def bob(trajectories):
+    return [3.0 * (t.text == "Blue.") * (-1 if t.columns["argue"] else 1) for t in trajectories]
+"""
+
+
+def ordered(folder: Path, rewards: list[str]) -> list[str]:
+    """A recipe whose rewards disagree about every third row."""
+    rows, path = folder / "colors.jsonl", folder / "recipe.yaml"
+    lines = [
+        {"prompt": f"Name color {i}.", "completions": ["Blue.", "Red."], "scores": [0, 0], "argue": i % 3 == 2}
+        for i in range(6)
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    (folder / "mine.py").write_text(REWARDS, "utf-8")
+    path.write_text(RECIPE.format(settings=", enough: 2", rows=rows), "utf-8")
+    functions = ", ".join(f"{{function: 'mine.py:{name}'}}" for name in rewards)
+    return [str(path), f"out={folder / 'run'}", f"stages.rank.reward=[{functions}]"]
+
+
+def test_people_get_those_prompts_first_about_which_rewards_disagree(tmp_path):
+    command = ordered(tmp_path, ["ann", "bob"])
+    with pytest.raises(WaitingForPeople):
+        started(command)
+    with Store(tmp_path / "run/rank.labels.sqlite") as store:
+        prompts = [task.prompt[0]["content"] for task in store.tasks(shown_only=True)]
+    assert prompts == [f"Name color {i}." for i in (2, 5, 0, 1, 3, 4)]
+    answer(tmp_path, (1, 2), 2)
+    (stage,) = json.loads((started(command) / "manifest.json").read_text("utf-8"))["stages"]
+    assert [row["prompt"] for row in made(tmp_path, "ranked.jsonl")] == ["Name color 2.", "Name color 5."]
+    # both say .9526 (the sigmoid of 3) of four prompts; of two, .9526 and .0474, which is log 2 - H(.9526) = .5020
+    assert stage["results"]["after"]["eval_disagreement"] == pytest.approx(0.5020 / 3, abs=1e-4)
+
+
+def test_one_reward_cannot_disagree(tmp_path):
+    with pytest.raises(UserError, match="about which rewards disagree: expected two rewards or more, got 1"):
+        started(ordered(tmp_path, ["ann"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from burnish.models.loaded import Loaded, is_reward_model, load
 from burnish.render.encode import account
 from burnish.report.metrics import OF_EPISODES, describe
 from burnish.report.page import table_of
+from burnish.rewards.functions import close
 from burnish.types import Changed, Row
 
 
@@ -39,10 +41,12 @@ def evaluate(model: str, evaluation: Evaluation) -> dict[str, Any]:
     check_models(references, reward_models)
     eval_rows = _rows(evaluation, reward_models[0])
     setup = _setup(evaluation)
-    sides = [
-        _measured(load(reference, evaluation.template, reward_model=reward_models[0]), eval_rows.rows, setup)
-        for reference in references
-    ]
+    with ExitStack() as stack:
+        stack.callback(close, setup.rewards)
+        sides = [
+            _measured(load(reference, evaluation.template, reward_model=reward_models[0]), eval_rows.rows, setup)
+            for reference in references
+        ]
     if len(sides) == 2:
         sides[0] = with_wins(*sides)
     measures = compare(sides, evaluation.resamples, evaluation.seed)

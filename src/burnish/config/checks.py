@@ -404,6 +404,8 @@ def _reward_problem(stage: Stage) -> str | None:
     """A method that samples completions needs a reward; any other method would ignore it."""
     assert stage.method is not None
     method, rewards = stage.method.name, stage.reward
+    if method == "rank":
+        return _rank_problem(stage)
     if method in ROW_METHODS or stage.environment.classes:
         return None
     kinds = method_spec(method).kinds
@@ -411,6 +413,14 @@ def _reward_problem(stage: Stage) -> str | None:
     if kinds == (Prompt,) and not rewards:
         return f"method {method!r} needs a reward: [{{model: {{stage: NAME}}}}] or [{{function: file.py:name}}]"
     return f"method {method!r} does not use rewards: remove this key" if rewards and not samples else None
+
+
+def _rank_problem(stage: Stage) -> str | None:
+    """Rewards choose which prompts people get first: those about which they disagree."""
+    count = sum(reward.weight != 0 for reward in stage.reward)
+    if stage.reward and count < 2:
+        return f"rank shows those prompts first about which rewards disagree: expected two rewards or more, got {count}"
+    return None
 
 
 def _generator_problem(stage: Stage) -> str | None:

@@ -8,9 +8,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from burnish import files, progress
 from burnish.errors import UserError, WaitingForPeople
@@ -21,13 +25,19 @@ from burnish.label.server import Page, serve
 from burnish.label.store import Store
 from burnish.label.tasks import Answer, Highlight, Task, pairwise
 from burnish.math.agreement import interval_of_alpha, krippendorff_alpha
+from burnish.math.disagreement import disagreement
 from burnish.methods import ROW_METHODS
 from burnish.methods.settings import RankConfig
 from burnish.protocols import Made, RowMethod, RowRun
-from burnish.types import Changed, Preference, Ranking, Row
+from burnish.rewards.functions import NamedReward
+from burnish.rl.collect import scored
+from burnish.types import Changed, Preference, Ranking, Row, Trajectory
 
+EQUAL = "skipped: equal to an earlier row"
 ANSWERS = "answers.json"
 """The answers that the stage goes on with, in its folder. What people say later does not change its rows."""
+DISAGREEMENT = "disagreement.json"
+"""How far the stage's rewards disagree about each task, in its folder, so that a waiting stage scores only once."""
 LOOK_SECONDS = 0.3
 SHOWN = 4
 """Number of rows of a chunk that a person can read in the report."""
@@ -38,6 +48,8 @@ class Rank(RowMethod):
 
     The page opens in a terminal, and the stage waits until enough prompts have enough answers. Without a terminal, the
     stage stops with exit code 3, people rank with ``burnish label``, and the same command resumes.
+
+    If the stage has rewards, people get those prompts first about whose completions the rewards disagree most.
 
     The answers are in a database in the run's folder, which ``--fresh`` does not remove: equal completions are never
     ranked twice.
@@ -65,6 +77,9 @@ class Rank(RowMethod):
         self._sources = {task.id: task.source for task in tasks}
         if kept.is_file():
             return
+        if run.rewards:
+            found = _disagreement(tasks, run)
+            tasks.sort(key=lambda task: -found[task.id])
         enough = len(tasks) if self.settings.enough is None else min(self.settings.enough, len(tasks))
         database = (
             run.run_folder / f"{run.folder.relative_to(run.run_folder).as_posix().replace('/', '-')}.labels.sqlite"
@@ -80,12 +95,12 @@ class Rank(RowMethod):
         files.write_text(kept, json.dumps(answers, ensure_ascii=False))
 
     def _wait(self, database: Path, done: int, enough: int, run: RowRun) -> None:
-        raters = self.settings.raters
+        raters, what = self.settings.raters, "pairs" if self.settings.pairwise else "prompts"
         several = "" if raters == 1 else f" by {raters} people each"
         waits = self.settings.wait
         if waits == "never" or (waits == "auto" and not (sys.stdin.isatty() and sys.stdout.isatty())):
             raise WaitingForPeople(
-                f"{run.folder}: {done:,} of {enough:,} prompts are ranked{several}. Open the page with\n"
+                f"{run.folder}: {done:,} of {enough:,} {what} are ranked{several}. Open the page with\n"
                 f"  burnish label {database} --raters {raters}\n"
                 "which prints its address. Then run the same command again."
             )
@@ -93,41 +108,47 @@ class Rank(RowMethod):
             None, database, raters=raters, host=self.settings.host, port=self.settings.port, seed=run.seed
         )
         with page:
-            run.message(f"rank {enough:,} prompts{several} at {page.address}")
+            run.message(f"rank {enough:,} {what}{several} at {page.address}")
             run.message("Ctrl+C stops; every answer is kept, and the same command resumes")
             while done < enough:
-                progress.report("prompts ranked", done, enough)
+                progress.report(f"{what} ranked", done, enough)
                 time.sleep(LOOK_SECONDS)
                 done = page.store.counts(raters)[1]
-            progress.report("prompts ranked", enough, enough)
-            run.message(f"{done:,} prompts are ranked")
+            progress.report(f"{what} ranked", enough, enough)
+            run.message(f"{done:,} {what} are ranked")
 
     def make(self, rows: list[Row], records: list[Mapping[str, Any]], first: int, run: RowRun) -> Made:
         """Write what people said of a chunk of rows."""
         left_out: list[Changed] = []
         tasks = self._tasks(rows, records, left_out)
-        answers = self._kept(run.folder / ANSWERS)
-        counts: Counter[str] = Counter(f"skipped: {one.reason}" for one in left_out)
+        answers, apart = self._kept(run.folder / ANSWERS), _stored(run.folder / DISAGREEMENT)
+        became: dict[str, list[str]] = {row.source: [] for row in rows}  # of each row, what became of its tasks
+        for one in left_out:
+            became[one.source].append(EQUAL if one.reason.startswith("equal to") else f"skipped: {one.reason}")
         ranked, pairs, said = [], [], []
         measured: dict[str, list[float]] = defaultdict(list)
         for task in tasks:
             if self._sources[task.id] != task.source:
-                counts["skipped: equal to an earlier row"] += 1
+                became[task.source].append(EQUAL)
                 continue
             given = answers.get(task.id, [])
             said += [asdict(answer) for answer in given]
             ranking = [answer for answer in given if answer.ranks is not None]
             measured["ranked"].append(float(bool(ranking)))
+            if apart:
+                measured["disagreement"].append(apart[task.id])
             if not ranking:
-                counts["skipped: by people" if given else "skipped: not ranked"] += 1
+                became[task.source].append("skipped: by people" if given else "skipped: not ranked")
                 continue
-            counts["made"] += 1
+            became[task.source].append("made")
             measured["raters"].append(float(len(ranking)))
             measured["rater_seconds"] += [answer.seconds for answer in ranking if answer.seconds is not None]
             ranked += rows_of("ranking", [task], ranking)
             pairs += rows_of("preference", [task], ranking)
         made = {"ranked.jsonl": ranked, "pairs.jsonl": pairs, "answers.jsonl": said}
-        return Made(made, counts, measured, [])
+        counts = Counter("made" if "made" in each else next(iter(each), EQUAL) for each in became.values())
+        counts[EQUAL] += len(rows) - len(became)
+        return Made(made, +counts, measured, [])
 
     def _tasks(self, rows: list[Row], records: list[Mapping[str, Any]], left_out: list[Changed]) -> list[Task]:
         tasks = distinct(
@@ -158,6 +179,44 @@ class Rank(RowMethod):
         if interval is not None:
             results |= {"rater_agreement_low": interval[0], "rater_agreement_high": interval[1]}
         return {"after": results}
+
+
+def _disagreement(tasks: list[Task], run: RowRun) -> dict[str, float]:
+    """How far the stage's rewards disagree about each task, in nats. Computed once."""
+    path = run.folder / DISAGREEMENT
+    if not path.is_file():
+        run.message(f"{len(run.rewards)} rewards score the completions of {len(tasks):,} prompts")
+        scores = _scores(tasks, [reward for reward in run.rewards if reward.weight], run.seed)
+        found = {task.id: _of_pairs(scores[task.id]) for task in tasks}
+        files.write_text(path, json.dumps(found))
+    return _stored(path)
+
+
+def _stored(path: Path) -> dict[str, float]:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _scores(tasks: list[Task], rewards: list[NamedReward], seed: int) -> dict[str, npt.NDArray[np.float64]]:
+    """The weighted scores of each task by each reward, of shape (rewards, completions)."""
+    given = [_trajectory(task, i) for task in tasks for i in range(len(task.completions))]
+    trajectories = scored(given, rewards, seed=(seed, 0))
+    scores = np.array([[t.rewards[one.name] * one.weight for t in trajectories] for one in rewards])
+    ends = np.cumsum([len(task.completions) for task in tasks])
+    return {task.id: scores[:, end - len(task.completions) : end] for task, end in zip(tasks, ends, strict=True)}
+
+
+def _trajectory(task: Task, index: int) -> Trajectory:
+    messages = task.completions[index]
+    if len(messages) != 1:
+        raise UserError(f"{task.source}: a completion has {len(messages)} messages: rewards score only texts")
+    given = Trajectory.from_text(messages[0]["content"], task.prompt, columns=task.meta, source=task.source)
+    return replace(given, tools=task.tools)
+
+
+def _of_pairs(scores: npt.NDArray[np.float64]) -> float:
+    """The mean disagreement over the pairs of completions, whose scores (rewards, completions) are logits."""
+    gaps = np.stack([scores[:, i] - scores[:, j] for i, j in combinations(range(scores.shape[1]), 2)], axis=1)
+    return float(disagreement((1 + np.tanh(gaps / 2)) / 2).mean())
 
 
 def _answer(plain: Mapping[str, Any]) -> Answer:

@@ -251,6 +251,7 @@ METRICS: dict[str, Metric] = {
     "rater_agreement": Metric(
         "Agreement of raters", "Krippendorff's alpha of ranks; 1 is perfect and 0 is chance", "higher", headline=True
     ),
+    "disagreement": Metric("Disagreement", "of the rewards about the completions of a prompt, in nats"),
     "changed": Metric(
         "Changed", "answers that differ from the first answer after all revisions", share=True, headline=True
     ),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from burnish.errors import UserError, did_you_mean
 from burnish.rewards.judge import JudgeReward
 from burnish.rewards.model import ModelReward
+from burnish.rewards.remote import RemoteReward
 from burnish.rewards.steps import StepReward
 from burnish.types import Columns, Reward, Trajectory
 from burnish.user_code import user_code
@@ -71,7 +72,7 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
 def close(rewards: Iterable[NamedReward]) -> None:
     """Close the connections of rewards that have some."""
     for reward in rewards:
-        if isinstance(reward.function, JudgeReward):
+        if isinstance(reward.function, JudgeReward | RemoteReward):
             reward.function.close()
 
 
