@@ -106,7 +106,7 @@ class StepValue(Method):
 
 @torch.no_grad()
 def measured(values: Tensor, targets: Tensor, outcomes: Tensor, depths: Tensor) -> dict[str, Metric]:
-    """How good values (B, T) are, over step ends; targets, outcomes and depths (B, T) as in ``data.solutions``.
+    """How good values (B, T) are, over step ends; targets, outcomes and depths (B, T) as in ``render.solutions``.
 
     value_correct, value_incorrect: squared error in solutions of that outcome. value_first, value_middle, value_last:
     squared error of the steps in each third of their solution, the last step of which always belongs to the last.
