@@ -29,11 +29,9 @@ def test_answers_become_polite_by_a_constitution_and_a_judge(
     stages = {stage["name"]: stage for stage in json.loads((folder / "manifest.json").read_text("utf-8"))["stages"]}
     results = stages["ppo"]["results"]
     for name in ("score", "reward_polite", "reward_exact"):
-        change = [results["after"][f"eval_{name}_change{end}"] for end in ("", "_low", "_high")]
-        start, end = results["before"][f"eval_{name}"], results["after"][f"eval_{name}"]
-        record_property(
-            f"PPO, {name}", f"{start:.3f} -> {end:.3f}: {change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]"
-        )
+        before_ppo, after_ppo = (results[side][f"eval_{name}"] for side in ("before", "after"))
+        low, high = (results["after"][f"eval_{name}_change_{end}"] for end in ("low", "high"))
+        record_property(f"PPO, {name}", f"{before_ppo:.3f} -> {after_ppo:.3f}, change in [{low:+.3f}, {high:+.3f}]")
     assert after > before + 0.2
     assert results["after"]["eval_reward_polite_change_low"] > 0
-    assert results["after"]["eval_reward_exact_change"] > -0.05
+    assert results["after"]["eval_reward_exact"] > results["before"]["eval_reward_exact"] - 0.05

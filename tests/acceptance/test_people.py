@@ -103,14 +103,13 @@ def test_rankings_in_a_browser_become_a_reward_model_and_a_better_policy(
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
     (results,) = (stage["results"] for stage in manifest["stages"] if stage["name"] == "ppo")
     before, after = results["before"], results["after"]
-    change = [after[f"eval_reward_vader_change{end}"] for end in ("", "_low", "_high")]
+    least, most = (after[f"eval_reward_vader_change_{end}"] for end in ("low", "high"))
     record_property(
         "the rater's score",
-        f"{before['eval_reward_vader']:.3f} -> {after['eval_reward_vader']:.3f}: "
-        f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]",
+        f"{before['eval_reward_vader']:.3f} -> {after['eval_reward_vader']:.3f}, change in [{least:+.3f}, {most:+.3f}]",
     )
     assert low > 0.65
-    assert change[1] > 0
+    assert least > 0
 
 
 def agreement_with_the_rater(out: Path) -> list[float]:
