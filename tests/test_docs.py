@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-FILE = re.compile(r"(?<![\w./-])(?:data/)?[\w-]+\.(?:jsonl|json|csv|parquet)\b")
+FILE = re.compile(r"(?<![\w./-])(?:(?:runs/[\w-]+/\w+/)?data/)?[\w-]+\.(?:jsonl|json|csv|parquet)\b")
 FUNCTION = re.compile(r"[\w./]+:[A-Za-z_]\w*")
 STAGE_FOLDER = re.compile(r"\bruns/([a-z][\w-]*)/(\w+)(?:/model|/adapter)?\b(?!\.)")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.judges.combine import agrees, clamp, expected_grade, kappa, label
+from burnish.judges.combine import agrees, clamp, expected_grade, kappa, label, label_of_grades
 
 P = st.floats(0, 1)
 
@@ -46,6 +46,27 @@ def test_a_judge_that_is_right_with_probability_p_gives_the_label_p(p: float) ->
         bias += weight * one.biased
     assert expected == pytest.approx(p, abs=1e-12)
     assert bias == pytest.approx(2 * p * (1 - p), abs=1e-12)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=2, max_size=2))
+def test_labels_of_grades_are_opposite_and_move_with_the_grades(counts: list[list[int]]) -> None:
+    first, second = ([one / sum(of) for one in of] for of in counts)
+    p = label_of_grades([first], [second])
+    assert p == pytest.approx(1 - label_of_grades([second], [first]), abs=1e-15)
+    assert 0 <= p <= 1
+    assert label_of_grades([first], [first]) == 0.5
+    enumerated = sum(first[a] * second[b] * ((a > b) + 0.5 * (a == b)) for a, b in product(range(4), repeat=2))
+    assert p == pytest.approx(enumerated)
+    assert label_of_grades([[0.0, *first]], [[*second, 0.0]]) >= p - 1e-15  # one grade higher
+
+
+def test_labels_of_grades_by_hand() -> None:
+    assert label_of_grades([[0, 0, 1]], [[0, 1, 0]]) == 1
+    assert label_of_grades([[0.5, 0.5]], [[0.25, 0.75]]) == 0.375  # 0.5 x 0.25 + (0.5 x 0.25 + 0.5 x 0.75) / 2
+    assert label_of_grades([[1, 0], [0, 1]], [[0, 1], [0, 1]]) == 0.25  # the mean of 0 and 0.5
+    for first, second in (([], []), ([[1, 0]], [])):
+        with pytest.raises(ValueError, match="verdicts on one completion"):
+            label_of_grades(first, second)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 10])

@@ -127,6 +127,27 @@ def test_labels_are_averaged_over_principles_and_clamped(make: Make, tmp_path: P
     assert row["p_chosen"] == pytest.approx(0.6)
 
 
+def test_pairs_by_the_grade_of_each_completion(make: Make) -> None:
+    def script(asked: Question) -> Sequence[float]:
+        assert len(asked.choices) == 10
+        reply = asked.messages[0]["content"].split("<reply>\n")[1].split("\n</reply>")[0]
+        return [0.0] * 4 + ([0.25, 0.75] if reply in {"two", "three"} else [0.75, 0.25]) + [0.0] * 4
+
+    made = make(script, PAIRS, Preference, pointwise=True, principles=["Be brief.", "Be kind."])
+    first, second = made.files["pairs.jsonl"]
+    # P(6 and 5) + (P(5 and 5) + P(6 and 6)) / 2 = 0.5625 + 0.1875
+    assert (first["chosen"], first["rejected"], first["p_chosen"]) == ("two", "a dog", 0.75)
+    assert (second["chosen"], second["rejected"], second["p_chosen"]) == ("three", "a cat", 0.75)
+    assert made.measured["agreement"] == [1, 1] and "position_bias" not in made.measured
+    line, _ = made.files["verdicts.jsonl"]
+    assert [(one["principle"], one["graded"]) for one in line["verdicts"]] == [
+        (principle, graded) for principle in ("Be brief.", "Be kind.") for graded in ("first", "second")
+    ]
+    assert line["p_first"] == 0.75 and "biased" not in line
+    tied = make(uniform, [RANKING], Ranking, pointwise=True, ties="drop")
+    assert tied.files["pairs.jsonl"] == [] and tied.measured["ties"] == [1, 1, 1]
+
+
 RANKING = {"prompt": "Name a number.", "completions": ["one", "a dog", "three"], "scores": [2, 0, 1]}
 
 

@@ -101,22 +101,23 @@ def test_soft_pairs_carry_the_share_of_raters(archive: Path, tmp_path: Path) -> 
         assert row["p_chosen"] == pytest.approx(8.5 / 9 if better - worse == 2 else 1.0)
 
 
-def test_a_judges_questions_name_the_letter_of_the_chosen_snippet(archive: Path, tmp_path: Path) -> None:
+def test_a_judges_questions_have_the_grade_that_people_gave(archive: Path, tmp_path: Path) -> None:
     films.prepare(
         tmp_path, 0, archive=str(archive), pairs=1, pairs_held_out=1, prompts=1, system="Be brief.", questions=40,
         principle="Prefer praise.",
     )  # fmt: skip
-    letters = []
-    for row in read(tmp_path / "data" / "questions.jsonl"):
+    rows = read(tmp_path / "data" / "questions.jsonl")
+    assert len(rows) == 40
+    for row in rows:
         assert row.keys() == {"prompt", "completion"} and "Prefer praise." in row["prompt"]
         assert "System: Be brief.\n\nUser: " in row["prompt"]
-        ratings = {
-            letter: int(re.findall(rf"<reply {letter}>\nSentence number (\d+)\.", row["prompt"])[0]) % 9
-            for letter in "AB"
-        }
-        assert max(ratings, key=ratings.__getitem__) == row["completion"]
-        letters.append(row["completion"])
-    assert 8 < letters.count("A") < 32  # of 40 tosses of a coin: the standard deviation is 3.2
+        mean = int(re.findall(r"<reply>\nSentence number (\d+)\.", row["prompt"])[0]) % 9 - 4
+        assert int(row["completion"]) == films.grade(mean)
+
+
+def test_grades_of_mean_ratings() -> None:
+    means = (-4.0, -3.0, -1.0, 0.2, 1.0, 3.0, 4.0)  # 5.5 + 1.5 mean: -0.5, 1, 4, 5.8, 7, 10, 11.5
+    assert [films.grade(mean) for mean in means] == [1, 1, 4, 6, 7, 10, 10]
 
 
 def test_agreement_counts_ties_half() -> None:

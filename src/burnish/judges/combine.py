@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
 
@@ -36,6 +37,30 @@ def label(direct: Sequence[float], swapped: Sequence[float]) -> Label:
         raise ValueError(f"{len(direct)} verdicts in one order and {len(swapped)} in the other")
     first, second = fmean(direct), fmean(swapped)
     return Label(0.5 + (first - second) / 2, (first - 0.5) * (0.5 - second) < 0)
+
+
+def label_of_grades(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
+    """The label of a pair from the grades of each completion: the probability that the first one is better.
+
+    It is P(grade of first > grade of second) + P(the grades are equal) / 2, averaged over principles. The grades of the
+    two completions are taken as independent. Swapping the completions gives 1 minus this label.
+
+    Args:
+        first: for each principle, the probabilities of the grades 1..n of the first completion.
+        second: those of the second completion.
+
+    Raises:
+        ValueError: there is no verdict, or the numbers of verdicts or of grades differ.
+    """
+    if not first or len(first) != len(second):
+        raise ValueError(f"{len(first)} verdicts on one completion and {len(second)} on the other")
+    return fmean(0.5 + (_higher(a, b) - _higher(b, a)) / 2 for a, b in zip(first, second, strict=True))
+
+
+def _higher(a: Sequence[float], b: Sequence[float]) -> float:
+    """P(grade of a > grade of b) of independent grades."""
+    below = [0.0, *accumulate(b)]
+    return math.fsum(p * q for p, q in zip(a, below[:-1], strict=True))
 
 
 def clamp(p: float, distance: float | None) -> float:

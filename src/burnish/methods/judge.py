@@ -15,7 +15,7 @@ from typing import Any
 from burnish import progress
 from burnish.data.formats import other_columns
 from burnish.errors import UserError
-from burnish.judges.combine import agrees, clamp, expected_grade, kappa, label
+from burnish.judges.combine import agrees, clamp, expected_grade, kappa, label, label_of_grades
 from burnish.judges.protocol import NoVerdictError, Question, Verdict
 from burnish.judges.questions import pair_question, score_question
 from burnish.judges.store import Answer
@@ -32,7 +32,7 @@ STORED = "every verdict so far is stored; run the same command again to ask only
 
 @dataclass
 class _Item:
-    """A pair of completions, or a single one, and the answers of the judge: one a principle and order."""
+    """A pair of completions, or a single one, and the answers of the judge: those of each principle in turn."""
 
     index: int
     id: str
@@ -52,7 +52,7 @@ class _Item:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """The verdicts: for each principle, those in both orders; of a single completion, one."""
+        """The verdicts of each principle in turn: two on a pair, in both orders or of both grades; one on a sample."""
         return [answer.verdict for answer in self.answers if isinstance(answer.verdict, Verdict)]
 
 
@@ -60,9 +60,10 @@ class Judge(RowMethod):
     """Writes ``pairs.jsonl``, pairs with ``p_chosen``, or ``scored.jsonl``, samples with a ``score`` in [-1, 1].
 
     The judge reads every pair in both orders. p is the mean of both and over all principles, so that a judge that only
-    looks at the position gives 0.5. The likelier completion is ``chosen``. A sample is graded from 1 to 10, and its
-    score is the expected grade, rescaled to [-1, 1]. ``verdicts.jsonl`` has the probabilities of every question before
-    they are combined, and ``failed.jsonl`` what has no verdict.
+    looks at the position gives 0.5. With ``pointwise``, it grades each completion from 1 to 10 instead, and p is the
+    probability that the first grade is higher. The likelier completion is ``chosen``. A sample is graded in the same
+    way, and its score is the expected grade, rescaled to [-1, 1]. ``verdicts.jsonl`` has the probabilities of every
+    question before they are combined, and ``failed.jsonl`` what has no verdict.
     """
 
     spec = ROW_METHODS["judge"]
@@ -115,8 +116,9 @@ class Judge(RowMethod):
 
     def _questions(self, item: _Item) -> Iterator[Question]:
         for principle in self.principles:
-            if len(item.completions) == 1:
-                yield score_question(item.prompt, item.completions[0], principle)
+            if len(item.completions) == 1 or self.settings.pointwise:
+                for completion in item.completions:
+                    yield score_question(item.prompt, completion, principle)
             else:
                 first, second = item.completions
                 yield pair_question(item.prompt, first, second, principle)
@@ -149,9 +151,14 @@ class Judge(RowMethod):
 
     def _pair(self, item: _Item, measured: dict[str, list[float]]) -> tuple[dict[str, Any], dict[str, Any], bool]:
         """The row of a pair, its line of verdicts, and whether it is kept."""
-        first = [verdict.probabilities[0] for verdict in item.verdicts]
-        p, biased = label(first[::2], first[1::2])
-        measured["position_bias"].append(float(biased))
+        given = [verdict.probabilities for verdict in item.verdicts]
+        result: dict[str, Any] = {}
+        if self.settings.pointwise:
+            p = label_of_grades(given[::2], given[1::2])
+        else:
+            p, biased = label([one[0] for one in given[::2]], [one[0] for one in given[1::2]])
+            measured["position_bias"].append(float(biased))
+            result = {"biased": biased}
         measured["ties"].append(float(p == 0.5))
         if item.theirs is not None:
             measured["agreement"].append(float(agrees(p - 0.5, item.theirs)))
@@ -159,7 +166,7 @@ class Judge(RowMethod):
         chosen, rejected = item.completions if p >= 0.5 else item.completions[::-1]
         answers = {"chosen": _text_or_messages(chosen), "rejected": _text_or_messages(rejected)}
         row = _prompt(item) | answers | {"p_chosen": max(limited, 1 - limited)} | _provenance(item)
-        result = {"p_first": p, "biased": biased} | _verdicts(item, self.principles)
+        result = {"p_first": p} | result | self._verdicts(item)
         return row, result, p != 0.5 or self.settings.ties == "keep"
 
     def _single(self, item: _Item, measured: dict[str, list[float]]) -> tuple[dict[str, Any], dict[str, Any], bool]:
@@ -168,8 +175,37 @@ class Judge(RowMethod):
         measured["score"].append(score)
         (completion,) = item.completions
         row = _prompt(item) | {"completion": _text_or_messages(completion), "score": score}
-        result = {"score": score} | _verdicts(item, self.principles)
+        result = {"score": score} | self._verdicts(item)
         return row | {"rewards": {"judge": score}} | _provenance(item), result, True
+
+    def _verdicts(self, item: _Item) -> dict[str, Any]:
+        """What verdicts.jsonl keeps: which row, its own label, and the probabilities before they are combined.
+
+        Times are left out, because an interrupted run ends with the same bytes.
+        """
+        asked: tuple[dict[str, str], ...] = ({},)
+        if len(item.completions) == 2:
+            both = ("first", "second") if self.settings.pointwise else ("AB", "BA")
+            asked = tuple({"graded" if self.settings.pointwise else "order": one} for one in both)
+        keys = [
+            ({} if principle is None else {"principle": principle}) | one
+            for principle in self.principles
+            for one in asked
+        ]
+        verdicts = [
+            {
+                **key,
+                "probabilities": list(verdict.probabilities),
+                "mass": verdict.mass,
+                **({"reasoning": verdict.reasoning} if verdict.reasoning else {}),
+                "calls": verdict.calls,
+                "tokens": verdict.tokens,
+                "cost": verdict.cost,
+                "cached": answer.cached,
+            }
+            for key, answer, verdict in zip(keys, item.answers, item.verdicts, strict=True)
+        ]
+        return {**_name(item), "label": item.theirs, "verdicts": verdicts}
 
     def results(self, folder: Path, seed: int) -> Mapping[str, Mapping[str, float]]:
         """The total number of calls, cached verdicts and tokens, the cost, and Cohen's kappa with the labels."""
@@ -217,30 +253,6 @@ def _text_or_messages(completion: Messages) -> str | list[Any]:
     """The text of a completion that is one message without tool calls or reasoning, or else its messages."""
     plain = len(completion) == 1 and completion[0].keys() == {"role", "content"}
     return completion[0]["content"] if plain else list(completion)
-
-
-def _verdicts(item: _Item, principles: Sequence[str | None]) -> dict[str, Any]:
-    """What verdicts.jsonl keeps: which row, its own label, and every question's probabilities before they are combined.
-
-    Times are left out, because an interrupted run ends with the same bytes.
-    """
-    orders = ("AB", "BA") if len(item.completions) == 2 else ("",)
-    keys = [(principle, order) for principle in principles for order in orders]
-    verdicts = [
-        {
-            **({"principle": principle} if principle is not None else {}),
-            **({"order": order} if order else {}),
-            "probabilities": list(verdict.probabilities),
-            "mass": verdict.mass,
-            **({"reasoning": verdict.reasoning} if verdict.reasoning else {}),
-            "calls": verdict.calls,
-            "tokens": verdict.tokens,
-            "cost": verdict.cost,
-            "cached": answer.cached,
-        }
-        for (principle, order), answer, verdict in zip(keys, item.answers, item.verdicts, strict=True)
-    ]
-    return {**_name(item), "label": item.theirs, "verdicts": verdicts}
 
 
 def _name(item: _Item) -> dict[str, str]:

@@ -174,6 +174,11 @@ class JudgeConfig(Config):
         description="what to judge by: a list of texts, or a YAML file of principles with compare: beside the recipe; "
         "labels are averaged over them. Default: helpful, correct and harmless",
     )
+    pointwise: bool = Field(
+        False,
+        description="grade each completion of a pair by itself instead of comparing the two; p_chosen is then the "
+        "probability that the chosen one has the higher grade, plus half of that of equal grades",
+    )
     pairs: Literal["all", "adjacent", "best_worst"] = Field(
         "all",
         description="rankings: which completions of a prompt are compared; adjacent: neighbors in the order of their "

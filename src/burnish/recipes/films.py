@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import UserError
-from burnish.judges.questions import pair_question
+from burnish.judges.questions import score_question
 from burnish.recipes import write_rows
 from burnish.types import Messages, Trajectory
 
@@ -107,9 +107,9 @@ def prepare(
         gap: the mean ratings of the two snippets in a pair differ by more than this.
         soft: add ``p_chosen`` to each pair: the fraction of pairs of raters who would prefer the chosen snippet.
         system: a system message before every request.
-        questions: number of pairs of training snippets in ``questions.jsonl``, as a judge is asked about them, with the
-            letter of the one that people rated higher; 0 writes no file.
-        principle: what the judge is asked to prefer.
+        questions: number of training snippets in ``questions.jsonl``, as a judge is asked to grade them, with the grade
+            that people gave; 0 writes no file.
+        principle: what the judge grades by.
 
     Raises:
         UserError: if the archive is missing or is a different one, or ``held_out`` or ``gap`` leaves no rows.
@@ -139,9 +139,8 @@ def prepare(
     write("prompts-eval.jsonl", [{"prompt": wording.format(film)} for wording, film in others])
     write("pairs-eval-shuffled.jsonl", [swap_labels(row) if rng.random() < 0.5 else row for row in held])
     if questions:
-        judged = preference_rows(rng, requests, seen, questions, gap, soft)
-        rows_of_judge = (question_row(row, system, principle, swapped=rng.random() < 0.5) for row in judged)
-        write_rows(folder / "data" / "questions.jsonl", rows_of_judge)
+        graded = (question_row(rng.choice(requests), snippet, system, principle) for snippet in seen[:questions])
+        write_rows(folder / "data" / "questions.jsonl", graded)
 
 
 def vader(trajectories: list[Trajectory]) -> list[float]:
@@ -235,13 +234,16 @@ def preference_rows(
     return rows
 
 
-def question_row(row: dict[str, Any], system: str | None, principle: str | None, *, swapped: bool) -> dict[str, str]:
-    """A pair as a judge is asked about it, and the letter of the chosen snippet, which is the second one if swapped."""
-    prompt = messages("user", row["prompt"]) if system is None else messages("system", system, "user", row["prompt"])
-    chosen, rejected = messages("assistant", row["chosen"]), messages("assistant", row["rejected"])
-    first, second = (rejected, chosen) if swapped else (chosen, rejected)
-    question = pair_question(prompt, first, second, principle)
-    return {"prompt": question.messages[-1]["content"], "completion": question.choices[swapped]}
+def question_row(request: str, snippet: Snippet, system: str | None, principle: str | None) -> dict[str, str]:
+    """A snippet as a judge is asked to grade it, and the grade that people gave."""
+    prompt = messages("user", request) if system is None else messages("system", system, "user", request)
+    question = score_question(prompt, messages("assistant", snippet.text), principle)
+    return {"prompt": question.messages[-1]["content"], "completion": str(grade(snippet.mean))}
+
+
+def grade(mean: float) -> int:
+    """The grade of a mean rating: 1 for -3 and below, 10 for 3 and above, where few means are."""
+    return min(10, max(1, round(5.5 + 1.5 * mean)))
 
 
 def messages(*roles_and_texts: str) -> Messages:
