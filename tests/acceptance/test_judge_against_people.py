@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
+from burnish.judges.combine import label_of_grades
 from burnish.judges.local import LocalJudge
-from burnish.judges.questions import pair_question
+from burnish.judges.protocol import Verdict
+from burnish.judges.questions import score_question
 from burnish.math.statistics import interval_of_mean
 from burnish.models.loaded import load
 from burnish.recipes import films
@@ -36,7 +38,7 @@ from tiny_runs import json_rows
 pytestmark = pytest.mark.acceptance
 
 ARCHIVE = Path("data/vaderSentiment-3.3.2.tar.gz")
-PRINCIPLE = "Prefer the reply that likes the film more."
+PRINCIPLE = "A good reply likes the film."
 PAIRS = 300
 
 
@@ -74,24 +76,17 @@ def test_a_trained_judge_and_its_reward_model_agree_with_people(
     prompts = [films.messages("system", row["system"], "user", row["prompt"]) for row in rows]
 
     judge = load(str(run / "judge" / "model"))
-    answers = [
-        (films.messages("assistant", row["chosen"]), films.messages("assistant", row["rejected"])) for row in rows
-    ]
     questions = [
-        pair_question(prompt, first, second, PRINCIPLE)
-        for prompt, (chosen, rejected) in zip(prompts, answers, strict=True)
-        for first, second in ((chosen, rejected), (rejected, chosen))
+        score_question(prompt, films.messages("assistant", row[side]), PRINCIPLE)
+        for row, prompt in zip(rows, prompts, strict=True)
+        for side in ("chosen", "rejected")
     ]
-    verdicts = LocalJudge(judge.model, judge.tokenizer).ask(questions)
-    p_chosen = [
-        (one.probabilities[0] + two.probabilities[1]) / 2
-        for one, two in zip(verdicts[::2], verdicts[1::2], strict=True)
-    ]
+    grades = []
+    for verdict in LocalJudge(judge.model, judge.tokenizer).ask(questions):
+        assert isinstance(verdict, Verdict)
+        grades.append(verdict.probabilities)
+    p_chosen = [label_of_grades([one], [two]) for one, two in zip(grades[::2], grades[1::2], strict=True)]
     agreement = {"judge": [(p > 0.5) + 0.5 * (p == 0.5) for p in p_chosen]}
-    biased = [
-        (one.probabilities[0] > 0.5) != (two.probabilities[1] > 0.5)
-        for one, two in zip(verdicts[::2], verdicts[1::2], strict=True)
-    ]
 
     loaded = load(str(run / "reward" / "model"), reward_model=True)
     trajectories = list(
@@ -106,7 +101,6 @@ def test_a_trained_judge_and_its_reward_model_agree_with_people(
         agreement[name] = [(one > two) + 0.5 * (one == two) for one, two in better]
     for name, right in agreement.items():
         record_property(name, shares(right))
-    record_property("winner changes with the order", shares([float(one) for one in biased]))
     ppo = next(
         stage["results"]
         for stage in json.loads((run / "manifest.json").read_text())["stages"]
@@ -157,6 +151,7 @@ stages:
   - name: labels
     method:
       name: judge
+      pointwise: true
       principles: ["{principle}"]
       judge:
         {{url: "{url}/v1", name: judge, key: JUDGE_KEY, concurrency: {calls}, timeout: 10, retries: 12, backoff: 0.1}}
