@@ -348,6 +348,13 @@ def test_everything_works_by_keyboard_alone(start: StartServer, browser: Browser
     press("3")
     expect(ranks).to_have_text(["1st", "2nd", "3rd"])
     expect(page.locator("#status")).to_have_text("completion 2 1st, completion 3 2nd, completion 1 3rd")
+    press("1")  # has the last rank already
+    expect(ranks).to_have_text(["1st", "2nd", "3rd"])
+    press("1")  # starts over
+    expect(ranks).to_have_text(["1st", "Rank", "Rank"])
+    press("r")
+    press("2")
+    press("3")
     press("t")  # completion 3 with 2
     expect(ranks).to_have_text(["=1st", "=1st", "2nd"])
     press("t")

@@ -60,6 +60,7 @@ let state = null; // what the server sent
 let cards = []; // one for each completion, in the order shown: { card, rank, list, texts, open, marks }
 let groups = []; // the ranking, best first: lists of tied completions
 let selected = 0;
+let filledIn = -1; // the completion that has just got the last rank because no other was left
 let busy = false;
 
 const hasKeys = !window.matchMedia("(hover: none)").matches; // else it is a phone
@@ -73,13 +74,20 @@ function take(i) {
 }
 
 function rankNext(i) {
+  if (i === filledIn) { // people who press every number also press the last one
+    filledIn = -1;
+    return select(i);
+  }
   if (isPair()) groups = [[i], [1 - i]];
   else if (!unranked().length) groups = [[i]];
   else if (groupOf(i) >= 0) take(i);
   else groups.push([i]);
-  if (groupOf(i) >= 0 && unranked().length === 1) groups.push(unranked());
+  const [last, ...others] = unranked();
+  const fills = groupOf(i) >= 0 && last !== undefined && !others.length;
+  if (fills) groups.push([last]);
   select(i);
   changed();
+  if (fills) filledIn = last;
 }
 
 function rankRest() {
@@ -136,6 +144,7 @@ function rankOf(i) {
 }
 
 function changed() {
+  filledIn = -1;
   draw();
   const left = unranked().length;
   const said = inOrder().filter((i) => groupOf(i) >= 0).map((i) => `completion ${i + 1} ${rankOf(i).replace("=", "tied ")}`);
@@ -383,6 +392,7 @@ function show(next, message = "") {
   $("comment").value = task.comment;
   cards.forEach((_, i) => drawCompletion(i));
   selected = 0;
+  filledIn = -1;
   draw();
   announce(message);
   $("title").focus({ preventScroll: true });
