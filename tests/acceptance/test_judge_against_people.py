@@ -1,4 +1,4 @@
-"""RLAIF on film reviews: agreement with people of a judge, of the reward model that learns from it, and of a lexicon."""
+"""RLAIF on film reviews: how often a judge, the reward model that learns from it, and a lexicon agree with people."""
 
 from __future__ import annotations
 
