@@ -20,7 +20,6 @@ from burnish.config.resolve import model_reference
 from burnish.math.statistics import interval_of_mean
 from burnish.models.loading import load_reward_model, load_tokenizer
 from burnish.models.settings import StageModel
-from burnish.recipes.films import analyzer
 from burnish.rewards.model import ModelReward
 from burnish.types import Messages, Trajectory
 
@@ -32,9 +31,15 @@ PROMPTS, NOISE = 50, 0.1
 Record = Callable[[str, object], None]
 
 
-def liking(text: str) -> float:
-    """The rule of the rater, who likes kind reviews: the sentiment of a text by a lexicon, from -1 to 1."""
-    return analyzer().polarity_scores(text)["compound"]
+RULE = """\
+def brevity(trajectories):
+    return [-len(t.text.split()) for t in trajectories]
+"""
+
+
+def liking(text: str) -> int:
+    """The rule of the rater, who likes short reviews: minus the number of words."""
+    return -len(text.split())
 
 
 def burnish(*command: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +61,7 @@ def page() -> Iterator[Page]:
 
 
 def rank(page: Page, address: str, rng: random.Random) -> None:
-    """Rank all prompts by keys, the kindest review first. One ranking of ten is random."""
+    """Rank all prompts by keys, the shortest review first. One ranking of ten is random."""
     page.goto(address)
     page.get_by_label("Your name").fill("Ann")
     page.keyboard.press("Enter")
@@ -65,11 +70,14 @@ def rank(page: Page, address: str, rng: random.Random) -> None:
         cards = sorted(
             (c.locator("h2").inner_text(), c.locator(".body").inner_text()) for c in page.locator(".card").all()
         )
-        order = sorted(range(len(cards)), key=lambda i: -liking(cards[i][1]))
+        likings = [liking(text) for _, text in cards]
         if rng.random() < NOISE:
-            rng.shuffle(order)
-        for i in order:
+            rng.shuffle(likings)
+        order = sorted(range(len(cards)), key=lambda i: -likings[i])
+        for above, i in zip([None, *order], order, strict=False):
             page.keyboard.press(str(i + 1))
+            if above is not None and likings[i] == likings[above]:
+                page.keyboard.press("t")
         page.keyboard.press("Enter")
     expect(page.locator("#done-title")).to_be_visible()
 
@@ -81,7 +89,9 @@ def test_rankings_in_a_browser_become_a_reward_model_and_a_better_policy(
         pytest.skip(f"{ARCHIVE} does not exist: run make data")
     out = tmp_path / "run"
     # The rater's score is logged in PPO, and not used.
-    reward = "stages.ppo.reward=[{model: {stage: reward}}, {function: burnish.recipes.films:vader, weight: 0}]"
+    (tmp_path / "rater.py").write_text(RULE, "utf-8")
+    scorer = f"{{function: {tmp_path / 'rater.py'}:brevity, weight: 0, name: brevity}}"
+    reward = f"stages.ppo.reward=[{{model: {{stage: reward}}}}, {scorer}]"
     command = ["run", "people", f"out={out}", reward, f"stages.prepare.with.archive={ARCHIVE.resolve()}"]
     waiting = burnish(*command)
     assert waiting.returncode == 3, waiting.stderr[-2000:]
@@ -106,11 +116,9 @@ def test_rankings_in_a_browser_become_a_reward_model_and_a_better_policy(
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
     (results,) = (stage["results"] for stage in manifest["stages"] if stage["name"] == "ppo")
     before, after = results["before"], results["after"]
-    least, most = (after[f"eval_reward_vader_change_{end}"] for end in ("low", "high"))
-    record_property(
-        "the rater's score",
-        f"{before['eval_reward_vader']:.3f} -> {after['eval_reward_vader']:.3f}, change in [{least:+.3f}, {most:+.3f}]",
-    )
+    least, most = (after[f"eval_reward_brevity_change_{end}"] for end in ("low", "high"))
+    scores = f"{before['eval_reward_brevity']:.1f} -> {after['eval_reward_brevity']:.1f}"
+    record_property("the rater's score", f"{scores}, change in [{least:+.2f}, {most:+.2f}]")
     assert low > 0.65
     assert least > 0
 

@@ -74,7 +74,7 @@ function take(i) {
 }
 
 function rankNext(i) {
-  if (i === filledIn) { // people who press every number also press the last one
+  if (i === filledIn && !unranked().length) { // people who press every number also press the last one
     filledIn = -1;
     return select(i);
   }
@@ -86,8 +86,8 @@ function rankNext(i) {
   const fills = groupOf(i) >= 0 && last !== undefined && !others.length;
   if (fills) groups.push([last]);
   select(i);
+  filledIn = fills ? last : -1;
   changed();
-  if (fills) filledIn = last;
 }
 
 function rankRest() {
@@ -144,7 +144,6 @@ function rankOf(i) {
 }
 
 function changed() {
-  filledIn = -1;
   draw();
   const left = unranked().length;
   const said = inOrder().filter((i) => groupOf(i) >= 0).map((i) => `completion ${i + 1} ${rankOf(i).replace("=", "tied ")}`);
