@@ -104,7 +104,8 @@ stages:
       name: judge
       principles: [Prefer the more polite reply.]
       judge:
-        {{url: "{url}/v1", name: judge, key: JUDGE_KEY, concurrency: {calls}, timeout: 4, retries: 12, backoff: 0.1}}
+        {{url: "{url}/v1", name: judge, key: JUDGE_KEY, top_logprobs: 64, concurrency: {calls}, timeout: 4, retries: 12,
+         backoff: 0.1}}
     data: {{rows: {run}/revise/data/pairs.jsonl}}
   - name: reward
     method: {{name: reward}}

@@ -36,6 +36,7 @@ from burnish.judges.replies import (
     BadReplyError,
     NoLogprobsError,
     WrittenToken,
+    hidden,
     read_choices,
     read_reply,
     vote,
@@ -87,6 +88,19 @@ def test_1_is_open_unless_10_is_one_token() -> None:
     assert (read.probabilities[0], read.open) == (0, pytest.approx(0.25))
     read = read_choices([token("7", 0.5, **{"1": 0.25, "10": 0.125})], GRADES)
     assert (read.probabilities[0], read.probabilities[9], read.open) == (pytest.approx(0.25), pytest.approx(0.125), 0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ({"x": 0.3, "B": 0.1}, 0),  # nothing is unseen
+        ({"x": 0.3, "y": 0.1}, 0.1),  # B has at most as much as y
+        ({"x": 0.3, "y": 0.19}, 0.01),  # and at most what the others leave
+    ],
+)
+def test_what_an_unseen_choice_can_have_at_most(shown: dict[str, float], expected: float) -> None:
+    written = [token("A", 0.5, **shown)]
+    assert hidden(written, read_choices(written, ("A", "B"))) == pytest.approx(expected)
 
 
 def test_probabilities_above_one_are_refused() -> None:
@@ -343,7 +357,7 @@ def test_another_sample_shows_what_follows_1(server: Server) -> None:
     """The likeliest grade is 7, so only a sample that begins with 1 shows that 10 is likelier than 1."""
 
     def grades(number: int, body: dict[str, Any]) -> Response:
-        top = [{"token": "7", "logprob": math.log(0.5)}, {"token": "1", "logprob": math.log(0.4)}]
+        top = [{"token": "7", "logprob": math.log(0.5)}, {"token": "1", "logprob": math.log(0.5)}]
         if number < 3:
             content = [{**top[0], "top_logprobs": top}]
         else:
@@ -357,8 +371,8 @@ def test_another_sample_shows_what_follows_1(server: Server) -> None:
     judge.close()
     assert verdict.calls == len(server.requests) == 4
     assert len({body["seed"] for body in server.requests}) == 4
-    assert verdict.probabilities[0] == pytest.approx(0.1 / 0.9)
-    assert verdict.probabilities[9] == pytest.approx(0.3 / 0.9)
+    assert verdict.probabilities[0] == pytest.approx(0.125)
+    assert verdict.probabilities[9] == pytest.approx(0.375)
 
 
 # --- the key -------------------------------------------------------------------------------------------------------

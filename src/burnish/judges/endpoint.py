@@ -24,7 +24,7 @@ import httpx2
 from burnish.errors import UserError
 from burnish.judges.protocol import Judge, NoVerdictError, Question, Verdict
 from burnish.judges.questions import after_reasoning, reasoning_question
-from burnish.judges.replies import BadReplyError, NoLogprobsError, Read, Reply, read_choices, read_reply, vote
+from burnish.judges.replies import BadReplyError, NoLogprobsError, Read, Reply, hidden, read_choices, read_reply, vote
 from burnish.judges.settings import JudgeSettings
 from burnish.types import Messages
 
@@ -38,6 +38,8 @@ LONGEST_RETRY_AFTER = 600.0
 """Maximum seconds that an endpoint can ask for."""
 OPEN = 0.01
 """Share of the probability that may be lost because the reply does not show whether "1" becomes "10"."""
+HIDDEN = 0.05
+"""Largest share of the probability that choices may have that are not among the likeliest tokens."""
 TRIES_TO_SEE = 8
 """Further samples of a reply, to see what follows such a token."""
 SHOWN = 300
@@ -297,6 +299,11 @@ class EndpointJudge(Judge):
             found = read_choices(reply.written, choices)
             if not math.fsum(found.probabilities) > 0:
                 raise BadReplyError(f"none of the likeliest tokens is {_listed(choices)}, but {reply.texts[0]!r:.60}")
+            if hidden(reply.written, found) > HIDDEN * math.fsum(found.probabilities):
+                raise BadReplyError(
+                    f"the likeliest tokens do not show how likely each of {_listed(choices)} is; the answer was "
+                    f"{reply.texts[0]!r:.60}: set votes: 16 or more top_logprobs in the judge"
+                )
             return found
 
         several = any(a != b and b.startswith(a) for a in choices for b in choices)

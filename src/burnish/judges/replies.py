@@ -156,6 +156,18 @@ def read_choices(written: Sequence[WrittenToken], choices: tuple[str, ...]) -> R
     return Read(found, open_)
 
 
+def hidden(written: Sequence[WrittenToken], read: Read) -> float:
+    """The most probability that choices can have that a reply does not show.
+
+    Each of them has at most that of the least likely alternative to the first token, and together at most what all
+    alternatives leave.
+    """
+    first = [written[0], *(one for one in written[0].top_logprobs if one.token != written[0].token)]
+    shown = [math.exp(one.logprob) for one in first]
+    unseen = sum(p == 0 for p in read.probabilities)
+    return max(0.0, min(unseen * min(shown), 1 - math.fsum(shown)))
+
+
 def vote(text: str, choices: tuple[str, ...]) -> int | None:
     """The index of the choice that a text names and nothing else; None if it names none."""
     word = text.strip(AROUND)
