@@ -32,14 +32,14 @@ Record = Callable[[str, object], None]
 
 
 RULE = """\
-def brevity(trajectories):
-    return [-len(t.text.split()) for t in trajectories]
+def words(trajectories):
+    return [len(t.text.split()) for t in trajectories]
 """
 
 
 def liking(text: str) -> int:
-    """The rule of the rater, who likes short reviews: minus the number of words."""
-    return -len(text.split())
+    """The rule of the rater, who likes detailed reviews: the number of words."""
+    return len(text.split())
 
 
 def burnish(*command: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +61,7 @@ def page() -> Iterator[Page]:
 
 
 def rank(page: Page, address: str, rng: random.Random) -> None:
-    """Rank all prompts by keys, the shortest review first. One ranking of ten is random."""
+    """Rank all prompts by keys, the longest review first. One ranking of ten is random."""
     page.goto(address)
     page.get_by_label("Your name").fill("Ann")
     page.keyboard.press("Enter")
@@ -90,7 +90,7 @@ def test_rankings_in_a_browser_become_a_reward_model_and_a_better_policy(
     out = tmp_path / "run"
     # The rater's score is logged in PPO, and not used.
     (tmp_path / "rater.py").write_text(RULE, "utf-8")
-    scorer = f"{{function: {tmp_path / 'rater.py'}:brevity, weight: 0, name: brevity}}"
+    scorer = f"{{function: {tmp_path / 'rater.py'}:words, weight: 0, name: words}}"
     reward = f"stages.ppo.reward=[{{model: {{stage: reward}}}}, {scorer}]"
     command = ["run", "people", f"out={out}", reward, f"stages.prepare.with.archive={ARCHIVE.resolve()}"]
     waiting = burnish(*command)
@@ -116,8 +116,8 @@ def test_rankings_in_a_browser_become_a_reward_model_and_a_better_policy(
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
     (results,) = (stage["results"] for stage in manifest["stages"] if stage["name"] == "ppo")
     before, after = results["before"], results["after"]
-    least, most = (after[f"eval_reward_brevity_change_{end}"] for end in ("low", "high"))
-    scores = f"{before['eval_reward_brevity']:.1f} -> {after['eval_reward_brevity']:.1f}"
+    least, most = (after[f"eval_reward_words_change_{end}"] for end in ("low", "high"))
+    scores = f"{before['eval_reward_words']:.1f} -> {after['eval_reward_words']:.1f}"
     record_property("the rater's score", f"{scores}, change in [{least:+.2f}, {most:+.2f}]")
     assert low > 0.65
     assert least > 0
