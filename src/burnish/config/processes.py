@@ -89,6 +89,7 @@ class Processes:
             )
         joined = cls(int(os.environ["RANK"]), size)
         threading.Thread(target=joined._watch, args=(os.getppid(),), name="burnish-watch", daemon=True).start()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
@@ -103,9 +104,14 @@ class Processes:
         """The number of processes that this one has to start; 0 if it is one of the run.
 
         Raises:
-            UserError: if a launcher started another number of processes than the recipe sets.
+            UserError: if a launcher started another number of processes than the recipe sets, or than it was asked for.
         """
         if "WORLD_SIZE" not in os.environ:
+            if settings.processes == 1 and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
+                raise UserError(
+                    "accelerate launch has started one process, since it starts several only on GPUs: use torchrun "
+                    "--nproc-per-node N, or parallel.processes=N without a launcher"
+                )
             return settings.processes if settings.processes > 1 else 0
         if "processes" in settings.model_fields_set and settings.processes != self.size:
             raise UserError(

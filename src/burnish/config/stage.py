@@ -223,6 +223,7 @@ class TrainingStage:
                 use_cpu=self.device == "cpu",
                 logging_nan_inf_filter=False,
                 disable_tqdm=True,
+                log_level_replica="error",  # by default, other processes than the first show warnings
                 ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,
                 ddp_timeout=int(self.recipe.parallel.timeout),
                 **self.stage.trainer.arguments(),
