@@ -47,6 +47,7 @@ class Commands(typer.core.TyperGroup):
         """Run a command."""
         kernels.set_environment()
         try:
+            _refuse_several_processes([*ctx._protected_args, *ctx.args])
             return super().invoke(ctx)
         except UserError as error:
             _print_error(str(error))
@@ -136,8 +137,11 @@ def run(
             raise typer.Exit(launch(loaded.parallel, count, ["run", *options, "--", recipe, *(overrides or [])]))
         processes.connect(loaded.parallel)
         from burnish.config import run as pipeline
+        from burnish.machine import use_one_gpu
         from burnish.report.page import results
 
+        if processes.size == 1 and (advice := use_one_gpu()):
+            typer.echo(advice, err=True)
         folder = pipeline.run(loaded, fresh=fresh, start=start, processes=processes)
         processes.leave()
     if not processes.first:
@@ -638,6 +642,20 @@ def doctor() -> None:
     console.print(table)
     for line in advice(facts):
         console.print(Text.assemble(("advice:", "yellow"), f" {line}"))
+
+
+def _refuse_several_processes(arguments: list[str]) -> None:
+    """Refuse to run a command in several processes that would all do the same. Only ``burnish run`` uses several.
+
+    Raises:
+        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1 and arguments[:1] != ["run"]:
+        raise UserError(
+            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, but only burnish run uses "
+            "several: start this command without a launcher"
+        )
 
 
 def _print_error(message: str) -> None:

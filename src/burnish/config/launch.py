@@ -35,7 +35,8 @@ def launch(settings: Parallel, count: int, arguments: Sequence[str]) -> int:
 
     if 0 < (gpus := torch.cuda.device_count()) < count:
         raise UserError(f"parallel.processes is {count}, but {gpus} GPUs are visible: set it to {gpus} or less")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables repeat our message
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they would show tracebacks besides our message
     with tempfile.TemporaryDirectory(prefix="burnish-run-") as folder:
         os.environ |= {LAUNCHER: str(os.getpid()), OUTCOME: folder}
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))

@@ -30,6 +30,8 @@ LAUNCHER = "BURNISH_LAUNCHER"
 OUTCOME = "BURNISH_OUTCOME"
 """Environment variable with the folder where the first process that fails leaves its message and exit code."""
 MESSAGE, CODE = "message", "code"
+FAILED = "failed"
+"""Key of the store: the number of processes that have failed."""
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10.0
@@ -46,19 +48,6 @@ def world_size() -> int:
     return int(size) if size.isdigit() else 1
 
 
-def refuse_several(command: str) -> None:
-    """Refuse to run a command in several processes that would all do the same.
-
-    Raises:
-        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1.
-    """
-    if (size := world_size()) > 1:
-        raise UserError(
-            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, and burnish {command} uses "
-            "one: start it without them. Only burnish run uses several processes"
-        )
-
-
 class Processes:
     """The processes of a run, as one of them sees them: ``Processes()`` is a run of one process.
 
@@ -69,7 +58,7 @@ class Processes:
     def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         self.rank, self.size, self.sharded = rank, size, False
         self._store, self._group_store = store, store
-        self._messages, self._left = 0, threading.Event()
+        self._messages, self._left, self._other_failed = 0, threading.Event(), False
 
     @classmethod
     def join(cls) -> Processes:
@@ -177,10 +166,16 @@ class Processes:
             self._messages += 1
 
     def told(self) -> dict[str, Any] | None:
-        """Wait for the next message of the first process, for as long as it takes."""
+        """Wait for the next message of the first process, for as long as it takes.
+
+        Raises:
+            LostProcessError: if another process has failed.
+        """
         assert self._store is not None
         key = f"message {self._messages}"
         while not self._store.check([key]):
+            if self._store.check([FAILED]):
+                raise LostProcessError(f"rank {self.rank}: another process has failed")
             time.sleep(POLL_SECONDS)
         self._messages += 1
         return json.loads(self._store.get(key))
@@ -210,10 +205,12 @@ class Processes:
             for name in (signal.SIGTERM, signal.SIGINT):  # launchers end the others in this way
                 signal.signal(name, signal.SIG_IGN)
             lost = self._lost(error)
-            self._left.set()
             sys.stdout.flush()
             sys.stderr.flush()
             sys.stderr = self._errors()
+            self._left.set()
+            if self.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                time.sleep(5 * POLL_SECONDS)  # this process holds the store, in which the others still read that
             if lost is not None:
                 raise LostProcessError(lost) from error
             raise
@@ -222,9 +219,9 @@ class Processes:
         """Where this process, which has failed, writes its message: nowhere if another one failed before."""
         outcome = os.environ.get(OUTCOME)
         try:
-            first = self._store is None or self._store.add("failed", 1) == 1
-        except RuntimeError:  # the process that held the store is gone
-            first = outcome is None
+            first = self._store is None or self._store.add(FAILED, 1) == 1
+        except RuntimeError:  # the process that held the store was killed
+            first = outcome is None and self.rank == 1 and not self._other_failed
         if not first:
             return open(os.devnull, "w")
         return sys.stderr if outcome is None else (Path(outcome) / MESSAGE).open("w", encoding="utf-8")
@@ -244,8 +241,8 @@ class Processes:
                 "parallel.timeout. Run the same command again to resume"
             )
         return (
-            f"{where} lost its connection to another process, which was killed or whose machine failed: "
-            f"{text.splitlines()[0]}. Run the same command again to resume"
+            f"{where} lost its connection to another process, which was killed or whose machine failed. Run the same "
+            "command again to resume"
         )
 
     def _watch(self, parent: int) -> None:
@@ -255,10 +252,11 @@ class Processes:
             if os.getppid() != parent or not known:
                 os._exit(1)
             try:
-                failed = self._store is not None and self._store.check(["failed"])
+                self._other_failed |= self._store is not None and self._store.check([FAILED])
+                stop = self._other_failed
             except RuntimeError:  # the process that held the store is gone, which the main thread notices too
-                failed = True
-            if failed and not self._left.wait(GRACE_SECONDS):
+                stop = True
+            if stop and not self._left.wait(GRACE_SECONDS):
                 os._exit(1)
 
 
