@@ -47,7 +47,6 @@ class Commands(typer.core.TyperGroup):
         """Run a command."""
         kernels.set_environment()
         try:
-            _refuse_several_processes([*ctx._protected_args, *ctx.args])
             return super().invoke(ctx)
         except UserError as error:
             _print_error(str(error))
@@ -95,6 +94,17 @@ def _check_text(parameter: typer.CallbackParam, value: str | list[str] | None) -
     for text in [value] if isinstance(value, str) else value or []:
         check_typed(text, f"--{parameter.name}")
     return value
+
+
+@app.callback()
+def _refuse_several_processes(context: typer.Context) -> None:
+    # without a docstring, which would replace the help of the app
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1 and context.invoked_subcommand != "run":
+        raise UserError(
+            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, but only burnish run uses "
+            f"several: start burnish {context.invoked_subcommand} without a launcher"
+        )
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
@@ -642,20 +652,6 @@ def doctor() -> None:
     console.print(table)
     for line in advice(facts):
         console.print(Text.assemble(("advice:", "yellow"), f" {line}"))
-
-
-def _refuse_several_processes(arguments: list[str]) -> None:
-    """Refuse to run a command in several processes that would all do the same. Only ``burnish run`` uses several.
-
-    Raises:
-        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1.
-    """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdigit() and int(size) > 1 and arguments[:1] != ["run"]:
-        raise UserError(
-            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, but only burnish run uses "
-            "several: start this command without a launcher"
-        )
 
 
 def _print_error(message: str) -> None:

@@ -43,9 +43,9 @@ def cores() -> int:
 
 
 def use_one_gpu() -> str | None:
-    """Hide all visible GPUs from this process except the first, and return advice to use all; None if there is only one.
+    """Hide all visible GPUs but the first, and return advice to use all of them; None if there is at most one.
 
-    Call it before CUDA is used.
+    It has to be called before CUDA is used.
     """
     if (gpus := torch.cuda.device_count()) < 2:
         return None

@@ -6,6 +6,7 @@ for a key from time to time, without the time limit of collectives, because a st
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -223,7 +224,7 @@ class Processes:
         except RuntimeError:  # the process that held the store was killed
             first = outcome is None and self.rank == 1 and not self._other_failed
         if not first:
-            return open(os.devnull, "w")
+            return io.StringIO()
         return sys.stderr if outcome is None else (Path(outcome) / MESSAGE).open("w", encoding="utf-8")
 
     def _lost(self, error: BaseException) -> str | None:
@@ -266,7 +267,7 @@ def end_now(code: int) -> NoReturn:
     The destructor of gloo holds the interpreter while it waits for a thread that may need it.
     """
     outcome = os.environ.get(OUTCOME)
-    if outcome is not None and sys.stderr.name == str(Path(outcome) / MESSAGE):
+    if outcome is not None and isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.name == f"{outcome}/{MESSAGE}":
         (Path(outcome) / CODE).write_text(str(code))
     sys.stdout.flush()
     sys.stderr.flush()
