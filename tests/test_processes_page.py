@@ -64,11 +64,11 @@ class Run:
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank."""
-        return {
-            int(environment["RANK"]): process
-            for process in descendants(self.process.pid)
-            if "RANK" in (environment := environment_of(process))
-        }
+        ranks: dict[int, int] = {}
+        for process in descendants(self.process.pid):
+            if "RANK" in (environment := environment_of(process)):
+                ranks.setdefault(int(environment["RANK"]), process)  # its children come later
+        return ranks
 
 
 def descendants(process: int) -> list[int]:
@@ -226,7 +226,7 @@ import sys
 if sys.argv[1] == "show":
     print("127.0.0.1")
 else:
-    print(*sys.argv[1:], file=open("scontrol", "w"))
+    print(*sys.argv[1:], file=open("requeued", "w"))
 """
 BURNISH = """#!{python}
 import os, sys
@@ -266,14 +266,14 @@ def test_the_slurm_script_saves_requeues_and_resumes(tmp_path: Path, monkeypatch
         return job.wait(60), output
 
     def end_time(line: str) -> None:
-        if re.search(r"sft\] step \d+/160", line) and not Path("scontrol").exists():
+        if re.search(r"sft\] step \d+/160", line) and not Path("requeued").exists():
             Path("time is up").touch()
 
     code, output = submit(end_time)
     assert code == 143, output
     assert re.search(r"^ended by SIGTERM after saving a checkpoint of step \d+; run", output, re.MULTILINE), output
     assert output.count("SIGTERM") == 1
-    assert Path("scontrol").read_text() == "requeue 7\n"
+    assert Path("requeued").read_text() == "requeue 7\n"
     code, output = submit(lambda line: None)
     assert code == 0, output
     assert "resumes after step" in output

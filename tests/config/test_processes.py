@@ -115,10 +115,15 @@ def test_a_folder_that_is_not_shared_is_an_error(run_folder: Path) -> None:
     Path("small.yaml").write_text(RECIPE)
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     first, second = pair()
-    first.tell({"number": 1, "last": {}, "checkpoint": None})
+    first.tell({"number": 1, "last": {}, "checkpoint": None, "lock": "of another machine"})
     with pytest.raises(UserError, match=r"runs/small is not the folder of rank 0.*name a folder on it with out=FOLDER"):
         pipeline.run(load("small.yaml"), processes=second)
     assert not Path("runs").exists()
+    Path("runs/small").mkdir(parents=True)
+    Path("runs/small/RUN.lock").write_text("left by a killed run")
+    first.tell({"number": 1, "last": {}, "checkpoint": None, "lock": "of another machine"})
+    with pytest.raises(UserError, match="not the folder of rank 0"):
+        pipeline.run(load("small.yaml"), processes=second)
 
 
 def test_another_number_of_processes_is_reported_and_may_resume(run_folder: Path) -> None:

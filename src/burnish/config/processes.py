@@ -161,7 +161,7 @@ class Processes:
         return self.rank == 0
 
     def tell(self, message: Mapping[str, Any] | None) -> None:
-        """Tell the others what to do next: ``{"stage": 2, ...}``; None ends them. Only the first process calls it."""
+        """Tell the others what to do next: ``{"number": 2, ...}``; None ends them. Only the first process calls it."""
         if self._store is not None:
             self._store.set(f"message {self._messages}", json.dumps(message))
             self._messages += 1
@@ -255,9 +255,11 @@ class Processes:
             try:
                 self._other_failed |= self._store is not None and self._store.check([FAILED])
                 stop = self._other_failed
-            except RuntimeError:  # the process that held the store is gone, which the main thread notices too
+            except RuntimeError:  # the process that held the store is gone
                 stop = True
             if stop and not self._left.wait(GRACE_SECONDS):
+                if self.rank == 1 and not self._other_failed and OUTCOME not in os.environ:
+                    print("error: rank 1 lost its connection to rank 0", file=sys.stderr, flush=True)
                 os._exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -110,10 +111,15 @@ def _lead(
 
 def _follow(recipe: Recipe, processes: Processes, termination: Termination) -> None:
     """Train the stages that the first process tells this one to train. It shows and writes nothing."""
-    with Display(Console(quiet=True), live=False) as screen, _warnings_on(screen), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        screen = stack.enter_context(Display(Console(quiet=True), live=False))
+        stack.enter_context(_warnings_on(screen))
+        stack.enter_context(progress.shown_by(screen.progress))
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the first process shows them
         while (message := processes.told()) is not None:
-            if not (recipe.folder / LOCK).is_file():
+            lock = recipe.folder / LOCK
+            if not lock.is_file() or lock.read_text("utf-8") != message["lock"]:
                 raise UserError(
                     f"{recipe.folder.absolute()} is not the folder of rank 0 on this machine, {socket.gethostname()}: "
                     "all machines of a run need the same file system: name a folder on it with out=FOLDER"
@@ -188,7 +194,8 @@ def _run_stages(
         if stage.makes_rows:
             running = RowStage(recipe, stage)
         elif not stage.run:
-            running = TrainingStage(recipe, stage, processes, termination, partial(_tell, processes, number, last))
+            announce = partial(_tell, recipe, processes, number, last)
+            running = TrainingStage(recipe, stage, processes, termination, announce)
         entry |= {"state": "running"} | (running.check_inputs(entry, checksums) if running else {})
         if isinstance(running, TrainingStage):
             if other := _other_processes(entry, recipe, processes):
@@ -209,9 +216,11 @@ def _run_stages(
             screen.message(f"{item.name} {item.state}")
 
 
-def _tell(processes: Processes, number: int, last: dict[str, int], checkpoint: Path | None) -> None:
+def _tell(recipe: Recipe, processes: Processes, number: int, last: dict[str, int], checkpoint: Path | None) -> None:
     """Tell the other processes to train a stage from a checkpoint. ``last`` is what ``loops.ended`` returned."""
-    processes.tell({"number": number, "last": last, "checkpoint": str(checkpoint) if checkpoint else None})
+    lock = (recipe.folder / LOCK).read_text("utf-8")  # tells them whether they see the same folder
+    start = str(checkpoint) if checkpoint else None
+    processes.tell({"number": number, "last": last, "checkpoint": start, "lock": lock})
 
 
 def _other_processes(entry: Mapping[str, Any], recipe: Recipe, processes: Processes) -> str | None:
@@ -249,7 +258,11 @@ def _check_all(recipe: Recipe, processes: Processes) -> None:
         training = TrainingStage(recipe, stage, processes)
         arguments = training.arguments()
         if processes.sharded:
-            check_sharded(arguments)
+            try:
+                check_sharded(arguments)
+            except UserError as error:
+                problem = str(error).removeprefix("sharded: ")
+                raise UserError(f"stages.{stage.name}: with parallel.shard, {problem}") from error
         if stage.adapter is not None and (kind := stage.adapter.quantize) is not None:
             quantize.require(kind, f"stages.{stage.name}.adapter.quantize")
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore

@@ -178,7 +178,7 @@ class TrainingStage:
         trainer.add_callback(stop)
         with self.termination.deferred():
             trainer.train(resume_from_checkpoint=str(start) if start else None)
-        if stop.step is not None:
+        if stop.step is not None or self.termination.requested:  # perhaps after the last step
             raise Terminated(stop.step if stop.saved else None)
         evaluations = trainer.engine.gather(self._evaluations())[0]  # the first process writes them
         if "eval" in splits and (len(evaluations) < 2 or trainer.state.global_step != evaluations[-1]["step"]):
