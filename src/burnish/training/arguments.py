@@ -106,9 +106,7 @@ class TrainerConfig(Config):
     """
 
     # rows and steps
-    per_device_train_batch_size: int = Field(
-        default=8, ge=1, description="rows of an optimizer step, over all processes"
-    )
+    per_device_train_batch_size: int = Field(default=8, ge=1, description="rows of an optimizer step, over all processes")
     num_train_epochs: float = Field(default=1.0, gt=0, description="passes over the training rows")
     max_steps: int = Field(
         default=-1, ge=-1, description="optimizer steps of the run; above 0 it overrides num_train_epochs"
@@ -458,19 +456,19 @@ IGNORED = {
 }
 """Fields of TrainingArguments that ``burnish.Trainer`` does not read, and why. Setting one from Python is a warning."""
 
-_PARALLEL = "parallel: at the top of the recipe sets the number of processes, the sharding and the time limit"
+_ONE_PROCESS = "burnish run trains in one process: to use several, call burnish.Trainer under torchrun or accelerate"
 _SHOWN = "the live view and metrics.jsonl show the run"
 _AUTOMATIC = "an unfinished run resumes automatically; --fresh starts over"
 
 ABSENT = IGNORED | {
     "accelerator_config": _LOADED,
     "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is repeated",
-    "ddp_backend": _PARALLEL,
-    "ddp_broadcast_buffers": _PARALLEL,
-    "ddp_bucket_cap_mb": _PARALLEL,
-    "ddp_find_unused_parameters": _PARALLEL,
-    "ddp_static_graph": _PARALLEL,
-    "ddp_timeout": _PARALLEL,
+    "ddp_backend": _ONE_PROCESS,
+    "ddp_broadcast_buffers": _ONE_PROCESS,
+    "ddp_bucket_cap_mb": _ONE_PROCESS,
+    "ddp_find_unused_parameters": _ONE_PROCESS,
+    "ddp_static_graph": _ONE_PROCESS,
+    "ddp_timeout": _ONE_PROCESS,
     "debug": "on_non_finite reports the first NaN or infinite number",
     "deepspeed": "Burnish does not use DeepSpeed",
     "disable_tqdm": _SHOWN,
@@ -479,23 +477,23 @@ ABSENT = IGNORED | {
     "do_train": "a stage always trains",
     "enable_jit_checkpoint": "a killed run resumes from its last complete checkpoint: set save_steps",
     "eval_on_start": "data.eval is always evaluated before training",
-    "fsdp": _PARALLEL,
-    "fsdp_config": _PARALLEL,
+    "fsdp": _ONE_PROCESS,
+    "fsdp_config": _ONE_PROCESS,
     "gradient_accumulation_steps": "per_device_train_batch_size sets the rows of a step; token_budget limits memory",
     "hub_token": "the manifest contains a copy of the recipe, which must not hold secrets: set the variable HF_TOKEN",
     "ignore_data_skip": "the state of the data loader is saved and restored",
     "label_names": "the method decides what is learned",
-    "local_rank": _PARALLEL,
+    "local_rank": _ONE_PROCESS,
     "log_level": _SHOWN,
-    "log_level_replica": _PARALLEL,
-    "log_on_each_node": _PARALLEL,
+    "log_level_replica": _ONE_PROCESS,
+    "log_on_each_node": _ONE_PROCESS,
     "logging_nan_inf_filter": "all numbers are logged unchanged; on_non_finite decides what happens to the step",
     "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
-    "parallelism_config": _PARALLEL,
+    "parallelism_config": _ONE_PROCESS,
     "remove_unused_columns": "the method decides which columns it reads",
     "restore_callback_states_from_checkpoint": _AUTOMATIC,
     "resume_from_checkpoint": _AUTOMATIC,
-    "save_on_each_node": _PARALLEL,
+    "save_on_each_node": _ONE_PROCESS,
     "seed": "a run has one seed: set seed at the top of the recipe",
     "skip_memory_metrics": "Burnish does not report the memory in use",
     "use_cache": "training passes never use a key/value cache",
