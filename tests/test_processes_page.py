@@ -135,7 +135,7 @@ def test_processes_that_burnish_starts_give_the_results_of_one(one: Path, tmp_pa
     assert [(stage.get("processes"), stage.get("shard")) for stage in stages] == [(None, None)] + [(2, "none")] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_two_nodes_of_torchrun_give_the_results_of_one(one: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,9 +192,8 @@ def test_a_run_killed_at_any_moment_resumes_with_the_same_bytes(whom: str, tmp_p
         while run.process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
         ranks = run.ranks()
-        victims = {"launcher": [run.process.pid], "all": list(ranks.values())}.get(
-            whom, [ranks.get(int(whom[-1]) if whom[-1].isdigit() else 0, run.process.pid)]
-        )
+        of_rank = {f"rank {rank}": [process] for rank, process in ranks.items()}
+        victims = ({"launcher": [run.process.pid], "all": [*ranks.values()]} | of_rank).get(whom, [run.process.pid])
         if run.process.poll() is None:
             for victim in victims:
                 os.kill(victim, signal.SIGKILL)
