@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import resource
 import subprocess
@@ -106,7 +107,7 @@ def pipeline(monkeypatch):
 
 
 def test_run_passes_the_recipe_to_the_pipeline(here, pipeline):
-    def run(recipe, *, fresh, start):
+    def run(recipe, *, fresh, start, processes):
         pipeline.calls.append((recipe.name, recipe.seed, fresh, start))
         recipe.folder.mkdir(parents=True, exist_ok=True)
         stage = {"name": "reward", "results": {"before": {"eval_accuracy": 0.5}, "after": {"eval_accuracy": 0.82}}}
@@ -121,37 +122,42 @@ def test_run_passes_the_recipe_to_the_pipeline(here, pipeline):
     assert "50.0 %" in result.stdout and "82.0 %" in result.stdout
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_run_refuses_several_processes_before_it_writes(rank, here, pipeline, monkeypatch):
-    pipeline.run = lambda *_, **__: pytest.fail("the run began")
-    before = sorted(here.rglob("*"))
-    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
-    result = call("run", "tiny.yaml")
+@pytest.mark.parametrize("command", [["eval", "base", "data.eval=chat.jsonl"], ["recipes"]])
+def test_commands_other_than_run_refuse_several_processes(command, here, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = call(*command)
     assert result.exit_code == 2
     assert "WORLD_SIZE=2: torchrun or accelerate launch started 2 processes" in result.stderr
-    assert "start burnish run without them" in result.stderr and "burnish.Trainer" in result.stderr
-    assert "Traceback" not in result.output
-    assert sorted(here.rglob("*")) == before
+    assert f"start burnish {command[0]} without a launcher" in result.stderr
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert call("recipes").exit_code == 0
 
 
-def test_run_refuses_several_gpus_before_it_writes(here, pipeline, monkeypatch):
-    pipeline.run = lambda *_, **__: pytest.fail("the run began")
+def test_run_starts_the_processes_that_the_recipe_sets(here, monkeypatch):
+    from burnish.config import launch
+
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda settings, *rest: started.append((settings.timeout, *rest)) or 3)
+    result = call("run", "tiny.yaml", "parallel={processes: 2, timeout: 60}", "--from", "after")
+    assert result.exit_code == 3  # that of the processes
+    arguments = ["run", "--from", "after", "--", "tiny.yaml", "parallel={processes: 2, timeout: 60}"]
+    assert started == [(60.0, 2, arguments)]
+
+
+def test_one_process_uses_one_of_several_gpus_and_says_so(here, pipeline, monkeypatch):
+    seen = []
+
+    def run(recipe, **_):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise UserError("enough")
+
+    pipeline.run = run
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     result = call("run", "tiny.yaml")
-    assert result.exit_code == 2
-    assert "2 GPUs are visible, and burnish run uses one" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "environment", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_NTASKS": "1"}]
-)
-def test_a_launcher_with_one_process_is_allowed(environment, monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    machine.refuse_processes()
+    assert seen == ["3"]
+    assert "2 GPUs are visible, and this run uses one of them (3)" in result.stderr
+    assert "parallel.processes=2" in result.stderr
 
 
 def test_run_trains_a_model_that_generates(here):
@@ -170,7 +176,7 @@ def test_run_trains_a_model_that_generates(here):
     (KeyboardInterrupt(), 130, "stopped; run the same command again to resume\n"),
 ])  # fmt: skip
 def test_mistakes_and_interrupts_have_one_message_and_an_exit_code(here, pipeline, raised, code, text):
-    def run(recipe, *, fresh, start):
+    def run(recipe, *, fresh, start, processes):
         raise raised
 
     pipeline.run = run
@@ -179,7 +185,7 @@ def test_mistakes_and_interrupts_have_one_message_and_an_exit_code(here, pipelin
 
 
 def test_an_error_in_burnish_shows_its_traceback_and_exits_with_1(here, pipeline):
-    def run(recipe, *, fresh, start):
+    def run(recipe, *, fresh, start, processes):
         raise ZeroDivisionError("ours")
 
     pipeline.run = run

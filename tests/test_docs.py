@@ -10,9 +10,10 @@ import pytest
 from typer.main import get_command
 
 from burnish import cli
-from burnish.config import Stage, load, method_spec, shipped
+from burnish.config import Recipe, Stage, load, method_spec, shipped
 from burnish.config.evaluation import load_evaluation
 from burnish.config.loading import RECIPES
+from burnish.config.parallel import Parallel
 from burnish.config.schema import MethodChoice, any_spec
 from burnish.config.yaml import read
 from burnish.data.readers import parse
@@ -75,7 +76,9 @@ def make_what_the_user_has(recipe: str) -> None:
 def part_of_one(block: str) -> MethodChoice | None:
     """The method in a few lines of a recipe."""
     part = read(block, "docs").value
-    assert set(part) <= set(Stage.model_fields)
+    assert set(part) <= {*Stage.model_fields, *Recipe.model_fields}
+    if "parallel" in part:
+        Parallel(**part["parallel"])
     if "generator" in part:
         GeneratorSettings(**part["generator"])
     return MethodChoice(**part["method"]) if "method" in part else None

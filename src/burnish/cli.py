@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,11 +21,20 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish import files, kernels
-from burnish.errors import UserCodeError, UserError, WaitingForPeople, is_out_of_memory, out_of_memory
+from burnish.errors import (
+    LostProcessError,
+    Terminated,
+    UserCodeError,
+    UserError,
+    WaitingForPeople,
+    is_out_of_memory,
+    out_of_memory,
+)
 from burnish.terminal import check_typed, visible
 
 WAITING = 3
 STOPPED = 130
+TERMINATED = 143
 
 
 class Commands(typer.core.TyperGroup):
@@ -55,9 +65,15 @@ class Commands(typer.core.TyperGroup):
                 raise
             _print_error(out_of_memory(error))
             raise typer.Exit(2) from None
+        except LostProcessError as error:
+            _print_error(str(error))
+            raise typer.Exit(1) from None
         except WaitingForPeople as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(WAITING) from None
+        except Terminated as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(TERMINATED) from None
         except KeyboardInterrupt:
             typer.echo("stopped; run the same command again to resume", err=True)
             raise typer.Exit(STOPPED) from None
@@ -78,6 +94,17 @@ def _check_text(parameter: typer.CallbackParam, value: str | list[str] | None) -
     for text in [value] if isinstance(value, str) else value or []:
         check_typed(text, f"--{parameter.name}")
     return value
+
+
+@app.callback()
+def _refuse_several_processes(context: typer.Context) -> None:
+    # without a docstring, which would replace the help of the app
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1 and context.invoked_subcommand != "run":
+        raise UserError(
+            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, but only burnish run uses "
+            f"several: start burnish {context.invoked_subcommand} without a launcher"
+        )
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
@@ -108,14 +135,27 @@ def run(
 ) -> None:
     """Run a recipe. An unfinished run of the same recipe resumes where it stopped."""
     from burnish.config import load
+    from burnish.config.processes import Processes
 
-    loaded = load(recipe, overrides or [])  # first, because what follows imports torch
-    from burnish.config import run as pipeline
-    from burnish.machine import refuse_processes
-    from burnish.report.page import results
+    processes = Processes.join()
+    with processes.one_message():
+        loaded = load(recipe, overrides or [])  # first, because what follows imports torch
+        if count := processes.to_start(loaded.parallel):
+            from burnish.config.launch import launch
 
-    refuse_processes()
-    folder = pipeline.run(loaded, fresh=fresh, start=start)
+            options = [*(["--fresh"] if fresh else []), *(["--from", start] if start is not None else [])]
+            raise typer.Exit(launch(loaded.parallel, count, ["run", *options, "--", recipe, *(overrides or [])]))
+        processes.connect(loaded.parallel)
+        from burnish.config import run as pipeline
+        from burnish.machine import use_one_gpu
+        from burnish.report.page import results
+
+        if processes.size == 1 and (advice := use_one_gpu()):
+            typer.echo(advice, err=True)
+        folder = pipeline.run(loaded, fresh=fresh, start=start, processes=processes)
+        processes.leave()
+    if not processes.first:
+        return
     table = results(json.loads((folder / "manifest.json").read_text("utf-8")))
     if table.row_count:
         _print_table(table)
@@ -689,4 +729,15 @@ def _print_now(*lines: str) -> None:
 
 def main() -> None:
     """Entry point of the command ``burnish``."""
-    app()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        app()
+        return
+    from burnish.config.processes import end_now
+
+    try:
+        app()
+    except SystemExit as end:
+        end_now(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        end_now(1)

@@ -29,6 +29,25 @@ class WaitingForPeople(Exception):
     """
 
 
+class LostProcessError(Exception):
+    """A process of the run was killed, hangs or cannot be reached, so the others cannot continue.
+
+    The command line prints the message without a traceback and exits with code 1.
+    """
+
+
+class Terminated(BaseException):
+    """The run was ended by SIGTERM: ``Terminated(12)`` after it saved a checkpoint of step 12.
+
+    The command line says so and exits with code 143. Like KeyboardInterrupt, it is no Exception, since nothing should
+    handle it on the way.
+    """
+
+    def __init__(self, step: int | None = None) -> None:
+        saved = f" after saving a checkpoint of step {step:,}" if step is not None else ""
+        super().__init__(f"ended by SIGTERM{saved}; run the same command again to resume")
+
+
 class UserCodeError(Exception):
     """The user's code raised an exception: a reward, a stage's function, or a file that was imported.
 

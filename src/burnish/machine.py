@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from burnish.errors import UserError
-
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
 OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU"}
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -44,25 +42,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def refuse_processes() -> None:
-    """Refuse to run as one of several processes, or with several GPUs.
+def use_one_gpu() -> str | None:
+    """Hide all visible GPUs but the first, and return advice to use all of them; None if there is at most one.
 
-    Raises:
-        UserError: if WORLD_SIZE, which torchrun and accelerate launch set, is more than 1, or several GPUs are visible.
+    It has to be called before CUDA is used.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdigit() and int(size) > 1:
-        raise UserError(
-            f"WORLD_SIZE={size}: torchrun or accelerate launch started {size} processes, and each of them would write "
-            "the same run: start burnish run without them, in one process. To train in several processes, use "
-            f"burnish.Trainer in a Python script and start it with torchrun --nproc-per-node {size} SCRIPT.py"
-        )
-    if (gpus := torch.cuda.device_count()) > 1:
-        raise UserError(
-            f"{gpus} GPUs are visible, and burnish run uses one: choose it, as with CUDA_VISIBLE_DEVICES=0. To train "
-            "on several, use burnish.Trainer in a Python script and start it with torchrun --nproc-per-node "
-            f"{gpus} SCRIPT.py"
-        )
+    if (gpus := torch.cuda.device_count()) < 2:
+        return None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = first
+    return (
+        f"{gpus} GPUs are visible, and this run uses one of them ({first}): to use all, set parallel.processes={gpus}"
+    )
 
 
 def examine() -> dict[str, str]:

@@ -25,7 +25,7 @@ REMOVING = ".manifest.json.removing"
 FORMAT = 1
 """The format version of a run's folder."""
 MAY_CHANGE = re.compile(
-    r"stages\.\d+\."
+    r"parallel(\.\w+)? was |stages\.\d+\."
     r"(reward\.\d+\.(url|token|timeout|retries|concurrency)|method\.(wait|host|port)"
     rf"|(method|reward\.\d+)\.judge\.({'|'.join(judges.MAY_CHANGE)})) was "
 )
@@ -138,6 +138,8 @@ class _Entry(pydantic.BaseModel):
     thinned: bool = False
     seconds: float
     method: str | None = None
+    processes: int = 1
+    shard: str = "none"
     model: dict[str, Any] = {}
     rows: dict[str, dict[str, Any]] = {}
     results: dict[Literal["before", "after"], dict[str, Any]] = {}

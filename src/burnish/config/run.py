@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers.utils import logging as hf_logging
 
 from burnish import files, progress, user_functions
 from burnish.config import Recipe, Stage, StageData, loops, repeat
 from burnish.config.inputs import Checksums, check_still_current, verify
-from burnish.config.lock import locked
+from burnish.config.lock import LOCK, locked
 from burnish.config.manifest import REMOVING, clear, open_manifest, other_versions, pending, write_manifest
+from burnish.config.processes import Processes
 from burnish.config.resolve import environments_of, remote_reward
 from burnish.config.row_stage import RowStage
 from burnish.config.schema import RewardFromURL
 from burnish.config.stage import TrainingStage, check_rewards
+from burnish.config.termination import Termination
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream
 from burnish.errors import UserError
@@ -31,10 +38,18 @@ from burnish.report.display import Display
 from burnish.report.rounds import Rounds, grouped, round_of
 from burnish.rewards.functions import NamedReward
 from burnish.terminal import visible
+from burnish.training.arguments import check_sharded
 from burnish.user_code import user_code
 
 
-def run(recipe: Recipe, *, fresh: bool = False, start: str | None = None, display: Display | None = None) -> Path:
+def run(
+    recipe: Recipe,
+    *,
+    fresh: bool = False,
+    start: str | None = None,
+    display: Display | None = None,
+    processes: Processes | None = None,
+) -> Path:
     """Run a recipe to its end, write its report, and return the run's folder.
 
     Finished stages do not run again. A stage that was interrupted resumes from its last complete checkpoint.
@@ -44,10 +59,13 @@ def run(recipe: Recipe, *, fresh: bool = False, start: str | None = None, displa
         fresh: start over: remove what the run has made.
         start: the name of a stage: remove what it and all later stages have made, and run them again.
         display: shows the run. Default: the terminal, or plain lines.
+        processes: the processes of the run, each of which calls this function. Default: only this one.
 
     Raises:
         UserError: if the folder contains a run of another recipe, or a stage cannot start.
+        Terminated: if this process got SIGTERM.
     """
+    processes, termination = processes or Processes(), Termination()
     if start is not None:
         if fresh:
             raise UserError("--from keeps the earlier stages, and --fresh removes them: use only one of the two")
@@ -57,7 +75,20 @@ def run(recipe: Recipe, *, fresh: bool = False, start: str | None = None, displa
         torch.set_num_threads(recipe.threads)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    _check_all(recipe)
+    with termination.handled():
+        if processes.first:
+            _lead(recipe, fresh, start, display or Display(), processes, termination)
+        else:
+            _follow(recipe, processes, termination)
+    return folder
+
+
+def _lead(
+    recipe: Recipe, fresh: bool, start: str | None, display: Display, processes: Processes, termination: Termination
+) -> None:
+    """Run a recipe as the first process, which decides and writes."""
+    folder = recipe.folder
+    _check_all(recipe, processes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,14 +100,32 @@ def run(recipe: Recipe, *, fresh: bool = False, start: str | None = None, displa
         if start is not None:
             repeat.forget(recipe, manifest, start)
         repeat.remove_forgotten(recipe, manifest)
-        with display or Display() as screen, _warnings_on(screen):
+        with display as screen, _warnings_on(screen):
             if other := other_versions(manifest):
                 screen.message(f"this run started with {other}: results may differ in the last digits")
-            _run_stages(recipe, manifest, screen)
+            _run_stages(recipe, manifest, screen, processes, termination)
             manifest["state"] = "done"
             write_manifest(folder, manifest)
             report.write(folder)
-    return folder
+
+
+def _follow(recipe: Recipe, processes: Processes, termination: Termination) -> None:
+    """Train the stages that the first process tells this one to train. It shows and writes nothing."""
+    with contextlib.ExitStack() as stack:
+        screen = stack.enter_context(Display(Console(quiet=True), live=False))
+        stack.enter_context(_warnings_on(screen))
+        stack.enter_context(progress.shown_by(screen.progress))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the first process shows them
+        while (message := processes.told()) is not None:
+            lock = recipe.folder / LOCK
+            if not lock.is_file() or lock.read_text("utf-8") != message["lock"]:
+                raise UserError(
+                    f"{recipe.folder.absolute()} is not the folder of rank 0 on this machine, {socket.gethostname()}: "
+                    "all machines of a run need the same file system: name a folder on it with out=FOLDER"
+                )
+            stage = loops.with_last_rounds(recipe.stages[message["number"] - 1], recipe, message["last"])
+            TrainingStage(recipe, stage, processes, termination).follow(screen, message["checkpoint"])
 
 
 REPORTED = ("burnish.render.encode", "burnish.data.streaming")
@@ -111,7 +160,9 @@ def _warnings_on(screen: Display) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> None:
+def _run_stages(
+    recipe: Recipe, manifest: dict[str, Any], screen: Display, processes: Processes, termination: Termination
+) -> None:
     """Run every unfinished stage, in order."""
     folder, checksums = recipe.folder, Checksums(manifest["checksums"])
     entries = {entry["name"]: entry for entry in manifest["stages"]}
@@ -139,9 +190,17 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
         began = time.monotonic()
         repeat.check_models(recipe, stage, entries)
         verify(recipe, stage, entries, checksums)
-        kind = RowStage if stage.makes_rows else TrainingStage
-        running = None if stage.run else kind(recipe, stage)
+        running: RowStage | TrainingStage | None = None
+        if stage.makes_rows:
+            running = RowStage(recipe, stage)
+        elif not stage.run:
+            announce = partial(_tell, recipe, processes, number, last)
+            running = TrainingStage(recipe, stage, processes, termination, announce)
         entry |= {"state": "running"} | (running.check_inputs(entry, checksums) if running else {})
+        if isinstance(running, TrainingStage):
+            if other := _other_processes(entry, recipe, processes):
+                screen.message(other)
+            entry |= {"processes": processes.size, "shard": recipe.parallel.shard}
         write_manifest(folder, manifest)
         with progress.shown_by(screen.progress):
             outcome = running.run(screen, entry, checksums) if running else _run_function(recipe, stage, screen)
@@ -157,6 +216,24 @@ def _run_stages(recipe: Recipe, manifest: dict[str, Any], screen: Display) -> No
             screen.message(f"{item.name} {item.state}")
 
 
+def _tell(recipe: Recipe, processes: Processes, number: int, last: dict[str, int], checkpoint: Path | None) -> None:
+    """Tell the other processes to train a stage from a checkpoint. ``last`` is what ``loops.ended`` returned."""
+    lock = (recipe.folder / LOCK).read_text("utf-8")  # tells them whether they see the same folder
+    start = str(checkpoint) if checkpoint else None
+    processes.tell({"number": number, "last": last, "checkpoint": start, "lock": lock})
+
+
+def _other_processes(entry: Mapping[str, Any], recipe: Recipe, processes: Processes) -> str | None:
+    """A message if a stage resumes with another number of processes, or with weights sharded in another way."""
+    before, shard = entry.get("processes", processes.size), entry.get("shard", recipe.parallel.shard)
+    if (before, shard) == (processes.size, recipe.parallel.shard):
+        return None
+    return (
+        f"this stage started with processes: {before}, shard: {shard} and resumes with processes: {processes.size}, "
+        f"shard: {recipe.parallel.shard}: results may differ in the last digits"
+    )
+
+
 def _remove_models(folder: Path, names: list[str]) -> None:
     """Remove the models and checkpoints of stages of old rounds, and what a killed process has left of them."""
     for name in names:
@@ -165,7 +242,7 @@ def _remove_models(folder: Path, names: list[str]) -> None:
             files.remove(path)
 
 
-def _check_all(recipe: Recipe) -> None:
+def _check_all(recipe: Recipe, processes: Processes) -> None:
     """Check the settings, the available rows and the machine for every stage before the first one starts."""
     for stage in recipe.stages:
         if stage.method is None:
@@ -178,8 +255,14 @@ def _check_all(recipe: Recipe) -> None:
         if stage.makes_rows:
             _check_rows(RowStage(recipe, stage))
             continue
-        training = TrainingStage(recipe, stage)
-        training.arguments()
+        training = TrainingStage(recipe, stage, processes)
+        arguments = training.arguments()
+        if processes.sharded:
+            try:
+                check_sharded(arguments)
+            except UserError as error:
+                problem = str(error).removeprefix("sharded: ")
+                raise UserError(f"stages.{stage.name}: with parallel.shard, {problem}") from error
         if stage.adapter is not None and (kind := stage.adapter.quantize) is not None:
             quantize.require(kind, f"stages.{stage.name}.adapter.quantize")
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore

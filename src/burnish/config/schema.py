@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Discriminator, Field, Tag
 
+from burnish.config.parallel import Parallel
 from burnish.config.rounds import NAME, Loop, not_reserved
 from burnish.data.selection import Select
 from burnish.errors import UserError, did_you_mean
@@ -418,7 +419,9 @@ class Recipe(Config, use_attribute_docstrings=True):
     """Folder of the run. Default: runs/NAME."""
     seed: int = Field(0, ge=0, lt=2**32)
     threads: int | None = Field(None, gt=0, le=4096)
-    """Number of torch threads. Default: one per core."""
+    """Number of torch threads of each process. Default: one per core."""
+    parallel: Parallel = Field(default_factory=Parallel)
+    """Train in several processes: {processes: 4, shard: fsdp2}."""
     stages: list[Stage] = Field(min_length=1)
     _home: Path = pydantic.PrivateAttr(Path())
     _loops: dict[str, Loop] = pydantic.PrivateAttr({})

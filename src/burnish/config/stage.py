@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from peft import PeftModel
@@ -23,10 +23,12 @@ from burnish.config import (
 )
 from burnish.config.card import write_card
 from burnish.config.inputs import Checksums, inputs_of, of_rows, refuse_changes
+from burnish.config.processes import Processes
 from burnish.config.resolve import environments_of, model_reference, named_reward
+from burnish.config.termination import SaveAndStop, Termination
 from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, StreamLoader
-from burnish.errors import UserError
+from burnish.errors import Terminated, UserError
 from burnish.generate.settings import factory
 from burnish.models import loading, merge
 from burnish.models.adapters import add_adapter
@@ -43,11 +45,29 @@ from burnish.types import Encoded, Prompt
 
 
 class TrainingStage:
-    """A training stage. It loads its inputs, trains or resumes, evaluates, and saves a model folder."""
+    """A training stage. It loads its inputs, trains or resumes, evaluates, and saves a model folder.
 
-    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+    Args:
+        recipe: the recipe.
+        stage: the stage.
+        processes: the processes that train. The first one calls ``run`` and the others ``follow``.
+        termination: SIGTERM, which ends training with a checkpoint.
+        announce: makes the other processes follow. It is called with the checkpoint to resume from, once the first
+            process has read all inputs: what it downloads, converts or merges, the others find.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        stage: Stage,
+        processes: Processes | None = None,
+        termination: Termination | None = None,
+        announce: Callable[[Path | None], None] = lambda checkpoint: None,
+    ) -> None:
         assert stage.method is not None and stage.model is not None and stage.data is not None
         self.recipe, self.stage = recipe, stage
+        self.processes, self.termination = processes or Processes(), termination or Termination()
+        self.announce = announce
         self.seed = recipe.seed_of(stage)
         self.data: Data = stage.data
         self.splits = self.data.splits
@@ -82,37 +102,23 @@ class TrainingStage:
         files.remove_leftovers(self.folder)
         if start is None:
             recorder.truncate({})
-        set_seed(self.seed)
-        model, tokenizer = self._load(screen)
-        summary = loading.summary(model, tokenizer)
-        screen.message(_model_line(self.source, summary))
-        splits = {split: self.rows(split) for split in self.splits}
-        self._check_data(entry, checksums)
-        nothing_left = False
-        if isinstance(train := splits["train"], rows.Rows) and not train.rows:
-            nothing_left = True
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in train.left_out.items())
-            why = f"data.select leaves no row to train on ({reasons})" if reasons else "data.train is empty"
-            screen.message(f"{why}: the model stays as it is")
-        else:
-            check_rewards(self.stage, splits)
-        if warning := sources.overlap(self.data, self.recipe.folder):
-            screen.message(warning)
-        if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
-            screen.message(
-                f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local launches "
-                "one kernel per operation and token"
-            )
         with contextlib.ExitStack() as stack:
-            rewards = self._rewards()
-            stack.callback(close, rewards)
-            method = stack.enter_context(contextlib.closing(self.method(rewards)))
-            trainer = self._trainer(method, model, tokenizer, splits, recorder, screen)
-            counts = self._evaluated(trainer, splits) if nothing_left else self._train(trainer, start, splits, screen)
+            inputs = self._inputs(stack, screen)
+            self._check_data(entry, checksums)
+            if warning := sources.overlap(self.data, self.recipe.folder):
+                screen.message(warning)
+            if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
+                screen.message(
+                    f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local "
+                    "launches one kernel per operation and token"
+                )
+            self.announce(start)
+            trainer = self._trainer(inputs, recorder, screen)
+            counts = self._train(trainer, start, inputs.splits, screen)
             recorder.offsets()  # flush to disk what was logged after the last checkpoint
             evaluations = self._evaluations()
             outcome: dict[str, Any] = {
-                "model": summary | {"source": self.source},
+                "model": inputs.summary | {"source": self.source},
                 "rows": counts,
                 "results": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {},
             }
@@ -120,10 +126,45 @@ class TrainingStage:
         written = files.listed(self.folder / "model")
         return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
 
+    def follow(self, screen: Display, checkpoint: str | None) -> None:
+        """Do what ``run`` does in the first process, without writing anything."""
+        with contextlib.ExitStack() as stack:
+            inputs = self._inputs(stack, screen)
+            trainer = self._trainer(inputs, None, screen)
+            self._train(trainer, Path(checkpoint) if checkpoint else None, inputs.splits, screen)
+            if trainer.engine.sharded:
+                trainer.engine.state_dict()  # the part of each process in what the first one saves
+
+    def _inputs(self, stack: contextlib.ExitStack, screen: Display) -> _Inputs:
+        """Load the model, the rows and the rewards, and create the method. ``stack`` closes them."""
+        set_seed(self.seed)
+        model, tokenizer = self._load(screen)
+        summary = loading.summary(model, tokenizer)
+        screen.message(_model_line(self.source, summary))
+        splits = {split: self.rows(split) for split in self.splits}
+        if _nothing_left(splits["train"]):
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in splits["train"].left_out.items())
+            why = f"data.select leaves no row to train on ({reasons})" if reasons else "data.train is empty"
+            screen.message(f"{why}: the model stays as it is")
+        else:
+            check_rewards(self.stage, splits)
+        rewards = self._rewards()
+        stack.callback(close, rewards)
+        method = stack.enter_context(contextlib.closing(self.method(rewards)))
+        return _Inputs(model, tokenizer, summary, splits, method)
+
     def _train(
         self, trainer: Trainer, start: Path | None, splits: dict[str, rows.Rows | RowStream], screen: Display
     ) -> dict[str, Any]:
-        """Train, and evaluate before and after. Returns the counts of rows for the manifest."""
+        """Train, and evaluate before and after. Returns the counts of rows for the manifest.
+
+        Without rows to train on, the model is only evaluated.
+
+        Raises:
+            Terminated: a process got SIGTERM.
+        """
+        if _nothing_left(splits["train"]):
+            return self._evaluated(trainer, splits)
         counts = {
             s: _counts(read, trainer.train_examples if s == "train" else trainer.eval_examples)
             for s, read in splits.items()
@@ -133,8 +174,13 @@ class TrainingStage:
             screen.message(f"{split}: {_summary(counts[split]) if split in counts else 'read as a stream'}")
         if start is None and "eval" in splits:
             trainer.evaluate()
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
-        evaluations = self._evaluations()
+        stop = SaveAndStop(self.termination, trainer.engine)
+        trainer.add_callback(stop)
+        with self.termination.deferred():
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
+        if stop.step is not None or self.termination.requested:  # perhaps after the last step
+            raise Terminated(stop.step if stop.saved else None)
+        evaluations = trainer.engine.gather(self._evaluations())[0]  # the first process writes them
         if "eval" in splits and (len(evaluations) < 2 or trainer.state.global_step != evaluations[-1]["step"]):
             trainer.evaluate()
         if isinstance(trainer.loader, StreamLoader):
@@ -177,6 +223,9 @@ class TrainingStage:
                 use_cpu=self.device == "cpu",
                 logging_nan_inf_filter=False,
                 disable_tqdm=True,
+                log_level_replica="error",  # by default, other processes than the first show warnings
+                ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,
+                ddp_timeout=int(self.recipe.parallel.timeout),
                 **self.stage.trainer.arguments(),
             )
         except (ValueError, RuntimeError, ImportError) as error:
@@ -245,30 +294,32 @@ class TrainingStage:
     def _rewards(self) -> list[NamedReward]:
         return [named_reward(source, self.recipe, self.recipe.folder, self.device) for source in self.stage.reward]
 
-    def _trainer(
-        self,
-        method: Any,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        splits: dict[str, rows.Rows | RowStream],
-        recorder: Recorder,
-        screen: Display,
-    ) -> Trainer:
+    def _trainer(self, inputs: _Inputs, recorder: Recorder | None, screen: Display) -> Trainer:
+        """The trainer. Without a recorder, nothing is shown or recorded."""
+        method, splits = inputs.method, inputs.splits
+        shown = [] if recorder is None else [RunCallback(recorder, screen, method.steps_per_iteration)]
         trainer = Trainer(
-            model=model,
+            model=inputs.model,
             args=self.arguments(),
             method=method,
             train_dataset=splits["train"],
             eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
-            processing_class=tokenizer,
+            processing_class=inputs.tokenizer,
             truncation=self.data.length,
             token_budget=self.stage.token_budget,
             packed=self.stage.packed,
             on_non_finite=self.stage.trainer.on_non_finite,
+            sharded=self.processes.sharded,
             recorder=recorder,
             show_samples=screen.samples,
-            callbacks=[RunCallback(recorder, screen, method.steps_per_iteration)],
+            callbacks=shown,
         )
+        if trainer.engine.sharded and isinstance(trainer.network.critic, PeftModel):
+            raise UserError(
+                f"stages.{self.stage.name}: parallel.shard cannot merge the adapter of a separate critic: set critic: "
+                "shared in its method, or remove adapter or shard"
+            )
+        trainer.rows_per_step = self.stage.trainer.per_device_train_batch_size  # for any number of processes
         trainer.remove_callback(PrinterCallback)
         if (limit := trainer.truncation.max_length) != self.data.max_length:
             screen.message(f"data.max_length is not set: it is {limit:,}, the most that the model reads")
@@ -280,6 +331,7 @@ class TrainingStage:
         The config of a reward model stores the mean and standard deviation of its held-out scores. ``entry`` is the
         stage's entry in the manifest, from which the model cards are made.
         """
+        state_dict = trainer.engine.state_dict()
         evaluated = entry["results"].get("after", {})
         network = trainer.accelerator.unwrap_model(trainer.model)
         if "eval_score_mean" in evaluated:
@@ -287,15 +339,37 @@ class TrainingStage:
             config.score_mean, config.score_std = evaluated["eval_score_mean"], evaluated["eval_score_std"]
         if isinstance(network.policy, PeftModel):
             with files.writing(self.folder / "adapter") as staging:
-                network.save_policy(staging)
+                network.save_policy(staging, state_dict)
                 trainer.tokenizer.save_pretrained(staging)
                 write_card(staging, self.recipe, self.stage, entry)
             network.policy = merge.policy_of(network.policy, self.folder / "adapter", self.stage.trust_remote_code)
+            if state_dict is not None:
+                of_critic = {name: x for name, x in state_dict.items() if name.startswith("critic.")}
+                state_dict = {f"policy.{name}": x for name, x in network.policy.state_dict().items()} | of_critic
         if isinstance(network.critic, PeftModel):
             network.critic = network.critic.merge_and_unload()
         with files.writing(self.folder / "model") as staging:
-            trainer.save_model(str(staging))
+            if state_dict is None:
+                trainer.save_model(str(staging))
+            else:
+                trainer.engine.save(staging, state_dict)
+                trainer.tokenizer.save_pretrained(staging)
             write_card(staging, self.recipe, self.stage, entry)
+
+
+class _Inputs(NamedTuple):
+    """What a stage trains, and on what."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    summary: dict[str, Any]
+    splits: dict[str, rows.Rows | RowStream]
+    method: Any
+
+
+def _nothing_left(train: rows.Rows | RowStream) -> TypeGuard[rows.Rows]:
+    """Whether there is no row to train on."""
+    return isinstance(train, rows.Rows) and not train.rows
 
 
 def _model_line(source: str, summary: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, TaskType
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from burnish import files
@@ -99,12 +100,13 @@ def start_from(adapter: str, folder: Path, *, say: Callable[[str], None], trust_
 
 
 def policy_of(adapted: PeftModel, adapter: Path, trust_remote_code: bool = False) -> Any:
-    """A trained model with its adapter merged; a base in low precision is loaded again in full precision for it.
+    """A trained model with its adapter merged; a sharded base, or one in low precision, is loaded again for it.
 
     ``adapter`` is the folder that the adapter was saved to.
     """
     base = loading.unwrap(adapted)
-    if base.dtype in (torch.float32, torch.float64) and not is_quantized(base):
+    sharded = any(isinstance(parameter, DTensor) for parameter in adapted.parameters())
+    if base.dtype in (torch.float32, torch.float64) and not is_quantized(base) and not sharded:
         return adapted.merge_and_unload()
     merged = _load(adapter, None, trust_remote_code).merge_and_unload()
     for name in ("score_mean", "score_std", "pad_token_id"):

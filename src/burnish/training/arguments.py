@@ -106,7 +106,9 @@ class TrainerConfig(Config):
     """
 
     # rows and steps
-    per_device_train_batch_size: int = Field(default=8, ge=1, description="rows of an optimizer step, for each process")
+    per_device_train_batch_size: int = Field(
+        default=8, ge=1, description="rows of an optimizer step, over all processes"
+    )
     num_train_epochs: float = Field(default=1.0, gt=0, description="passes over the training rows")
     max_steps: int = Field(
         default=-1, ge=-1, description="optimizer steps of the run; above 0 it overrides num_train_epochs"
