@@ -81,7 +81,6 @@ def test_saved_weights_load_with_transformers_and_into_sharded_modules(name: str
     "arguments, message",
     [
         ({"optim": "adafactor"}, "optim must be one of adamw_torch, adamw_torch_fused, sgd"),
-        ({"save_strategy": "steps"}, "save_only_model"),
         ({"torch_compile": True}, "torch_compile is not supported"),
         ({}, "only one process"),
     ],

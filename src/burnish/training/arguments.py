@@ -535,10 +535,6 @@ def check_sharded(args: TrainingArguments) -> None:
     """Raise a UserError for arguments with which the weights cannot be sharded."""
     if args.optim not in SHARDED_OPTIMIZERS:
         raise UserError(f"sharded: optim must be one of {', '.join(SHARDED_OPTIMIZERS)}")
-    if args.save_strategy != "no" and not args.save_only_model:
-        raise UserError(
-            "sharded: checkpoints cannot hold the optimizer's state yet: set save_only_model=True or save_strategy='no'"
-        )
     for name in ("fp16", "torch_compile", "push_to_hub"):
         if getattr(args, name):
             raise UserError(f"sharded: {name} is not supported yet: remove one of the two")

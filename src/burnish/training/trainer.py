@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 
 from burnish.data import streaming
 from burnish.data.readers import Rows, load
@@ -37,7 +38,7 @@ from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Method, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, describe
-from burnish.training import checkpoint
+from burnish.training import checkpoint, optimizer_state
 from burnish.training.arguments import check_arguments, check_generation_config, check_sharded, warn_ignored
 from burnish.training.engine import Engine
 from burnish.training.non_finite import NonFiniteSteps
@@ -482,6 +483,31 @@ class Trainer(transformers.Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder, state_dict)
         self.tokenizer.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save both so that any number of processes can load them, if the optimizer's state has a plain form."""
+        optimizer: Any = self.optimizer
+        if not optimizer_state.can_name(optimizer):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        folder = Path(output_dir)
+        optimizer_state.save(
+            self.network, optimizer, folder / optimizer_state.FOLDER, self.engine.rank, self.engine.sharded
+        )
+        if self.args.should_save:
+            assert self.lr_scheduler is not None
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both from a checkpoint of any number of processes, sharded or not."""
+        folder = Path(checkpoint or "")
+        if checkpoint is None or not (folder / optimizer_state.FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer: Any = self.optimizer
+        optimizer_state.load(self.network, optimizer, folder / optimizer_state.FOLDER, self.engine.sharded)
+        assert self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_best_model(self) -> None:
         self.engine.load(str(self.state.best_model_checkpoint))
