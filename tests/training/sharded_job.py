@@ -1,11 +1,13 @@
-"""Trains with sharded weights in several processes, or without in one; run by test_sharded.py.
+"""Trains every method in one process, in several, and with sharded weights; run by test_sharded.py.
 
-``python -m torch.distributed.run --nproc-per-node 2 sharded_job.py OUT`` saves the results of all ``CASES`` in
-OUT/results.pt, and the trained models in OUT/CASE.
+``python -m torch.distributed.run --nproc-per-node 2 sharded_job.py OUT CASE...`` trains the cases with whole weights in
+OUT/ddp/CASE and with sharded ones in OUT/fsdp2/CASE, and saves what it measured in OUT/results.pt.
 """
 
 import os
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,117 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from burnish import PPO, SFT, Trainer, UserError
+from burnish import DPO, PPO, SFT, Distill, Pretrain, Reinforce, RewardModel, StepValue, Trainer, UserError
 from burnish.generate.sampling import Sampling
+from burnish.models.adapters import add_adapter
+from burnish.models.loaded import Loaded
+from burnish.models.settings import AdapterConfig
+from burnish.types import Steps
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gradient_job import exact
-from resume_job import ROWS, tokenizer
+from resume_job import PAIRS, ROWS, tokenizer
 from warmup_job import PROMPTS, reward
 
-CASES = {
-    f"{kind} {dtype}": (kind, dtype)
-    for kind, dtype in [
-        ("sft", "float32"),
-        ("sft", "float64"),
-        ("shared", "float32"),
-        ("shared", "float64"),
-        ("separate", "float32"),
-    ]
+ODD = Sampling(max_new_tokens=6, samples=3)
+LABELED = [{"prompt": r["prompt"], "completion": r["completion"], "label": i % 3 > 0} for i, r in enumerate(ROWS)]
+TEXTS = [{"text": r["prompt"] + r["completion"]} for r in ROWS]
+SCORED = [
+    {
+        "text": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["completion"]}],
+        "reward": (-1) ** i / (i % 3 + 1),
+    }
+    for i, r in enumerate(ROWS)
+]
+SOLUTIONS = [
+    Steps(({"role": "user", "content": "q"},), ("a" * (1 + i), "b"), (0.5, 1.0 if i % 3 else -1.0), f"s:{i}")
+    for i in range(9)
+]
+
+
+def model(dtype: torch.dtype, layers: int = 2, adapter: bool = False, score: bool = False, tied: bool = False) -> Any:
+    """A tiny Llama."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=102,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        **({"id2label": {0: "score"}, "label2id": {"score": 0}} if score else {}),
+    )
+    made = exact((LlamaForSequenceClassification if score else LlamaForCausalLM)(config), dtype)
+    if not adapter:
+        return made
+    torch.manual_seed(1)
+    lora = AdapterConfig.model_validate({"r": 3, "dropout": 0.2 if not score else 0.0})
+    return add_adapter(made, lora, "SEQ_CLS" if score else "CAUSAL_LM").to(dtype)
+
+
+def ppo(critic: str, **settings: Any) -> PPO:
+    """PPO whose critic learns alone in the first iteration, and with a rate of its own."""
+    own: Any = {"name": critic, "learning_rate": 2e-2, "warmup": 1}
+    return PPO(reward, ODD, critic=own, **({"epochs": 1, "mini_batches": 1} | settings))
+
+
+def distill(dtype: torch.dtype) -> Distill:
+    """Distillation on prompts from a larger model."""
+    return Distill(
+        sampling=ODD, load=lambda _: Loaded("teacher", model(dtype, layers=3), tokenizer()), teacher="teacher"
+    )
+
+
+CASES: dict[str, tuple[Any, Any, list[Any]]] = {
+    "sft": (SFT, {}, ROWS),
+    "sft lora": (SFT, {"adapter": True}, ROWS),
+    "sft checkpointing": (SFT, {}, ROWS),
+    "sft lora checkpointing": (SFT, {"adapter": True}, ROWS),
+    "pretrain": (Pretrain, {}, TEXTS),
+    "dpo": (partial(DPO, nll_weight=0.1), {}, PAIRS),
+    "dpo lora": (DPO, {"adapter": True}, PAIRS),
+    "dpo live": (partial(DPO, reference="live"), {}, PAIRS),
+    "orpo": (partial(DPO, loss="orpo"), {}, PAIRS),
+    "kto": (partial(DPO, loss="kto"), {}, LABELED),
+    "reward": (partial(RewardModel, centering=0.0), {"score": True}, PAIRS),
+    "reward lora": (RewardModel, {"score": True, "adapter": True}, PAIRS),
+    "step_value": (StepValue, {}, SOLUTIONS),
+    "reinforce": (partial(Reinforce, advantage="rloo", kl_coef=0.1), {}, SCORED),
+    "rloo": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS),
+    "grpo": (
+        partial(
+            Reinforce,
+            reward,
+            ODD,
+            advantage="group_std",
+            policy_loss="clip",
+            epochs=2,
+            kl_coef=0.1,
+            kl_in="loss",
+            kl_estimate="k3",
+        ),
+        {},
+        PROMPTS,
+    ),
+    "ppo shared": (partial(ppo, "shared"), {"tied": True}, PROMPTS),
+    "ppo shared lora": (partial(ppo, "shared"), {"adapter": True}, PROMPTS),
+    "ppo separate": (partial(ppo, "separate"), {}, PROMPTS),
+    "ppo separate lora": (partial(ppo, "separate"), {"adapter": True}, PROMPTS),
+    "ppo target_kl": (partial(ppo, "separate", epochs=2, mini_batches=2, target_kl=1e-3), {}, PROMPTS),
+    "distill": (distill, {}, PROMPTS),
 }
-"""SFT, and PPO with each kind of critic, which learns alone in the first step."""
+"""Method, settings of the model and rows; `NAME float64` is the same in that dtype."""
+STEPS = {"ppo target_kl": 6}
 
 
 class Observer(TrainerCallback):
@@ -47,7 +139,7 @@ class Observer(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Check the parameters and their gradients."""
         self.on_step_end(args, state, control, model)
-        gradients = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+        gradients = {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.requires_grad}
         assert all(g is None or isinstance(g, DTensor) == self.sharded for g in gradients.values())
         self.without_gradient.append([name for name, gradient in gradients.items() if gradient is None])
 
@@ -60,46 +152,38 @@ class Observer(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def trainer(kind: str, dtype: str, folder: Path, processes: int) -> tuple[Trainer, Observer]:
-    """A trainer of three optimizer steps that shards if there are several processes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=102,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=0,
-        initializer_range=0.2,
-        tie_word_embeddings=kind == "shared",
-    )
-    observer = Observer(processes > 1)
-    critic: Any = {"name": kind, "learning_rate": 2e-2, "warmup": 1}
+def trainer(case: str, folder: Path, sharded: bool = False, save: bool = False) -> tuple[Trainer, Observer]:
+    """A trainer of three optimizer steps."""
+    name = case.removesuffix(" float64")
+    dtype = torch.float64 if name != case else torch.float32
+    method, options, rows = CASES[name]
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    observer = Observer(sharded)
     made = Trainer(
-        model=exact(LlamaForCausalLM(config), getattr(torch, dtype)),
+        model=model(dtype, **options),
         args=TrainingArguments(
             str(folder),
             use_cpu=True,
             report_to="none",
             disable_tqdm=True,
-            save_strategy="no",
+            save_strategy="steps" if save else "no",
+            save_steps=1,
             logging_steps=1,
             per_device_train_batch_size=4 // processes,
-            max_steps=3,
+            max_steps=STEPS.get(name, 3),
             learning_rate=1e-2,
             weight_decay=0.1,
             max_grad_norm=0.5,
+            activation_checkpointing="checkpointing" in name,
             ddp_backend="gloo" if processes > 1 else None,
         ),
-        method=SFT()
-        if kind == "sft"
-        else PPO(reward, Sampling(max_new_tokens=6, samples=3), critic=critic, epochs=1, mini_batches=1),
-        train_dataset=ROWS if kind == "sft" else PROMPTS,
-        eval_dataset=ROWS[:3] if kind == "sft" else PROMPTS[:3],
+        method=method(dtype) if method is distill else method(),
+        train_dataset=rows,
+        eval_dataset=rows[:3],
         processing_class=tokenizer(),
         callbacks=[observer],
         token_budget=40,
-        sharded=processes > 1,
+        sharded=sharded,
     )
     return made, observer
 
@@ -110,43 +194,30 @@ def full(trainer: Trainer) -> dict[str, Tensor]:
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
 
 
-def train(kind: str, dtype: str, folder: Path, processes: int) -> dict[str, Any]:
+def train(case: str, folder: Path, sharded: bool = False) -> dict[str, Any]:
     """Evaluate, train, evaluate and save; with sharded weights, also load what was saved."""
-    made, observer = trainer(kind, dtype, folder, processes)
+    made, observer = trainer(case, folder, sharded)
     made.evaluate()
     made.train()
     made.evaluate()
     made.save_model(str(folder))
-    weights = full(made)
-    results = {"metrics": observer.logs, "weights": weights, "without_gradient": observer.without_gradient}
-    if processes > 1:
+    results = {"metrics": observer.logs, "weights": full(made), "without_gradient": observer.without_gradient}
+    if sharded:
         made.accelerator.wait_for_everyone()
         with torch.no_grad():
             for parameter in made.network.parameters():
-                parameter.zero_()
+                if parameter.requires_grad:
+                    parameter.zero_()
         made.engine.load(folder)
         results["loaded"] = full(made)
-        if kind == "sft":
-            check_out_of_memory(made)
     return results
 
 
-def check_out_of_memory(made: Trainer) -> None:
-    """A pass without gradient that runs out of memory names the setting, and is not repeated."""
-
-    def too_large(batch: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    examples = made.train_examples.examples
-    made.engine.token_budget = 100  # three examples
-    with pytest.raises(UserError, match="set a smaller token_budget"):
-        made.engine.run(too_large, examples)
-
-
-def main(out: Path) -> None:
+def main(out: Path, cases: list[str]) -> None:
     """Train all cases."""
     results = {
-        name: train(kind, dtype, out / name, int(os.environ["WORLD_SIZE"])) for name, (kind, dtype) in CASES.items()
+        layout: {case: train(case, out / layout / case, layout == "fsdp2") for case in cases}
+        for layout in ("ddp", "fsdp2")
     }
     if torch.distributed.get_rank() == 0:
         torch.save(results, out / "results.pt")
@@ -157,4 +228,5 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -10,43 +10,59 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from burnish.errors import UserError
 from burnish.models.forward import unwrap
+from burnish.models.quantize import is_quantized
 
 
 def check_model(model: nn.Module) -> None:
     """Raise a UserError if a model cannot be sharded."""
-    if isinstance(model, PeftModel):
-        raise UserError("sharded: models with an adapter cannot be sharded yet: remove sharded or the adapter")
+    if is_quantized(unwrap(model)):
+        raise UserError("sharded: quantized weights cannot be sharded: remove sharded or quantize")
     if not unwrap(model)._no_split_modules:
         raise UserError(f"sharded: {type(model).__name__} does not name its layers (_no_split_modules): remove sharded")
 
 
-def shard(root: nn.Module, models: list[nn.Module], device: torch.device) -> None:
+def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], device: torch.device) -> None:
     """Shard the parameters of ``root`` over all processes, in place. This replaces the parameters.
 
-    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs. The other parameters are
-    gathered while ``root`` runs. All processes start with the first one's values, as with DistributedDataParallel.
+    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``,
+    whose dtype may differ. The other parameters are gathered while ``root`` runs. All processes start with the first
+    one's values, as with DistributedDataParallel.
     """
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
             dist.broadcast(tensor, 0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for model in models:
-        names = unwrap(model)._no_split_modules
-        for layer in [module for module in model.modules() if type(module).__name__ in names]:
-            fully_shard(layer, mesh=mesh)
+        shard_layers(model, mesh)
+    for head in heads:
+        fully_shard(head, mesh=mesh)
     # By default the root's parameters would stay gathered until the next backward pass, also after a pass without
     # gradient, and new weights that are loaded in the meantime would not be used.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the layers of a model in place; its embeddings, norm and head stay whole.
+
+    This suits a frozen model, whose layers then run without a root that gathers the rest.
+    """
+    names = unwrap(model)._no_split_modules or ()
+    for layer in [module for module in model.modules() if type(module).__name__ in names]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The processes that a model is sharded over; None if it is not sharded."""
+    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -62,7 +78,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 def load_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Strictly load full tensors into a module, which may be sharded. Every process needs the tensors."""
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if mesh_of(module) is not None:
         set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
     else:
         module.load_state_dict(weights)

@@ -99,7 +99,10 @@ class Engine:
             return
         with self.accelerator.autocast():
             self.layout.can_share()  # tries it, which is impossible with sharded weights
-        sharding.shard(module, self.network.models, self.device)
+        sharding.shard(module, self.network.models, self.network.heads, self.device)
+        for model in self.network.frozen:
+            if (mesh := sharding.mesh_of(module)) is not None:
+                sharding.shard_layers(model, mesh)
         # adds autocast, and keeps accelerate from wrapping the module in DistributedDataParallel later
         self.accelerator.prepare_model(module, evaluation_mode=True)
         module._is_accelerate_prepared = True  # type: ignore[assignment]
