@@ -1,7 +1,8 @@
 """Trains every method in one process, in several, and with sharded weights; run by test_sharded.py.
 
-``python -m torch.distributed.run --nproc-per-node 2 sharded_job.py OUT CASE...`` trains the cases with whole weights in
-OUT/ddp/CASE and with sharded ones in OUT/fsdp2/CASE, and saves what it measured in OUT/results.pt.
+``python -m torch.distributed.run --nproc-per-node 2 sharded_job.py train OUT CASE...`` trains the cases with whole
+weights in OUT/ddp/CASE and with sharded ones in OUT/fsdp2/CASE, and saves what it measured in OUT/results.pt.
+``... resume OUT CASE...`` does so from scratch and from the checkpoints of all ``LAYOUTS``.
 """
 
 import os
@@ -11,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,11 +23,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from burnish import DPO, PPO, SFT, Distill, Pretrain, Reinforce, RewardModel, StepValue, Trainer, UserError
+from burnish import DPO, PPO, SFT, Distill, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.generate.sampling import Sampling
 from burnish.models.adapters import add_adapter
 from burnish.models.loaded import Loaded
 from burnish.models.settings import AdapterConfig
+from burnish.render.truncate import Truncation
 from burnish.types import Steps
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -100,7 +101,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "reward": (partial(RewardModel, centering=0.0), {"score": True}, PAIRS),
     "reward lora": (RewardModel, {"score": True, "adapter": True}, PAIRS),
     "step_value": (StepValue, {}, SOLUTIONS),
-    "reinforce": (partial(Reinforce, advantage="rloo", kl_coef=0.1), {}, SCORED),
+    "reinforce": (partial(Reinforce, advantage="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2"), {}, SCORED),
     "rloo": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS),
     "grpo": (
         partial(
@@ -126,6 +127,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
 }
 """Method, settings of the model and rows; `NAME float64` is the same in that dtype."""
 STEPS = {"ppo target_kl": 6}
+LAYOUTS = ["one", "ddp", "fsdp2"]
 
 
 class Observer(TrainerCallback):
@@ -181,6 +183,7 @@ def trainer(case: str, folder: Path, sharded: bool = False, save: bool = False) 
         train_dataset=rows,
         eval_dataset=rows[:3],
         processing_class=tokenizer(),
+        truncation=Truncation(max_length=8) if name == "pretrain" else None,
         callbacks=[observer],
         token_budget=40,
         sharded=sharded,
@@ -202,6 +205,7 @@ def train(case: str, folder: Path, sharded: bool = False) -> dict[str, Any]:
     made.evaluate()
     made.save_model(str(folder))
     results = {"metrics": observer.logs, "weights": full(made), "without_gradient": observer.without_gradient}
+    results["trained"] = [name for name, parameter in made.network.named_parameters() if parameter.requires_grad]
     if sharded:
         made.accelerator.wait_for_everyone()
         with torch.no_grad():
@@ -213,12 +217,34 @@ def train(case: str, folder: Path, sharded: bool = False) -> dict[str, Any]:
     return results
 
 
-def main(out: Path, cases: list[str]) -> None:
-    """Train all cases."""
-    results = {
-        layout: {case: train(case, out / layout / case, layout == "fsdp2") for case in cases}
-        for layout in ("ddp", "fsdp2")
+def resume(case: str, out: Path, layout: str, start: str | None = None) -> dict[str, Tensor]:
+    """Train from scratch, with a checkpoint after each step, or from the first checkpoint of a layout."""
+    made, _ = trainer(case, out / layout / case / (start or ""), layout == "fsdp2", save=start is None)
+    made.train(resume_from_checkpoint=str(out / start / case / "checkpoint-1") if start else None)
+    return full(made)
+
+
+def resume_all(out: Path, cases: list[str], layouts: list[str]) -> dict[tuple[str, str, str | None], Any]:
+    """The weights at the end by case, layout and the layout of the checkpoint, which is None in a run from scratch."""
+    ends: dict[tuple[str, str, str | None], Any] = {
+        (case, layout, None): resume(case, out, layout) for layout in layouts for case in cases
     }
+    for case in cases:
+        for layout in layouts:
+            for start in [start for start in LAYOUTS if (out / start / case).exists()]:
+                ends[case, layout, start] = resume(case, out, layout, start)
+    return ends
+
+
+def main(job: str, out: Path, cases: list[str]) -> None:
+    """Train all cases."""
+    if job == "train":
+        results: Any = {
+            layout: {case: train(case, out / layout / case, layout == "fsdp2") for case in cases}
+            for layout in LAYOUTS[1:]
+        }
+    else:
+        results = resume_all(out, cases, LAYOUTS[1:])
     if torch.distributed.get_rank() == 0:
         torch.save(results, out / "results.pt")
     torch.distributed.barrier()
@@ -229,4 +255,4 @@ def main(out: Path, cases: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

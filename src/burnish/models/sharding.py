@@ -32,9 +32,9 @@ def check_model(model: nn.Module) -> None:
 def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], device: torch.device) -> None:
     """Shard the parameters of ``root`` over all processes, in place. This replaces the parameters.
 
-    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``,
-    whose dtype may differ. The other parameters are gathered while ``root`` runs. All processes start with the first
-    one's values, as with DistributedDataParallel.
+    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``
+    if its dtype differs from theirs. The other parameters are gathered while ``root`` runs. All processes start with
+    the first one's values, as with DistributedDataParallel.
     """
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
@@ -43,7 +43,8 @@ def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], devi
     for model in models:
         shard_layers(model, mesh)
     for head in heads:
-        fully_shard(head, mesh=mesh)
+        if {p.dtype for p in head.parameters()} != {unwrap(model).dtype for model in models}:
+            fully_shard(head, mesh=mesh)  # parameters that are gathered together must have one dtype
     # By default the root's parameters would stay gathered until the next backward pass, also after a pass without
     # gradient, and new weights that are loaded in the meantime would not be used.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
