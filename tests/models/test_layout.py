@@ -10,6 +10,7 @@ import torch
 
 from burnish import SFT, UserError
 from burnish.models import forward
+from burnish.models.batching import deal
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import BUDGET_OF_PASS, Layout
 from burnish.models.loading import load_reward_model
@@ -139,3 +140,33 @@ def test_every_process_makes_equally_many_passes(world_size, tiny_llama):
         calls.append(len(batches))
     assert sorted(seen) == list(range(5)), "no example is lost, and none is seen twice"
     assert len(set(calls)) == 1 and calls[0] * world_size >= 5
+
+
+LOG_NORMAL = torch.distributions.LogNormal(4.0, 0.8)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("budget", [2048, 700, None])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_slowest_process_has_at_most_a_tenth_more_tokens_than_the_mean(
+    world_size: int, budget: int | None, packed: bool, tiny_llama: Any
+) -> None:
+    layout = Layout([tiny_llama(max_position_embeddings=4096)], packed=packed)
+    torch.manual_seed(world_size)
+    for rows in (97, 256):
+        lengths = LOG_NORMAL.sample((rows,)).clamp(4, 600).int().tolist()
+        step = [Example((Sequence((5,) * n, (False,) + (True,) * (n - 1), f"row:{i}"),)) for i, n in enumerate(lengths)]
+        of_ranks = [layout.cut(step, budget, rank, world_size) for rank in range(world_size)]
+        assert len({len(batches) for batches in of_ranks}) == 1
+        learned = [s for batches in of_ranks for b in batches if b.counts["tokens"] for s in b.sources]
+        assert sorted(learned) == sorted(f"row:{i}" for i in range(rows))
+        sizes = [b.tokens.numel() for batches in of_ranks for b in batches]
+        assert budget is None or max(sizes) <= budget
+        loads = [sum(b.tokens.numel() for b in batches) for batches in of_ranks]
+        assert max(loads) <= 1.1 * sum(loads) / world_size, loads
+
+
+def test_micro_batches_are_dealt_longest_first_to_the_rank_with_the_fewest_tokens() -> None:
+    assert deal([5, 9, 7, 1, 3], 2) == [[1, 4, 3], [2, 0]]
+    assert deal([4, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # not three for the second: all have equally many
+    assert deal([3], 2) == [[0], []]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from burnish.errors import UserError, is_out_of_memory, out_of_memory
-from burnish.models.batching import collate, micro_batches, prompt_groups, prompt_key
+from burnish.models.batching import collate, deal, micro_batches, prompt_groups, prompt_key, tokens_in
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.models.limits import check_ids
 from burnish.types import Example, MicroBatch, Sequence, total_counts
@@ -110,9 +110,10 @@ class Layout:
             check_ids(sequence.tokens, self.vocabulary, sequence.source)
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
-        waiting = groups[rank::world_size]
-        if len(waiting) < -(-len(groups) // world_size):
-            function(self.collate([_silent(examples[groups[-1][0]])]))
+        dealt = self._dealt(examples, groups, world_size)
+        waiting = dealt[rank]
+        if len(waiting) < max(map(len, dealt)):
+            function(self.collate([silent(examples)]))
         while waiting:
             group = waiting.pop(0)
             batch = self.collate([examples[i] for i in group])
@@ -142,26 +143,59 @@ class Layout:
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """The micro-batches of one process. Every process gets equally many; a surplus one adds nothing to the loss."""
-        groups = self.groups(examples, budget)
-        if world_size > 1 and budget is None:
-            groups = [list(range(i, len(examples), world_size)) for i in range(min(world_size, len(examples)))]
-        batches = [[examples[i] for i in group] for group in groups[rank::world_size]]
-        while len(batches) < -(-len(groups) // world_size):
-            batches.append([_silent(examples[groups[-1][0]])])
+        groups = self.groups(examples, budget) if world_size == 1 else self._even(examples, budget, world_size)
+        dealt = self._dealt(examples, groups, world_size)
+        batches = [[examples[i] for i in group] for group in dealt[rank]]
+        while len(batches) < max(map(len, dealt)):
+            batches.append([silent(examples)])
         return [self.collate(batch) for batch in batches]
+
+    def _even(self, examples: list[Example], budget: int | None, ranks: int) -> list[list[int]]:
+        """Groups that are as small as possible, but no more than ``ranks`` times those that a rank needs anyway.
+
+        With groups of the full budget, 9 of them on 8 ranks would take as long as 16.
+        """
+        groups = self.groups(examples, budget)
+        most = -(-len(groups) // ranks) * ranks
+        low, high = 0, max(self._tokens(examples, group) for group in groups)
+        while high - low > 1 + high // 100:
+            middle = (low + high) // 2
+            smaller = self.groups(examples, middle)
+            if len(smaller) <= most:
+                groups, high = smaller, middle
+            else:
+                low = middle
+        return groups
+
+    def _dealt(self, examples: list[Example], groups: list[list[int]], ranks: int) -> list[list[list[int]]]:
+        """The groups of each rank, with about equal numbers of tokens."""
+        if ranks == 1:
+            return [groups]
+        dealt = deal([self._tokens(examples, group) for group in groups], ranks)
+        return [[groups[i] for i in of_rank] for of_rank in dealt]
+
+    def _tokens(self, examples: list[Example], group: list[int]) -> int:
+        """The number of tokens of a micro-batch without ``pad_to``."""
+        joined = self._joined([examples[i] for i in group])
+        return tokens_in(joined, packed=bool(self.packed), shared=self._shared(joined))
 
     def collate(self, examples: list[Example]) -> MicroBatch:
         """One micro-batch, on the device. Adjacent examples with the same prompt share it."""
         counts = total_counts(examples)
-        by_prompt = [
-            list(group) for key, same in groupby(examples, prompt_key) for group in ([same] if key else zip(same))
-        ]
-        if len(by_prompt) < len(examples) and self.can_share():
-            examples = [_join(group) for group in by_prompt]
+        examples = self._joined(examples)
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
         batch = replace(batch, counts=counts)
         return batch.to(self.device or unwrap(self.models[0]).device)
+
+    def _joined(self, examples: list[Example]) -> list[Example]:
+        """The examples, but adjacent ones with the same prompt as one if they can share it."""
+        by_prompt = [
+            list(group) for key, same in groupby(examples, prompt_key) for group in ([same] if key else zip(same))
+        ]
+        if len(by_prompt) == len(examples) or not self.can_share():
+            return examples
+        return [_join(group) for group in by_prompt]
 
     def _shared(self, examples: list[Example]) -> bool:
         return any(len(example.sequences) > 1 for example in examples) and self.can_share()
@@ -176,8 +210,8 @@ def _join(examples: list[Example]) -> Example:
     return examples[0] if len(examples) == 1 else Example(tuple(e.sequences[0] for e in examples))
 
 
-def _silent(example: Example) -> Example:
-    """An example of the same kind that adds nothing to any term of the loss."""
-    first = example.sequences[0]
-    zeros = {name: np.zeros(len(first)) for name in first.arrays}
-    return Example((Sequence(first.tokens, np.zeros(len(first), np.bool_), first.source, zeros),))
+def silent(examples: list[Example]) -> Example:
+    """A short example of the same kind as ``examples`` that adds nothing to any term of the loss."""
+    shortest = min((example.sequences[0] for example in examples), key=len)
+    zeros = {name: np.zeros(len(shortest)) for name in shortest.arrays}
+    return Example((Sequence(shortest.tokens, np.zeros(len(shortest), np.bool_), shortest.source, zeros),))
