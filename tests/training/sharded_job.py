@@ -26,6 +26,7 @@ from transformers import (
 from burnish import DPO, PPO, SFT, Distill, Pretrain, Reinforce, RewardModel, StepValue, Trainer
 from burnish.generate.sampling import Sampling
 from burnish.models.adapters import add_adapter
+from burnish.models.forward import unwrap
 from burnish.models.loaded import Loaded
 from burnish.models.settings import AdapterConfig
 from burnish.render.truncate import Truncation
@@ -236,11 +237,52 @@ def resume_all(out: Path, cases: list[str], layouts: list[str]) -> dict[tuple[st
     return ends
 
 
+def out_of_memory(case: str, folder: Path, sharded: bool) -> dict[str, Any]:
+    """Evaluate and train, with memory for fewer tokens than the budget in the last process.
+
+    It runs out in the first layer: in passes without gradient and in the first and the third step in the forward pass,
+    and in the second step in the backward pass.
+    """
+    made, _ = trainer(case, folder, sharded)
+    failed = {"forward": 0, "backward": 0}
+
+    def fail(tokens: int, way: str) -> None:
+        if made.engine.rank == 1 and tokens > 60:
+            failed[way] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def before_forward(module: Any, inputs: Any) -> None:
+        if made.state.global_step != 1 or not torch.is_grad_enabled():
+            fail(inputs[0][..., 0].numel(), "forward")
+
+    def before_backward(module: Any, gradients: Any) -> None:
+        if made.state.global_step == 1:
+            fail(gradients[0][..., 0].numel(), "backward")
+
+    class Budget(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            made.engine.token_budget = 100
+
+    mlp = unwrap(made.network.policy).model.layers[0].mlp
+    mlp.register_forward_pre_hook(before_forward)
+    mlp.register_full_backward_pre_hook(before_backward)
+    made.add_callback(Budget())
+    made.engine.token_budget = 100
+    metrics = made.evaluate()
+    made.train()
+    return {"weights": full(made), "failed": made.engine.gather(failed), "metrics": metrics}
+
+
 def main(job: str, out: Path, cases: list[str]) -> None:
     """Train all cases."""
     if job == "train":
         results: Any = {
             layout: {case: train(case, out / layout / case, layout == "fsdp2") for case in cases}
+            for layout in LAYOUTS[1:]
+        }
+    elif job == "out_of_memory":
+        results = {
+            layout: {case: out_of_memory(case, out / layout / case, layout == "fsdp2") for case in cases}
             for layout in LAYOUTS[1:]
         }
     else:

@@ -26,6 +26,7 @@ spec.loader.exec_module(job)
 
 TIMES = ("runtime", "per_second", "seconds")
 CASES = ["sft lora checkpointing", "dpo", "ppo shared float64"]
+OUT_OF_MEMORY = ["sft lora checkpointing", "distill", "ppo separate float64"]
 RESUMED = ["sft lora", "ppo separate float64"]
 ROWS = [Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None, "c:1")]
 
@@ -120,6 +121,24 @@ def test_every_layout_resumes_from_the_checkpoints_of_every_other(tmp_path: Path
             within = tolerance(case)
             expected = ends[case, "one", None][name]
             torch.testing.assert_close(weight, expected, atol=within, rtol=within, msg=f"{case} {layout} {start}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+def test_if_one_process_runs_out_of_memory_all_of_them_repeat_the_step(tmp_path: Path) -> None:
+    results = launch("out_of_memory", tmp_path, OUT_OF_MEMORY)
+    for case in OUT_OF_MEMORY:
+        one = job.train(case, tmp_path / case)
+        for layout in ("ddp", "fsdp2"):
+            several = results[layout][case]
+            first, second = several["failed"]
+            assert first == {"forward": 0, "backward": 0} and min(second.values()) >= 1, second
+            within = tolerance(case)
+            for name, value in several["metrics"].items():
+                if not name.endswith(TIMES):
+                    assert value == pytest.approx(one["metrics"][0][name], rel=within, abs=within), name
+            for name, weight in one["weights"].items():
+                torch.testing.assert_close(several["weights"][name], weight, atol=within, rtol=within, msg=name)
 
 
 @pytest.mark.parametrize(

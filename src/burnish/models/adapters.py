@@ -19,7 +19,7 @@ from burnish import kernels
 from burnish.errors import UserError
 from burnish.models.bases import Base
 from burnish.models.settings import AdapterConfig
-from burnish.models.sharding import mesh_of, shard_layers, whole
+from burnish.models.sharding import mesh_of, shard_frozen, whole
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
@@ -136,7 +136,7 @@ class Reference:
         if mesh_of(self.frozen) is None:
             self.frozen.to(next(policy.parameters()).device)
             if (mesh := mesh_of(policy)) is not None:
-                shard_layers(self.frozen, mesh)
+                shard_frozen(self.frozen, mesh)
         yield self.frozen
 
     def offload(self) -> None:

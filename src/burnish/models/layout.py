@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from burnish.errors import UserError, is_out_of_memory, out_of_memory
+from burnish.models import collectives
 from burnish.models.batching import collate, deal, micro_batches, prompt_groups, prompt_key, tokens_in
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.models.limits import check_ids
@@ -27,11 +28,8 @@ BUDGET_OF_PASS = 4096
 T = TypeVar("T")
 
 
-def does_not_fit(error: BaseException, examples: list[Example], world_size: int = 1) -> UserError:
+def does_not_fit(error: BaseException, examples: list[Example]) -> UserError:
     """The error to raise if memory runs out and the token budget cannot be halved."""
-    if world_size > 1:
-        several = ", and one of several processes cannot repeat a step with a smaller token_budget: set it"
-        return UserError(out_of_memory(error, several))
     longest = max((s for example in examples for s in example.sequences), key=len)
     one = f" with a micro-batch of one example (the longest has {len(longest):,} tokens, {longest.source})"
     return UserError(out_of_memory(error, one))
@@ -91,29 +89,22 @@ class Layout:
         *,
         rank: int = 0,
         world_size: int = 1,
-        halve: bool = True,
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
         """Apply a function to the micro-batches of one process, in passes without gradient.
 
-        Every process calls the function equally often, with an example that adds nothing if it has one micro-batch
-        less, because wrappers may synchronize processes in a forward pass. If the device runs out of memory, the rest
-        is cut into micro-batches of half the size, unless ``halve`` is False because the processes do synchronize. A
-        single example that does not fit is an error.
+        If the device runs out of memory, the rest is cut into micro-batches of half the size. A single example that
+        does not fit is an error.
 
         Returns:
             The indices of the examples, the micro-batch and the function's result, for each micro-batch.
 
         Raises:
-            UserError: a token id has no embedding; or out of memory with a single example, or ``halve`` is False.
+            UserError: a token id has no embedding; or out of memory with a single example.
         """
-        for sequence in (s for example in examples for s in example.sequences):
-            check_ids(sequence.tokens, self.vocabulary, sequence.source)
+        self._check_ids(examples)
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
-        dealt = self._dealt(examples, groups, world_size)
-        waiting = dealt[rank]
-        if len(waiting) < max(map(len, dealt)):
-            function(self.collate([silent(examples)]))
+        waiting = self._dealt(examples, groups, world_size)[rank]
         while waiting:
             group = waiting.pop(0)
             batch = self.collate([examples[i] for i in group])
@@ -124,11 +115,6 @@ class Layout:
                     raise
                 if len(group) == 1:
                     raise does_not_fit(error, [examples[group[0]]]) from error
-                if not halve:
-                    raise UserError(
-                        f"out of memory in a pass without gradient, with token_budget={budget}: set a smaller "
-                        "token_budget. It is not halved automatically if the weights are sharded"
-                    ) from error
             else:
                 yield group, batch, result
                 continue
@@ -140,6 +126,59 @@ class Layout:
             warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
             rest = [i for indices in (group, *waiting) for i in indices]
             waiting = [[rest[k] for k in indices] for indices in self.groups([examples[i] for i in rest], budget)]
+
+    def passes_together(
+        self,
+        function: Callable[[MicroBatch], T],
+        examples: list[Example],
+        budget: int | None,
+        *,
+        rank: int,
+        world_size: int,
+        gather: Callable[[int], list[int]],
+    ) -> Iterator[tuple[list[int], MicroBatch, T]]:
+        """As ``passes``, for sharded models: every process calls the function equally often, because it waits for the
+        others in each pass.
+
+        A process without a micro-batch uses a short example. If the device of a process runs out of memory, that
+        process cuts its rest into micro-batches of half the size, and all process it after the current ones.
+
+        Args:
+            function: see ``passes``.
+            examples: see ``passes``.
+            budget: see ``passes``.
+            rank: see ``passes``.
+            world_size: see ``passes``.
+            gather: gives the numbers of all processes.
+        """
+        self._check_ids(examples)
+        budget = budget or BUDGET_OF_PASS
+        waiting = self._dealt(examples, self.groups(examples, budget), world_size)[rank]
+        while calls := max(gather(len(waiting))):
+            rest: list[int] = []
+            for k in range(calls):
+                group = waiting[k] if k < len(waiting) and not rest else []
+                batch = self.collate([examples[i] for i in group] or [silent(examples)])
+                results: list[T] = []
+                problem = collectives.attempt(
+                    lambda batch, into=results: into.append(function(batch)),
+                    batch,
+                    lambda: self.collate([silent(examples)]),
+                )
+                if problem is None and group:
+                    yield group, batch, results[0]
+                elif problem is not None:
+                    if len(group) < 2:
+                        raise does_not_fit(RuntimeError(problem), [examples[i] for i in group] or examples)
+                    rest = [i for indices in waiting[k:] for i in indices]
+                    budget = min(budget, batch.tokens.numel()) // 2
+                    warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
+            groups = self.groups([examples[i] for i in rest], budget) if rest else []
+            waiting = [[rest[k] for k in indices] for indices in groups]
+
+    def _check_ids(self, examples: list[Example]) -> None:
+        for sequence in (s for example in examples for s in example.sequences):
+            check_ids(sequence.tokens, self.vocabulary, sequence.source)
 
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """The micro-batches of one process. Every process gets equally many; a surplus one adds nothing to the loss."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from burnish.errors import UserError
+from burnish.models import collectives
 from burnish.models.forward import unwrap
 from burnish.models.quantize import is_quantized
 
@@ -36,12 +37,10 @@ def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], devi
     if its dtype differs from theirs. The other parameters are gathered while ``root`` runs. All processes start with
     the first one's values, as with DistributedDataParallel.
     """
-    with torch.no_grad():
-        for tensor in [*root.parameters(), *root.buffers()]:
-            dist.broadcast(tensor, 0)
+    broadcast(root)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for model in models:
-        shard_layers(model, mesh)
+        _shard_layers(model, mesh)
     for head in heads:
         if {p.dtype for p in head.parameters()} != {unwrap(model).dtype for model in models}:
             fully_shard(head, mesh=mesh)  # parameters that are gathered together must have one dtype
@@ -49,16 +48,45 @@ def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], devi
     # gradient, and new weights that are loaded in the meantime would not be used.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
+    collectives.watch(root)
 
 
-def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the layers of a model in place; its embeddings, norm and head stay whole.
+def shard_frozen(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the layers of a frozen model, which runs on its own, in place; its embeddings, norm and head stay whole."""
+    for layer in _shard_layers(model, mesh):
+        collectives.watch(layer)
 
-    This suits a frozen model, whose layers then run without a root that gathers the rest.
-    """
+
+def _shard_layers(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     names = unwrap(model)._no_split_modules or ()
-    for layer in [module for module in model.modules() if type(module).__name__ in names]:
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    return layers
+
+
+def broadcast(module: nn.Module) -> None:
+    """Give all processes the parameters and buffers of the first one."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor, 0)
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Add up the gradients of all processes. A parameter that has one in no process has none afterwards."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    has = has.to(parameters[0].device)
+    dist.all_reduce(has, dist.ReduceOp.MAX)
+    running = []
+    for parameter, anywhere in zip(parameters, has.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            running.append(dist.all_reduce(parameter.grad, async_op=True))
+    for work in running:
+        assert work is not None
+        work.wait()
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -428,6 +428,7 @@ def _first(values: Collection[Any], count: int = 6) -> str:
 
 _LOADED = "rows are encoded before training or in the buffers of a stream, without worker processes"
 _MEASURED = "methods evaluate held-out rows themselves and keep no predictions"
+_SUMMED = "gradients are summed over processes after the last micro-batch, without DistributedDataParallel"
 _ORDERED = "the seed determines the order of rows, and a token budget groups them by length"
 
 IGNORED = {
@@ -442,6 +443,10 @@ IGNORED = {
     "dataloader_persistent_workers": _LOADED,
     "dataloader_pin_memory": _LOADED,
     "dataloader_prefetch_factor": _LOADED,
+    "ddp_broadcast_buffers": _SUMMED,
+    "ddp_bucket_cap_mb": _SUMMED,
+    "ddp_find_unused_parameters": _SUMMED,
+    "ddp_static_graph": _SUMMED,
     "eval_accumulation_steps": _MEASURED,
     "eval_do_concat_batches": _MEASURED,
     "eval_use_gather_object": _MEASURED,
@@ -466,10 +471,6 @@ ABSENT = IGNORED | {
     "accelerator_config": _LOADED,
     "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is repeated",
     "ddp_backend": _PROCESSES,
-    "ddp_broadcast_buffers": _PROCESSES,
-    "ddp_bucket_cap_mb": _PROCESSES,
-    "ddp_find_unused_parameters": _PROCESSES,
-    "ddp_static_graph": _PROCESSES,
     "ddp_timeout": _PROCESSES,
     "debug": "on_non_finite reports the first NaN or infinite number",
     "deepspeed": _SHARDED,

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
 from burnish.errors import UserError
@@ -40,7 +42,7 @@ def save(network: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, ran
     state, groups = _named(network, optimizer)
     tensors = {f"{name}/{key}": x for name, of in state.items() for key, x in of.items() if isinstance(x, Tensor)}
     with _without_warning():
-        dcp.save(tensors, checkpoint_id=folder, no_dist=not sharded)
+        save_tensors(tensors, checkpoint_id=folder, no_dist=not sharded)
     if rank == 0:
         numbers = {name: {key: x for key, x in of.items() if not isinstance(x, Tensor)} for name, of in state.items()}
         torch.save({"groups": groups, "numbers": numbers}, folder / GROUPS)
@@ -63,7 +65,7 @@ def load(network: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, sha
     state: dict[str, dict[str, Any]] = {name: dict(numbers) for name, numbers in stored["numbers"].items()}
     tensors = dict(_empty(parameters, folder))
     with _without_warning():
-        dcp.load(tensors, checkpoint_id=folder, no_dist=not sharded)
+        load_tensors(tensors, checkpoint_id=folder, no_dist=not sharded)
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
         state[name][key] = tensor
@@ -94,7 +96,7 @@ def _without_warning() -> Iterator[None]:
 
 def _empty(parameters: dict[str, nn.Parameter], folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors for all that is stored; those of a parameter's shape are sharded as it is."""
-    for path, stored in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+    for path, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         parameter = parameters[path.rpartition("/")[0]].detach()
         dtype = stored.properties.dtype
