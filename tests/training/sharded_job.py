@@ -77,8 +77,9 @@ def model(dtype: torch.dtype, layers: int = 2, adapter: bool = False, score: boo
 
 def ppo(critic: str, **settings: Any) -> PPO:
     """PPO whose critic learns alone in the first iteration, and with a rate of its own."""
-    own: Any = {"name": critic, "learning_rate": 2e-2, "warmup": 1}
-    return PPO(reward, ODD, critic=own, **({"epochs": 1, "mini_batches": 1} | settings))
+    own = {"name": critic, "learning_rate": 2e-2, "warmup": 1}
+    chosen: dict[str, Any] = {"critic": own, "epochs": 1, "mini_batches": 1} | settings
+    return PPO(reward, ODD, **chosen)
 
 
 def distill(dtype: torch.dtype) -> Distill:
@@ -192,6 +193,14 @@ def trainer(case: str, folder: Path, sharded: bool = False, save: bool = False) 
     return made, observer
 
 
+def frozen(trainer: Trainer) -> list[Any]:
+    """The frozen models that training reads: a teacher, and a reference that is not the policy without its adapter."""
+    reference = getattr(trainer.method, "reference", None)
+    reference = getattr(reference, "reference", reference)  # DPO keeps its log-probabilities with it
+    copy = getattr(reference, "frozen", None)
+    return [*trainer.network.frozen, *([copy] if copy is not None else [])]
+
+
 def full(trainer: Trainer) -> dict[str, Tensor]:
     """A copy of all parameters."""
     named = trainer.network.named_parameters()
@@ -206,6 +215,9 @@ def train(case: str, folder: Path, sharded: bool = False) -> dict[str, Any]:
     made.evaluate()
     made.save_model(str(folder))
     results = {"metrics": observer.logs, "weights": full(made), "without_gradient": observer.without_gradient}
+    results["frozen"] = [
+        any(isinstance(parameter, DTensor) for parameter in model.parameters()) for model in frozen(made)
+    ]
     results["trained"] = [name for name, parameter in made.network.named_parameters() if parameter.requires_grad]
     if sharded:
         made.accelerator.wait_for_everyone()

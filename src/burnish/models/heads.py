@@ -196,7 +196,7 @@ class Network(nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Apply a function of this network to a micro-batch: ``network(function, batch)``.
 
-        Every forward pass goes through here, so the hooks of wrappers (DistributedDataParallel, FSDP) run for it. Other
+        Every forward pass goes through here, so the hooks of FSDP run for it. Other
         inputs are those of the policy: ``network(input_ids)``.
         """
         if len(inputs) == 2 and isinstance(inputs[1], MicroBatch):

@@ -6,12 +6,12 @@ All processes call these functions together, since a tensor is only gathered if 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,7 +35,7 @@ def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], devi
 
     Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``
     if its dtype differs from theirs. The other parameters are gathered while ``root`` runs. All processes start with
-    the first one's values, as with DistributedDataParallel.
+    the first one's values.
     """
     broadcast(root)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -99,10 +99,20 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module with full tensors, on the CPU of the first process. The others get an empty one."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(module, options=options)  # type: ignore[return-value]
+def whole_state_dict(module: nn.Module, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
+    """The state dict of a module with full tensors, on the CPU of the first process. The others get an empty one.
+
+    Args:
+        module: may be sharded.
+        leave_out: the names of tensors that are not needed.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        if name not in leave_out:
+            full = whole(tensor)
+            if dist.get_rank() == 0:
+                state[name] = full.cpu()
+    return state
 
 
 def load_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor, nn
 
 from burnish import progress
 from burnish.errors import UserError
 from burnish.math.statistics import RowSums
 from burnish.models import collectives, sharding
-from burnish.models.forward import evaluating
+from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, silent
 from burnish.protocols import Method
@@ -292,8 +293,20 @@ class Engine:
                 yield name, sharding.whole(weight)
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """If the network is sharded, its state dict for ``save``: full tensors, in the first process only."""
-        return sharding.whole_state_dict(self.network) if self.sharded else None
+        """If the network is sharded, its state dict for ``save``: full tensors, in the first process only.
+
+        It has no frozen layers if the policy has an adapter, since these are not saved.
+        """
+        if not self.sharded:
+            return None
+        kept: set[int] = set()
+        if isinstance(self.network.policy, PeftModel):
+            models = [unwrap(model) for model in self.network.models]
+            parts = (part for m in models for part in (m.get_input_embeddings(), m.get_output_embeddings()) if part)
+            kept = {id(parameter) for part in parts for parameter in part.parameters()}  # peft saves them if resized
+            kept |= {id(parameter) for parameter in self.network.parameters() if parameter.requires_grad}
+        unused = {n for n, p in self.network.named_parameters(remove_duplicate=False) if kept and id(p) not in kept}
+        return sharding.whole_state_dict(self.network, unused)
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save the network as folders that transformers loads. If it is sharded, pass the ``state_dict()``."""
