@@ -83,6 +83,7 @@ def sum_gradients(module: nn.Module) -> None:
         if anywhere:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.contiguous()
             running.append(dist.all_reduce(parameter.grad, async_op=True))
     for work in running:
         assert work is not None

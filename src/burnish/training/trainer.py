@@ -351,6 +351,7 @@ class Trainer(transformers.Trainer):
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
         encoded = self.eval_examples if eval_dataset is None else self._encoded_for_evaluation(rows)
+        self._wrap()
         self.measured = {}
         measured = self.method.evaluate(encoded.examples, self.engine, self.run)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
@@ -391,10 +392,14 @@ class Trainer(transformers.Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # transformers creates the optimizer first, but its parameters must be the sharded ones
+        self._wrap()
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _wrap(self) -> None:
+        """Prepare the network for several processes."""
         prepared = self.engine.wrap(self.network)
         if self.engine.world_size > 1:
             self.model_wrapped = prepared
-        return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As in transformers, with a separate learning rate for each part of the network that the method names."""
