@@ -46,7 +46,6 @@ def main(kind: str, out: str) -> None:
             num_train_epochs=1,
             learning_rate=1e-2,
             weight_decay=0.1,
-            adam_epsilon=1e-5,  # a smaller one turns gradients that are only rounding errors into steps
             ddp_backend="gloo",
         ),
         method=PPO(reward, Sampling(max_new_tokens=6, samples=3), critic=critic, epochs=2, mini_batches=2),
