@@ -10,6 +10,7 @@ import torch
 
 from burnish import SFT, UserError
 from burnish.models import forward
+from burnish.models.batching import deal
 from burnish.models.heads import Network, StepValueHead
 from burnish.models.layout import BUDGET_OF_PASS, Layout
 from burnish.models.loading import load_reward_model
@@ -120,22 +121,71 @@ def test_one_example_that_does_not_fit_is_an_error(tiny_llama: Any, full: Any) -
         list(layout.passes(lambda b: forward.learned_logprobs(model, b), examples(3)))
 
 
-def test_processes_that_wait_for_each_other_do_not_halve_the_budget(tiny_llama: Any, full: Any) -> None:
-    model = tiny_llama()
-    full(20)
-    with pytest.raises(UserError, match="token_budget=4096: set a smaller token_budget"):
-        list(Layout([model]).passes(lambda b: forward.learned_logprobs(model, b), examples(3), halve=False))
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_process_makes_equally_many_passes(world_size, tiny_llama):
-    model, rows = tiny_llama(), examples(5)
+def test_every_process_makes_equally_many_passes(world_size: int, tiny_llama: Any) -> None:
+    rows, layout = examples(5), Layout([tiny_llama()])
     calls: list[int] = []
     seen: list[int] = []
     for rank in range(world_size):
         batches: list[MicroBatch] = []
-        passes = Layout([model]).passes(batches.append, rows, 10, rank=rank, world_size=world_size)
-        seen += [i for group, _, _ in passes for i in group]
+        most = iter([-(-5 // world_size), 0])
+        processes: Any = {"rank": rank, "world_size": world_size, "gather": lambda n, most=most: [n, next(most)]}
+        seen += [i for group, _, _ in layout.passes_together(batches.append, rows, 10, **processes) for i in group]
         calls.append(len(batches))
     assert sorted(seen) == list(range(5)), "no example is lost, and none is seen twice"
     assert len(set(calls)) == 1 and calls[0] * world_size >= 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_runs_out_of_memory_keeps_step_with_the_other_one(rank: int, tiny_llama: Any, full: Any) -> None:
+    """The other process makes two passes of up to 40 tokens, and then waits for those of half the size."""
+    model = tiny_llama()
+    layout = Layout([model], packed=True)
+    seen = full(25 if rank == 1 else 100)
+    left: list[int] = []
+
+    def gather(waiting: int) -> list[int]:
+        left.append(waiting)
+        return [waiting, 2 if len(left) == 1 else 0] if rank == 1 else [waiting, [2, 2, 0][len(left) - 1]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        passes = layout.passes_together(
+            lambda b: forward.learned_logprobs(model, b), examples(12), 40, rank=rank, world_size=2, gather=gather
+        )
+        done = [i for group, _, _ in passes for i in group]
+    assert len(done) == 6 and len(set(done)) == 6
+    if rank == 1:  # a pass that fails, a short one for it and one for the second pass, and the rest in smaller parts
+        assert left[0] == 2 and left[1] >= 3 and left[2] == 0 and len(seen) == 2 + left[1]
+    else:  # two passes, and two short ones
+        assert left == [2, 0, 0] and len(seen) == 4 and max(seen[2:]) < 15
+
+
+LOG_NORMAL = torch.distributions.LogNormal(4.0, 0.8)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("budget", [2048, 700, None])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_slowest_process_has_at_most_a_tenth_more_tokens_than_the_mean(
+    world_size: int, budget: int | None, packed: bool, tiny_llama: Any
+) -> None:
+    layout = Layout([tiny_llama(max_position_embeddings=4096)], packed=packed)
+    torch.manual_seed(world_size)
+    for rows in (97, 256):
+        lengths = LOG_NORMAL.sample((rows,)).clamp(4, 600).int().tolist()
+        step = [Example((Sequence((5,) * n, (False,) + (True,) * (n - 1), f"row:{i}"),)) for i, n in enumerate(lengths)]
+        of_ranks = [layout.cut(step, budget, rank, world_size) for rank in range(world_size)]
+        assert len({len(batches) for batches in of_ranks}) == 1
+        learned = [s for batches in of_ranks for b in batches if b.counts["tokens"] for s in b.sources]
+        assert sorted(learned) == sorted(f"row:{i}" for i in range(rows))
+        sizes = [b.tokens.numel() for batches in of_ranks for b in batches]
+        assert budget is None or max(sizes) <= budget
+        loads = [sum(b.tokens.numel() for b in batches) for batches in of_ranks]
+        assert max(loads) <= 1.1 * sum(loads) / world_size, loads
+
+
+def test_micro_batches_are_dealt_longest_first_to_the_rank_with_the_fewest_tokens() -> None:
+    assert deal([5, 9, 7, 1, 3], 2) == [[1, 4, 3], [2, 0]]
+    assert deal([4, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # not three for the second: all have equally many
+    assert deal([3], 2) == [[0], []]

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from burnish import SFT, Trainer
 from burnish.errors import UserError
-from burnish.training.arguments import warn_ignored
+from burnish.training.arguments import check_arguments, warn_ignored
 from tiny_runs import PROMPTS, ROWS, arguments, grpo, ppo
 
 
@@ -44,3 +44,16 @@ def test_noise_is_refused_if_completions_are_sampled(method, make):
 def test_an_ignored_field_causes_a_warning(field: str, value: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"{field}={value} is ignored"):
         warn_ignored(TrainingArguments(str(tmp_path), **{field: value}))
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_other_ways_to_shard_are_refused_with_advice(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    given = arguments(tmp_path)
+    check_arguments(given, "error")
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(UserError, match=rf"{name}: .*parallel\.shard: fsdp2"):
+        check_arguments(given, "error")
+    monkeypatch.undo()
+    setattr(given, name, "zero3.json")
+    with pytest.raises(UserError, match=rf"{name}: .*sharded=True"):
+        check_arguments(given, "error")

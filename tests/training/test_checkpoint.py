@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from burnish import DPO, PPO, SFT, Reinforce, RewardModel, Trainer, files
 from burnish.errors import UserError
 from burnish.report.metrics import Recorder, is_timing, read_metrics
-from burnish.training import checkpoint
+from burnish.training import checkpoint, optimizer_state
 from tiny_runs import PAIRS, PROMPTS, ROWS, distill, grpo, lora, ppo, weights, with_dropout
 
 # --- the folders -----------------------------------------------------------------------------------------------------
@@ -242,6 +242,28 @@ def test_a_critics_learning_rate_survives_a_resume(make, tiny_llama, tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     assert rates(again) == {"policy": {1e-2}, "critic": {3e-2}}
     assert weights(again) == weights(first)
+
+
+def test_an_optimizer_whose_state_has_no_plain_form_is_saved_as_transformers_does(make, tmp_path, monkeypatch):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    assert optimizer_state.can_name(optimizer)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"quantized": {"codes": torch.zeros(2)}}
+    assert not optimizer_state.can_name(optimizer)
+    monkeypatch.setattr(optimizer_state, "can_name", lambda optimizer: False)
+    first = make(save_strategy="steps", save_steps=4)
+    first.train()
+    folder = tmp_path / "out" / "checkpoint-4"
+    assert (folder / "optimizer.pt").is_file() and not (folder / optimizer_state.FOLDER).exists()
+    again = make()
+    again.train(resume_from_checkpoint=str(folder))
+    assert weights(again) == weights(first)
+
+
+def test_other_groups_of_parameters_cannot_resume(make, tmp_path):
+    make(ppo(critic={"learning_rate": 3e-2}), rows=PROMPTS, save_strategy="steps", save_steps=2, max_steps=2).train()
+    again = make(ppo(), rows=PROMPTS, max_steps=4)
+    with pytest.raises(UserError, match="checkpoint-2: it was saved with other groups of parameters"):
+        again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
 def test_resume_from_checkpoint_true_finds_the_last_checkpoint(make, tmp_path):

@@ -1,4 +1,4 @@
-"""Sharded weights (FSDP2) in two processes give the results of one process that has them all."""
+"""Two processes give the results of one, with whole weights (DDP) and with sharded ones (FSDP2)."""
 
 import os
 import subprocess
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForTokenClassification, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from burnish import SFT, UserError
+from burnish.models import sharding
 from burnish.models.heads import VALUE_HEAD
+from burnish.models.sharding import check_model
 from burnish.types import Conversation
 
 JOB = Path(__file__).with_name("sharded_job.py")
@@ -23,65 +24,129 @@ assert spec is not None and spec.loader is not None
 job = module_from_spec(spec)
 spec.loader.exec_module(job)
 
-TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
 TIMES = ("runtime", "per_second", "seconds")
+CASES = ["sft lora checkpointing", "dpo", "ppo shared float64"]
+OUT_OF_MEMORY = ["sft lora checkpointing", "distill", "ppo separate"]
+RESUMED = ["sft lora", "ppo separate float64"]
 ROWS = [Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None, "c:1")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes saved."""
-    out = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB)]
+def launch(kind: str, out: Path, cases: list[str]) -> Any:
+    """The results of two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, kind, out]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run([*command, str(out)], env=environment, timeout=300, capture_output=True)
+    done = subprocess.run([*map(str, command), *cases], env=environment, timeout=900, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    return out
+    return torch.load(out / "results.pt")
 
 
-@pytest.mark.parametrize("name", job.CASES)
-def test_two_processes_with_sharded_weights_equal_one(name: str, folder: Path, tmp_path: Path) -> None:
-    kind, dtype = job.CASES[name]
-    tolerance = TOLERANCE[dtype]
-    one, two = job.train(kind, dtype, tmp_path, 1), torch.load(folder / "results.pt")[name]
-    assert len(one["metrics"]) == len(two["metrics"]) == 6  # an evaluation, three steps, the run, an evaluation
-    for expected, measured in zip(one["metrics"], two["metrics"], strict=True):
+def tolerance(case: str) -> float:
+    return 1e-9 if case.endswith("float64") else 1e-5
+
+
+def check(case: str, one: dict[str, Any], several: dict[str, Any]) -> None:
+    """Check that several processes logged and learned what one process did."""
+    within = tolerance(case)
+    # an evaluation, the steps, the run, an evaluation
+    assert len(one["metrics"]) == len(several["metrics"]) == job.STEPS.get(case, 3) + 3
+    for expected, measured in zip(one["metrics"], several["metrics"], strict=True):
         assert expected.keys() == measured.keys()
         for metric in (m for m in expected if not m.endswith(TIMES)):
             # transformers adds up losses in float32
-            within = max(tolerance, 1e-6) if metric in ("loss", "train_loss") else tolerance
-            assert measured[metric] == pytest.approx(expected[metric], rel=within, abs=within), metric
-    assert [log["grad_norm"] > 0 for log in two["metrics"] if "grad_norm" in log] == [True] * 3
-    # in the first step of PPO only the critic learns
-    frozen = [] if kind == "sft" else [n for n in one["weights"] if n.startswith("policy.")]
-    assert one["without_gradient"] == two["without_gradient"] == [frozen, [], []]
+            near = max(within, 1e-6) if metric in ("loss", "train_loss") else within
+            assert measured[metric] == pytest.approx(expected[metric], rel=near, abs=near), metric
+    assert all(log["grad_norm"] > 0 for log in several["metrics"] if "grad_norm" in log)
+    assert one["without_gradient"] == several["without_gradient"]
+    if case.startswith("ppo"):  # in the first step only the critic learns
+        learned = [n for n in one["trained"] if n.startswith("policy.")]
+        assert learned and one["without_gradient"][0] == learned
     for weight, expected in one["weights"].items():
-        torch.testing.assert_close(two["weights"][weight], expected, atol=tolerance, rtol=tolerance, msg=weight)
+        torch.testing.assert_close(several["weights"][weight], expected, atol=within, rtol=within, msg=weight)
 
 
-@pytest.mark.parametrize("name", job.CASES)
-def test_saved_weights_load_with_transformers_and_into_sharded_modules(name: str, folder: Path) -> None:
-    kind, dtype = job.CASES[name]
-    results = torch.load(folder / "results.pt")[name]
-    weights = results["weights"]
-    saved = LlamaForCausalLM.from_pretrained(folder / name, dtype=getattr(torch, dtype))
+def check_saved(case: str, results: dict[str, Any]) -> None:
+    """Check that a sharded network loaded what it had saved, and that its frozen models are sharded too."""
+    assert results["frozen"] or "lora" in case or not case.startswith(("dpo", "distill"))
+    assert all(results["frozen"])
+    assert results["loaded"].keys() == results["weights"].keys()
+    for name, weight in results["weights"].items():
+        assert torch.equal(results["loaded"][name], weight), name
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two processes have trained ``CASES``."""
+    folder = tmp_path_factory.mktemp("sharded")
+    launch("train", folder, CASES)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_learn_what_one_does_sharded_or_not(case: str, out: Path, tmp_path: Path) -> None:
+    one, several = job.train(case, tmp_path), torch.load(out / "results.pt")
+    check(case, one, several["ddp"][case])
+    check(case, one, several["fsdp2"][case])
+    check_saved(case, several["fsdp2"][case])
+
+
+def test_saved_weights_load_with_transformers(out: Path) -> None:
+    """One with tied embeddings and a critic, and one with an adapter."""
+    results = torch.load(out / "results.pt")["fsdp2"]
+    folder = out / "fsdp2" / "ppo shared float64"
+    saved = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     parts = {f"policy.{n}": p for n, p in saved.named_parameters()}
-    if kind == "shared":
-        parts |= {f"critic.{n}": x for n, x in load_file(folder / name / VALUE_HEAD).items()}
-    if kind == "separate":
-        critic: Any = AutoModelForTokenClassification.from_pretrained(
-            folder / name / "critic", dtype=getattr(torch, dtype)
-        )
-        parts |= {f"critic.{n}": p for n, p in critic.named_parameters()}
-    assert parts.keys() == weights.keys() == results["loaded"].keys()
-    assert all(torch.equal(parts[n], x) and torch.equal(results["loaded"][n], x) for n, x in weights.items())
+    parts |= {f"critic.{n}": x for n, x in load_file(folder / VALUE_HEAD).items()}
+    weights = results["ppo shared float64"]["weights"]
+    assert parts.keys() == weights.keys() and all(torch.equal(parts[n], x) for n, x in weights.items())
+    adapter = load_file(out / "fsdp2" / "sft lora checkpointing" / "adapter_model.safetensors")
+    weights = results["sft lora checkpointing"]["weights"]
+    trained = {n.replace(".default", ""): x for n, x in weights.items() if "lora_" in n}
+    assert trained and adapter.keys() == {n.removeprefix("policy.") for n in trained}
+    assert all(torch.equal(adapter[n.removeprefix("policy.")], x) for n, x in trained.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+def test_every_layout_resumes_from_the_checkpoints_of_every_other(tmp_path: Path) -> None:
+    """In the same layout with the same bytes. The first checkpoint of PPO has no optimizer state of the policy."""
+    alone: dict[Any, Any] = {(case, "one", None): job.resume(case, tmp_path, "one") for case in RESUMED}
+    ends = launch("resume", tmp_path, RESUMED)
+    for case in RESUMED:
+        alone |= {(case, "one", start): job.resume(case, tmp_path, "one", start) for start in job.LAYOUTS}
+    ends |= alone
+    assert len(ends) == len(RESUMED) * 3 * 4
+    for (case, layout, start), weights in ends.items():
+        for name, weight in weights.items():
+            if start in (None, layout):
+                assert torch.equal(weight, ends[case, layout, None][name]), (case, layout, name)
+            within = tolerance(case)
+            expected = ends[case, "one", None][name]
+            torch.testing.assert_close(weight, expected, atol=within, rtol=within, msg=f"{case} {layout} {start}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+def test_if_one_process_runs_out_of_memory_all_of_them_repeat_the_step(tmp_path: Path) -> None:
+    results = launch("out_of_memory", tmp_path, OUT_OF_MEMORY)
+    for case in OUT_OF_MEMORY:
+        one = job.train(case, tmp_path / case)
+        for layout in ("ddp", "fsdp2"):
+            several = results[layout][case]
+            first, second = several["failed"]
+            assert first == {"forward": 0, "backward": 0} and min(second.values()) >= 1, second
+            within = tolerance(case)
+            for name, value in several["metrics"].items():
+                if not name.endswith(TIMES):
+                    assert value == pytest.approx(one["metrics"][0][name], rel=within, abs=within), name
+            for name, weight in one["weights"].items():
+                torch.testing.assert_close(several["weights"][name], weight, atol=within, rtol=within, msg=name)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ({"optim": "adafactor"}, "optim must be one of adamw_torch, adamw_torch_fused, sgd"),
-        ({"save_strategy": "steps"}, "save_only_model"),
         ({"torch_compile": True}, "torch_compile is not supported"),
         ({}, "only one process"),
     ],
@@ -93,10 +158,8 @@ def test_what_cannot_be_sharded_is_refused(
         make_trainer(SFT(), tiny_llama(), ROWS, own={"sharded": True}, **arguments)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
-def test_models_with_an_adapter_are_refused(tiny_llama: Any) -> None:
-    from burnish.models.sharding import check_model
-
+def test_quantized_models_are_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_model(tiny_llama())
-    with pytest.raises(UserError, match="adapter"):
-        check_model(get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"])))
+    monkeypatch.setattr(sharding, "is_quantized", lambda model: True)
+    with pytest.raises(UserError, match="quantized weights cannot be sharded"):
+        check_model(tiny_llama())

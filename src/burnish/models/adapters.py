@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import peft
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from burnish import kernels
 from burnish.errors import UserError
 from burnish.models.bases import Base
 from burnish.models.settings import AdapterConfig
-from burnish.models.sharding import whole
+from burnish.models.sharding import mesh_of, shard_frozen, whole
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
@@ -79,6 +80,14 @@ def save(model: peft.PeftModel, folder: str | Path, **kwargs: Any) -> None:
     model.save_pretrained(str(folder), **kwargs)
 
 
+def load(model: peft.PeftModel, folder: str | Path) -> None:
+    """Load the weights of a saved adapter, also into a sharded model. Missing or unexpected weights are an error."""
+    with nullcontext() if mesh_of(model) is None else implicit_replication():
+        result = model.load_adapter(str(folder), adapter_name=str(model.active_adapter), is_trainable=True)
+    if wrong := [*result.missing_keys, *result.unexpected_keys]:
+        raise ValueError(f"{folder}: its weights are not those of the model's adapter: {', '.join(wrong[:3])}")
+
+
 @contextmanager
 def without_warning() -> Iterator[None]:
     """Hide a deprecation warning that peft causes: it reads an attribute that transformers has renamed."""
@@ -99,7 +108,7 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
 def is_fresh(model: peft.PeftModel) -> bool:
     """Whether an adapter is untrained and so changes nothing: the second factor of every layer is 0."""
     factors = [p for name, p in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
-    return bool(factors) and not any(torch.any(p != 0) for p in factors)
+    return bool(factors) and not any(torch.any(whole(p) != 0) for p in factors)
 
 
 class Reference:
@@ -115,13 +124,22 @@ class Reference:
             return isinstance(policy, peft.PeftModel) and is_fresh(policy)
         with self.use(policy) as frozen:
             pairs = zip(frozen.parameters(), policy.parameters(), strict=True)
-            return all(torch.equal(kept, whole(now)) for kept, now in pairs)
+            return all(torch.equal(whole(kept), whole(now)) for kept, now in pairs)
 
     @contextmanager
     def use(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Use the reference of ``policy`` within the context."""
+        """Use the reference of ``policy`` within the context. If the policy is sharded, so is a frozen copy of it."""
         if self.frozen is None:
             with disabled(policy) as base:
                 yield base
-        else:
-            yield self.frozen.to(next(policy.parameters()).device)
+            return
+        if mesh_of(self.frozen) is None:
+            self.frozen.to(next(policy.parameters()).device)
+            if (mesh := mesh_of(policy)) is not None:
+                shard_frozen(self.frozen, mesh)
+        yield self.frozen
+
+    def offload(self) -> None:
+        """Move a frozen copy to the CPU, unless it is sharded, until it is used again."""
+        if self.frozen is not None and mesh_of(self.frozen) is None:
+            self.frozen.to("cpu")

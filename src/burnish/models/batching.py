@@ -135,6 +135,33 @@ def micro_batches(
     return groups
 
 
+def tokens_in(examples: list[Example], *, packed: bool = False, shared: bool = False) -> int:
+    """The number of tokens of a micro-batch, including padding. The arguments are those of ``micro_batches``."""
+    widths = [block.width for example in examples for block in _blocks(example, shared)]
+    return sum(widths) if packed else len(widths) * max(widths)
+
+
+def deal(tokens: list[int], ranks: int) -> list[list[int]]:
+    """Deal micro-batches to ranks so that the numbers of tokens are about equal: the largest ones first, each to the
+    rank with the fewest tokens so far.
+
+    Args:
+        tokens: the number of tokens of each micro-batch.
+        ranks: number of ranks.
+
+    Returns:
+        The indices of the micro-batches of each rank, the largest first: at most ``ceil(len(tokens) / ranks)``.
+    """
+    most = -(-len(tokens) // ranks)
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        rank = min((r for r in range(ranks) if len(dealt[r]) < most), key=lambda r: (loads[r], r))
+        dealt[rank].append(i)
+        loads[rank] += tokens[i]
+    return dealt
+
+
 # --- tensors ------------------------------------------------------------------------------------------------------
 
 

@@ -186,10 +186,17 @@ class Network(nn.Module):
         separate = self.critic is not None and not isinstance(self.critic, SharedCritic | StepValueHead)
         return [self.policy, self.critic] if separate else [self.policy]  # type: ignore[list-item]
 
+    @property
+    def heads(self) -> list[nn.Module]:
+        """The layer of a critic that is a head on the policy."""
+        if isinstance(self.critic, SharedCritic):
+            return [self.critic.score]
+        return [self.critic.value] if isinstance(self.critic, StepValueHead) else []
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Apply a function of this network to a micro-batch: ``network(function, batch)``.
 
-        Every forward pass goes through here, so the hooks of wrappers (DistributedDataParallel, FSDP) run for it. Other
+        Every forward pass goes through here, so the hooks of FSDP run for it. Other
         inputs are those of the policy: ``network(input_ids)``.
         """
         if len(inputs) == 2 and isinstance(inputs[1], MicroBatch):
@@ -222,14 +229,14 @@ class Network(nn.Module):
         """
         self.save_policy(folder, state_dict, **kwargs)
         if isinstance(self.critic, PeftModel):
-            adapters.save(self.critic, Path(folder) / "critic")
+            adapters.save(self.critic, Path(folder) / "critic", state_dict=_part(state_dict, "critic."))
         elif isinstance(self.critic, PreTrainedModel):
             self.critic.save_pretrained(str(Path(folder) / "critic"), state_dict=_part(state_dict, "critic."))
 
     def save_policy(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Save the policy, with the record of its adapter's base and with a value head on it."""
         if isinstance(self.policy, PeftModel):
-            adapters.save(self.policy, folder, **kwargs)
+            adapters.save(self.policy, folder, state_dict=_part(state_dict, "policy."), **kwargs)
         else:
             self.policy.save_pretrained(folder, state_dict=_part(state_dict, "policy."), **kwargs)  # type: ignore
         if (base := trained_on(self.policy)) is not None:
@@ -256,9 +263,7 @@ def _part(state_dict: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a saved model or adapter. Missing or unexpected weights are an error."""
     if isinstance(model, PeftModel):
-        result = model.load_adapter(str(folder), adapter_name=str(model.active_adapter), is_trainable=True)
-        if wrong := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"{folder}: its weights are not those of the model's adapter: {', '.join(wrong[:3])}")
+        adapters.load(model, folder)
         return
     loaded, info = type(model).from_pretrained(  # type: ignore[attr-defined]
         folder, dtype=unwrap(model).dtype, output_loading_info=True

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from burnish.errors import UserError, is_out_of_memory, out_of_memory
-from burnish.models.batching import collate, micro_batches, prompt_groups, prompt_key
+from burnish.models import collectives
+from burnish.models.batching import collate, deal, micro_batches, prompt_groups, prompt_key, tokens_in
 from burnish.models.forward import can_pack, can_share, prefers_packed, unwrap
 from burnish.models.limits import check_ids
 from burnish.types import Example, MicroBatch, Sequence, total_counts
@@ -27,11 +28,8 @@ BUDGET_OF_PASS = 4096
 T = TypeVar("T")
 
 
-def does_not_fit(error: BaseException, examples: list[Example], world_size: int = 1) -> UserError:
+def does_not_fit(error: BaseException, examples: list[Example]) -> UserError:
     """The error to raise if memory runs out and the token budget cannot be halved."""
-    if world_size > 1:
-        several = ", and one of several processes cannot repeat a step with a smaller token_budget: set it"
-        return UserError(out_of_memory(error, several))
     longest = max((s for example in examples for s in example.sequences), key=len)
     one = f" with a micro-batch of one example (the longest has {len(longest):,} tokens, {longest.source})"
     return UserError(out_of_memory(error, one))
@@ -91,28 +89,22 @@ class Layout:
         *,
         rank: int = 0,
         world_size: int = 1,
-        halve: bool = True,
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
         """Apply a function to the micro-batches of one process, in passes without gradient.
 
-        Every process calls the function equally often, with an example that adds nothing if it has one micro-batch
-        less, because wrappers may synchronize processes in a forward pass. If the device runs out of memory, the rest
-        is cut into micro-batches of half the size, unless ``halve`` is False because the processes do synchronize. A
-        single example that does not fit is an error.
+        If the device runs out of memory, the rest is cut into micro-batches of half the size. A single example that
+        does not fit is an error.
 
         Returns:
             The indices of the examples, the micro-batch and the function's result, for each micro-batch.
 
         Raises:
-            UserError: a token id has no embedding; or out of memory with a single example, or ``halve`` is False.
+            UserError: a token id has no embedding; or out of memory with a single example.
         """
-        for sequence in (s for example in examples for s in example.sequences):
-            check_ids(sequence.tokens, self.vocabulary, sequence.source)
+        self._check_ids(examples)
         budget = budget or BUDGET_OF_PASS
         groups = self.groups(examples, budget)
-        waiting = groups[rank::world_size]
-        if len(waiting) < -(-len(groups) // world_size):
-            function(self.collate([_silent(examples[groups[-1][0]])]))
+        waiting = self._dealt(examples, groups, world_size)[rank]
         while waiting:
             group = waiting.pop(0)
             batch = self.collate([examples[i] for i in group])
@@ -123,11 +115,6 @@ class Layout:
                     raise
                 if len(group) == 1:
                     raise does_not_fit(error, [examples[group[0]]]) from error
-                if not halve:
-                    raise UserError(
-                        f"out of memory in a pass without gradient, with token_budget={budget}: set a smaller "
-                        "token_budget. It is not halved automatically if the weights are sharded"
-                    ) from error
             else:
                 yield group, batch, result
                 continue
@@ -140,28 +127,114 @@ class Layout:
             rest = [i for indices in (group, *waiting) for i in indices]
             waiting = [[rest[k] for k in indices] for indices in self.groups([examples[i] for i in rest], budget)]
 
+    def passes_together(
+        self,
+        function: Callable[[MicroBatch], T],
+        examples: list[Example],
+        budget: int | None,
+        *,
+        rank: int,
+        world_size: int,
+        gather: Callable[[int], list[int]],
+    ) -> Iterator[tuple[list[int], MicroBatch, T]]:
+        """As ``passes``, for sharded models: every process calls the function equally often, because it waits for the
+        others in each pass.
+
+        A process without a micro-batch uses a short example. If the device of a process runs out of memory, that
+        process cuts its rest into micro-batches of half the size, and all process it after the current ones.
+
+        Args:
+            function: see ``passes``.
+            examples: see ``passes``.
+            budget: see ``passes``.
+            rank: see ``passes``.
+            world_size: see ``passes``.
+            gather: gives the numbers of all processes.
+        """
+        self._check_ids(examples)
+        budget = budget or BUDGET_OF_PASS
+        waiting = self._dealt(examples, self.groups(examples, budget), world_size)[rank]
+        while calls := max(gather(len(waiting))):
+            rest: list[int] = []
+            for k in range(calls):
+                group = waiting[k] if k < len(waiting) and not rest else []
+                batch = self.collate([examples[i] for i in group] or [silent(examples)])
+                results: list[T] = []
+                problem = collectives.attempt(
+                    lambda batch, into=results: into.append(function(batch)),
+                    batch,
+                    lambda: self.collate([silent(examples)]),
+                )
+                if problem is None and group:
+                    yield group, batch, results[0]
+                elif problem is not None:
+                    if len(group) < 2:
+                        raise does_not_fit(RuntimeError(problem), [examples[i] for i in group] or examples)
+                    rest = [i for indices in waiting[k:] for i in indices]
+                    budget = min(budget, batch.tokens.numel()) // 2
+                    warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
+            groups = self.groups([examples[i] for i in rest], budget) if rest else []
+            waiting = [[rest[k] for k in indices] for indices in groups]
+
+    def _check_ids(self, examples: list[Example]) -> None:
+        for sequence in (s for example in examples for s in example.sequences):
+            check_ids(sequence.tokens, self.vocabulary, sequence.source)
+
     def cut(self, examples: list[Example], budget: int | None, rank: int, world_size: int) -> list[MicroBatch]:
         """The micro-batches of one process. Every process gets equally many; a surplus one adds nothing to the loss."""
-        groups = self.groups(examples, budget)
-        if world_size > 1 and budget is None:
-            groups = [list(range(i, len(examples), world_size)) for i in range(min(world_size, len(examples)))]
-        batches = [[examples[i] for i in group] for group in groups[rank::world_size]]
-        while len(batches) < -(-len(groups) // world_size):
-            batches.append([_silent(examples[groups[-1][0]])])
+        groups = self.groups(examples, budget) if world_size == 1 else self._even(examples, budget, world_size)
+        dealt = self._dealt(examples, groups, world_size)
+        batches = [[examples[i] for i in group] for group in dealt[rank]]
+        while len(batches) < max(map(len, dealt)):
+            batches.append([silent(examples)])
         return [self.collate(batch) for batch in batches]
+
+    def _even(self, examples: list[Example], budget: int | None, ranks: int) -> list[list[int]]:
+        """Groups that are as small as possible, but no more than ``ranks`` times those that a rank needs anyway.
+
+        With groups of the full budget, 9 of them on 8 ranks would take as long as 16.
+        """
+        groups = self.groups(examples, budget)
+        most = -(-len(groups) // ranks) * ranks
+        low, high = 0, max(self._tokens(examples, group) for group in groups)
+        while high - low > 1 + high // 100:
+            middle = (low + high) // 2
+            smaller = self.groups(examples, middle)
+            if len(smaller) <= most:
+                groups, high = smaller, middle
+            else:
+                low = middle
+        return groups
+
+    def _dealt(self, examples: list[Example], groups: list[list[int]], ranks: int) -> list[list[list[int]]]:
+        """The groups of each rank, with about equal numbers of tokens."""
+        if ranks == 1:
+            return [groups]
+        dealt = deal([self._tokens(examples, group) for group in groups], ranks)
+        return [[groups[i] for i in of_rank] for of_rank in dealt]
+
+    def _tokens(self, examples: list[Example], group: list[int]) -> int:
+        """The number of tokens of a micro-batch without ``pad_to``."""
+        joined = self._joined([examples[i] for i in group])
+        return tokens_in(joined, packed=bool(self.packed), shared=self._shared(joined))
 
     def collate(self, examples: list[Example]) -> MicroBatch:
         """One micro-batch, on the device. Adjacent examples with the same prompt share it."""
         counts = total_counts(examples)
-        by_prompt = [
-            list(group) for key, same in groupby(examples, prompt_key) for group in ([same] if key else zip(same))
-        ]
-        if len(by_prompt) < len(examples) and self.can_share():
-            examples = [_join(group) for group in by_prompt]
+        examples = self._joined(examples)
         packed, shared = bool(self.packed), self._shared(examples)
         batch = collate(examples, self.pad_id, side=self.side, packed=packed, shared=shared, pad_to=self.pad_to)
         batch = replace(batch, counts=counts)
         return batch.to(self.device or unwrap(self.models[0]).device)
+
+    def _joined(self, examples: list[Example]) -> list[Example]:
+        """The examples, but adjacent ones with the same prompt as one if they can share it."""
+        by_prompt = [
+            list(group) for key, same in groupby(examples, prompt_key) for group in ([same] if key else zip(same))
+        ]
+        if len(by_prompt) == len(examples) or not self.can_share():
+            return examples
+        return [_join(group) for group in by_prompt]
 
     def _shared(self, examples: list[Example]) -> bool:
         return any(len(example.sequences) > 1 for example in examples) and self.can_share()
@@ -176,8 +249,8 @@ def _join(examples: list[Example]) -> Example:
     return examples[0] if len(examples) == 1 else Example(tuple(e.sequences[0] for e in examples))
 
 
-def _silent(example: Example) -> Example:
-    """An example of the same kind that adds nothing to any term of the loss."""
-    first = example.sequences[0]
-    zeros = {name: np.zeros(len(first)) for name in first.arrays}
-    return Example((Sequence(first.tokens, np.zeros(len(first), np.bool_), first.source, zeros),))
+def silent(examples: list[Example]) -> Example:
+    """A short example of the same kind as ``examples`` that adds nothing to any term of the loss."""
+    shortest = min((example.sequences[0] for example in examples), key=len)
+    zeros = {name: np.zeros(len(shortest)) for name in shortest.arrays}
+    return Example((Sequence(shortest.tokens, np.zeros(len(shortest), np.bool_), shortest.source, zeros),))

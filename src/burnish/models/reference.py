@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from burnish import files
 from burnish.models.adapters import Reference
 from burnish.models.forward import learned_logprobs, unwrap
+from burnish.models.sharding import whole
 from burnish.protocols import Engine
 from burnish.render.encode import CHECKSUM, cache_folder
 from burnish.types import Example, MicroBatch
@@ -59,8 +60,7 @@ class ReferenceLogprobs:
         if values is not None and everywhere:
             return _with_array(examples, values)
         examples = self.live(engine, examples)
-        if self.reference.frozen is not None:
-            self.reference.frozen.to("cpu")  # no step uses it, so it need not take the GPU's memory
+        self.reference.offload()  # no step uses it, so it need not take the GPU's memory
         if engine.rank == 0:
             _save(path, np.concatenate([s.arrays[ARRAY] for e in examples for s in e.sequences]))
         return examples
@@ -84,6 +84,7 @@ def weights_digest(model: nn.Module, adapter: bool = True) -> bytes:
         if not adapter and "lora_" in name:
             continue
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        weight = whole(weight)
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
 

@@ -6,47 +6,93 @@ All processes call these functions together, since a tensor is only gathered if 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from burnish.errors import UserError
+from burnish.models import collectives
 from burnish.models.forward import unwrap
+from burnish.models.quantize import is_quantized
 
 
 def check_model(model: nn.Module) -> None:
     """Raise a UserError if a model cannot be sharded."""
-    if isinstance(model, PeftModel):
-        raise UserError("sharded: models with an adapter cannot be sharded yet: remove sharded or the adapter")
+    if is_quantized(unwrap(model)):
+        raise UserError("sharded: quantized weights cannot be sharded: remove sharded or quantize")
     if not unwrap(model)._no_split_modules:
         raise UserError(f"sharded: {type(model).__name__} does not name its layers (_no_split_modules): remove sharded")
 
 
-def shard(root: nn.Module, models: list[nn.Module], device: torch.device) -> None:
+def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], device: torch.device) -> None:
     """Shard the parameters of ``root`` over all processes, in place. This replaces the parameters.
 
-    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs. The other parameters are
-    gathered while ``root`` runs. All processes start with the first one's values, as with DistributedDataParallel.
+    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``
+    if its dtype differs from theirs. The other parameters are gathered while ``root`` runs. All processes start with
+    the first one's values.
     """
-    with torch.no_grad():
-        for tensor in [*root.parameters(), *root.buffers()]:
-            dist.broadcast(tensor, 0)
+    broadcast(root)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for model in models:
-        names = unwrap(model)._no_split_modules
-        for layer in [module for module in model.modules() if type(module).__name__ in names]:
-            fully_shard(layer, mesh=mesh)
+        _shard_layers(model, mesh)
+    for head in heads:
+        if {p.dtype for p in head.parameters()} != {unwrap(model).dtype for model in models}:
+            fully_shard(head, mesh=mesh)  # parameters that are gathered together must have one dtype
     # By default the root's parameters would stay gathered until the next backward pass, also after a pass without
     # gradient, and new weights that are loaded in the meantime would not be used.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
+    collectives.watch(root)
+
+
+def shard_frozen(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the layers of a frozen model, which runs on its own, in place; its embeddings, norm and head stay whole."""
+    for layer in _shard_layers(model, mesh):
+        collectives.watch(layer)
+
+
+def _shard_layers(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    names = unwrap(model)._no_split_modules or ()
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    return layers
+
+
+def broadcast(module: nn.Module) -> None:
+    """Give all processes the parameters and buffers of the first one."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor, 0)
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Add up the gradients of all processes. A parameter that has one in no process has none afterwards."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    has = has.to(parameters[0].device)
+    dist.all_reduce(has, dist.ReduceOp.MAX)
+    running = []
+    for parameter, anywhere in zip(parameters, has.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.contiguous()
+            running.append(dist.all_reduce(parameter.grad, async_op=True))
+    for work in running:
+        assert work is not None
+        work.wait()
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The processes that a model is sharded over; None if it is not sharded."""
+    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -54,15 +100,25 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module with full tensors, on the CPU of the first process. The others get an empty one."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(module, options=options)  # type: ignore[return-value]
+def whole_state_dict(module: nn.Module, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
+    """The state dict of a module with full tensors, on the CPU of the first process. The others get an empty one.
+
+    Args:
+        module: may be sharded.
+        leave_out: the names of tensors that are not needed.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        if name not in leave_out:
+            full = whole(tensor)
+            if dist.get_rank() == 0:
+                state[name] = full.cpu()
+    return state
 
 
 def load_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Strictly load full tensors into a module, which may be sharded. Every process needs the tensors."""
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if mesh_of(module) is not None:
         set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
     else:
         module.load_state_dict(weights)

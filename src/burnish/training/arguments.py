@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -429,6 +430,7 @@ def _first(values: Collection[Any], count: int = 6) -> str:
 
 _LOADED = "rows are encoded before training or in the buffers of a stream, without worker processes"
 _MEASURED = "methods evaluate held-out rows themselves and keep no predictions"
+_SUMMED = "gradients are summed over processes after the last micro-batch, without DistributedDataParallel"
 _ORDERED = "the seed determines the order of rows, and a token budget groups them by length"
 
 IGNORED = {
@@ -443,6 +445,10 @@ IGNORED = {
     "dataloader_persistent_workers": _LOADED,
     "dataloader_pin_memory": _LOADED,
     "dataloader_prefetch_factor": _LOADED,
+    "ddp_broadcast_buffers": _SUMMED,
+    "ddp_bucket_cap_mb": _SUMMED,
+    "ddp_find_unused_parameters": _SUMMED,
+    "ddp_static_graph": _SUMMED,
     "eval_accumulation_steps": _MEASURED,
     "eval_do_concat_batches": _MEASURED,
     "eval_use_gather_object": _MEASURED,
@@ -458,44 +464,41 @@ IGNORED = {
 }
 """Fields of TrainingArguments that ``burnish.Trainer`` does not read, and why. Setting one from Python is a warning."""
 
-_ONE_PROCESS = "burnish run trains in one process: to use several, call burnish.Trainer under torchrun or accelerate"
+_PROCESSES = "the key parallel starts and connects the processes of a run"
+_SHARDED = "shard the weights with parallel.shard: fsdp2"
 _SHOWN = "the live view and metrics.jsonl show the run"
 _AUTOMATIC = "an unfinished run resumes automatically; --fresh starts over"
 
 ABSENT = IGNORED | {
     "accelerator_config": _LOADED,
     "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is repeated",
-    "ddp_backend": _ONE_PROCESS,
-    "ddp_broadcast_buffers": _ONE_PROCESS,
-    "ddp_bucket_cap_mb": _ONE_PROCESS,
-    "ddp_find_unused_parameters": _ONE_PROCESS,
-    "ddp_static_graph": _ONE_PROCESS,
-    "ddp_timeout": _ONE_PROCESS,
+    "ddp_backend": _PROCESSES,
+    "ddp_timeout": _PROCESSES,
     "debug": "on_non_finite reports the first NaN or infinite number",
-    "deepspeed": "Burnish does not use DeepSpeed",
+    "deepspeed": _SHARDED,
     "disable_tqdm": _SHOWN,
     "do_eval": "data.eval is evaluated before and after training, and according to trainer.eval_strategy",
     "do_predict": "use burnish generate",
     "do_train": "a stage always trains",
     "enable_jit_checkpoint": "a killed run resumes from its last complete checkpoint: set save_steps",
     "eval_on_start": "data.eval is always evaluated before training",
-    "fsdp": _ONE_PROCESS,
-    "fsdp_config": _ONE_PROCESS,
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
     "gradient_accumulation_steps": "per_device_train_batch_size sets the rows of a step; token_budget limits memory",
     "hub_token": "the manifest contains a copy of the recipe, which must not hold secrets: set the variable HF_TOKEN",
     "ignore_data_skip": "the state of the data loader is saved and restored",
     "label_names": "the method decides what is learned",
-    "local_rank": _ONE_PROCESS,
+    "local_rank": _PROCESSES,
     "log_level": _SHOWN,
-    "log_level_replica": _ONE_PROCESS,
-    "log_on_each_node": _ONE_PROCESS,
+    "log_level_replica": _PROCESSES,
+    "log_on_each_node": _PROCESSES,
     "logging_nan_inf_filter": "all numbers are logged unchanged; on_non_finite decides what happens to the step",
     "output_dir": "a stage writes to runs/NAME/STAGE; set out: to choose the folder of the run",
-    "parallelism_config": _ONE_PROCESS,
+    "parallelism_config": _PROCESSES,
     "remove_unused_columns": "the method decides which columns it reads",
     "restore_callback_states_from_checkpoint": _AUTOMATIC,
     "resume_from_checkpoint": _AUTOMATIC,
-    "save_on_each_node": _ONE_PROCESS,
+    "save_on_each_node": _PROCESSES,
     "seed": "a run has one seed: set seed at the top of the recipe",
     "skip_memory_metrics": "Burnish does not report the memory in use",
     "use_cache": "training passes never use a key/value cache",
@@ -513,6 +516,12 @@ def check_arguments(args: TrainingArguments, on_non_finite: str) -> None:
             f"{args.n_gpu} GPUs in one process: start one process for each (torchrun --nproc-per-node {args.n_gpu} "
             "...), or choose one GPU with CUDA_VISIBLE_DEVICES=0"
         )
+    for name, variable in (("deepspeed", "ACCELERATE_USE_DEEPSPEED"), ("fsdp", "ACCELERATE_USE_FSDP")):
+        if getattr(args, name) or os.environ.get(variable, "false").lower() in ("1", "true"):
+            raise UserError(
+                f"{name}: Burnish shards the weights itself: remove it from TrainingArguments and from the "
+                "configuration of accelerate, and set Trainer(sharded=True), or parallel.shard: fsdp2 in a recipe"
+            )
     if on_non_finite not in get_args(OnNonFinite):
         raise UserError(f"on_non_finite: expected error or skip, got {on_non_finite!r}")
     if on_non_finite == "skip" and args.fp16:
@@ -537,10 +546,6 @@ def check_sharded(args: TrainingArguments) -> None:
     """Raise a UserError for arguments with which the weights cannot be sharded."""
     if args.optim not in SHARDED_OPTIMIZERS:
         raise UserError(f"sharded: optim must be one of {', '.join(SHARDED_OPTIMIZERS)}")
-    if args.save_strategy != "no" and not args.save_only_model:
-        raise UserError(
-            "sharded: checkpoints cannot hold the optimizer's state yet: set save_only_model=True or save_strategy='no'"
-        )
     for name in ("fp16", "torch_compile", "push_to_hub"):
         if getattr(args, name):
             raise UserError(f"sharded: {name} is not supported yet: remove one of the two")

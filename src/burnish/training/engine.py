@@ -12,16 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from burnish import progress
 from burnish.errors import UserError
 from burnish.math.statistics import RowSums
-from burnish.models import sharding
-from burnish.models.forward import evaluating
+from burnish.models import collectives, sharding
+from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import Network
-from burnish.models.layout import Layout
+from burnish.models.layout import Layout, silent
 from burnish.protocols import Method
 from burnish.training.terms import Metrics, Rows, add, add_rows, merged_rows
 from burnish.types import Example, MicroBatch
@@ -58,6 +58,7 @@ class Engine:
         # which layout is fastest depends on the precision of the passes
         with accelerator.autocast():
             self.layout = Layout([*network.models, *frozen], accelerator.device, **layout)
+        self._prepared: nn.Module | None = None
         self._generation_model = network.policy
         if sharded:
             for model in network.models:
@@ -89,20 +90,60 @@ class Engine:
 
     # --- wrapping --------------------------------------------------------------------------------------------------
 
-    def wrap(self, module: nn.Module) -> None:
-        """Shard the module, which is the network or contains it, if the engine is to shard. It changes in place.
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Prepare the module, which is the network or contains it, for several processes, and return what to call.
 
-        Call it before the optimizer is created, since it replaces the parameters. Further calls change nothing. If the
-        engine does not shard, transformers prepares the module.
+        All processes start with the weights of the first. Call it before the optimizer is created, since sharding
+        replaces the parameters. Further calls change nothing. In one process, transformers prepares the module.
         """
-        if not self.sharded or isinstance(module, FSDPModule):
-            return
-        with self.accelerator.autocast():
-            self.layout.can_share()  # tries it, which is impossible with sharded weights
-        sharding.shard(module, self.network.models, self.device)
-        # adds autocast, and keeps accelerate from wrapping the module in DistributedDataParallel later
-        self.accelerator.prepare_model(module, evaluation_mode=True)
-        module._is_accelerate_prepared = True  # type: ignore[assignment]
+        if self.world_size == 1:
+            return module
+        if self._prepared is not None:
+            return self._prepared
+        if self.sharded:
+            with self.accelerator.autocast():
+                self.layout.can_share()  # tries it, which is impossible with sharded weights
+            sharding.shard(module, self.network.models, self.network.heads, self.device)
+            for model in self.network.frozen:
+                if (mesh := sharding.mesh_of(module)) is not None:
+                    sharding.shard_frozen(model, mesh)
+        else:
+            sharding.broadcast(module)
+        # Adds autocast, compiles, and keeps accelerate from wrapping the module in DistributedDataParallel later: its
+        # collectives in the last backward pass would leave the others waiting if memory runs out in one process.
+        self._prepared = self.accelerator.prepare_model(module, evaluation_mode=True)
+        return self._prepared
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a process's part of the loss. Those of sharded parameters are summed at once."""
+        # FSDP averages gradients over processes, but the terms are already divided by global counts
+        self.accelerator.backward(loss * self.world_size if self.sharded else loss)
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over processes, unless ``backward`` has done so."""
+        if self.world_size > 1 and not self.sharded:
+            sharding.sum_gradients(self.network)
+
+    def attempt(
+        self,
+        function: Callable[[MicroBatch], object],
+        batch: MicroBatch,
+        examples: list[Example],
+        problem: str | None = None,
+    ) -> str | None:
+        """Call a function that makes one pass. Returns None, or the problem if memory ran out in this process only.
+
+        After an earlier ``problem``, the pass only keeps step with the other processes, with a short example. In one
+        process, running out of memory is an error.
+        """
+        if self.world_size == 1:
+            function(batch)
+            return None
+
+        def short() -> MicroBatch:
+            return self.layout.collate([silent(examples)])
+
+        return collectives.attempt(function, batch if problem is None else short(), short) or problem
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to this norm, over all parameters and shards. Returns the norm before."""
@@ -172,8 +213,12 @@ class Engine:
                 return self.network(function, batch)
 
         processes = {"rank": self.rank, "world_size": self.world_size}
+        if self.sharded:
+            results = self.layout.passes_together(run, examples, self.token_budget, gather=self.gather, **processes)
+        else:
+            results = self.layout.passes(run, examples, self.token_budget, **processes)
         done, total = 0, len(examples)
-        for result in self.layout.passes(run, examples, self.token_budget, **processes, halve=not self.sharded):
+        for result in results:
             yield result
             done += len(result[0]) * self.world_size
             progress.report(what, min(done, total - 1), total)
@@ -186,17 +231,16 @@ class Engine:
         return self.layout.cut(examples, self.token_budget, self.rank, self.world_size)
 
     def halve_budget(self, examples: list[Example]) -> bool:
-        """Halve the token budget if a smaller one is possible. One of several processes cannot repeat a step alone."""
-        if self.world_size > 1:
-            return False
+        """Halve the token budget if a smaller one is possible. All processes call it, and get the same budget."""
         longest = max(len(e.sequences) * max(len(s.tokens) for s in e.sequences) for e in examples)
-        largest = max(batch.tokens.numel() for batch in self.cut(examples))
+        largest = max(self.gather(max(batch.tokens.numel() for batch in self.cut(examples))))
         # pad_to widens a micro-batch but does not count in the budget
         largest = min(largest, self.token_budget or largest)
         if largest <= longest:
             return False
         self.token_budget = max(largest // 2, longest)
-        warnings.warn(f"out of memory: the step is repeated with token_budget={self.token_budget}", stacklevel=2)
+        if self.rank == 0:
+            warnings.warn(f"out of memory: the step is repeated with token_budget={self.token_budget}", stacklevel=2)
         return True
 
     # --- processes -------------------------------------------------------------------------------------------------
@@ -249,8 +293,20 @@ class Engine:
                 yield name, sharding.whole(weight)
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """If the network is sharded, its state dict for ``save``: full tensors, in the first process only."""
-        return sharding.whole_state_dict(self.network) if self.sharded else None
+        """If the network is sharded, its state dict for ``save``: full tensors, in the first process only.
+
+        It has no frozen layers if the policy has an adapter, since these are not saved.
+        """
+        if not self.sharded:
+            return None
+        kept: set[int] = set()
+        if isinstance(self.network.policy, PeftModel):
+            models = [unwrap(model) for model in self.network.models]
+            parts = (part for m in models for part in (m.get_input_embeddings(), m.get_output_embeddings()) if part)
+            kept = {id(parameter) for part in parts for parameter in part.parameters()}  # peft saves them if resized
+            kept |= {id(parameter) for parameter in self.network.parameters() if parameter.requires_grad}
+        unused = {n for n, p in self.network.named_parameters(remove_duplicate=False) if kept and id(p) not in kept}
+        return sharding.whole_state_dict(self.network, unused)
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save the network as folders that transformers loads. If it is sharded, pass the ``state_dict()``."""

@@ -18,8 +18,8 @@ Rows = dict[str, dict[str, tuple[float, float]]]
 def detach_unused(terms: Terms, weights: Mapping[str, float], counts: Mapping[Unit, float]) -> Terms:
     """Detach everything that the loss does not use: metrics, terms without a weight, and terms whose count is 0.
 
-    DistributedDataParallel treats every parameter that a result depends on as used, and gives it a zero gradient if the
-    loss does not depend on it. Adam would then count a step for it and decay its weight.
+    So nothing outside the loss, such as the hooks of FSDP, takes part in the backward pass, and a parameter that the
+    loss does not use has no gradient. A gradient of zero would be a step of Adam, and decay the weight.
 
     Raises:
         UserError: if a term of the loss has no gradient, so that nothing would be learned from it.

@@ -8,7 +8,6 @@ setting.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -23,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 
 from burnish.data import streaming
 from burnish.data.readers import Rows, load
@@ -37,7 +37,7 @@ from burnish.models.noise import EmbeddingNoise, check_noise
 from burnish.protocols import Method, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.report.metrics import Recorder, describe
-from burnish.training import checkpoint
+from burnish.training import checkpoint, optimizer_state
 from burnish.training.arguments import check_arguments, check_generation_config, check_sharded, warn_ignored
 from burnish.training.engine import Engine
 from burnish.training.non_finite import NonFiniteSteps
@@ -248,7 +248,7 @@ class Trainer(transformers.Trainer):
                 if not is_out_of_memory(error):
                     raise
                 if not self.engine.halve_budget(examples):
-                    raise does_not_fit(error, examples, self.engine.world_size) from error
+                    raise does_not_fit(error, examples) from error
             model.zero_grad()
             torch.set_rng_state(random_state)
             if torch.cuda.is_available():
@@ -259,16 +259,15 @@ class Trainer(transformers.Trainer):
         counts, weights = total_counts(examples), self.method.weights
         batches = self.engine.cut(examples) if any(counts.values()) else []
         sums: Metrics = {}
-        losses = []
+        losses: list[Tensor] = []
+        problem: str | None = None
 
         def terms_of(batch: MicroBatch) -> Terms:
             return detach_unused(self.method.loss(self.network, batch), weights, counts)
 
-        for i, batch in enumerate(batches):
-            last = i == len(batches) - 1
+        def run(batch: MicroBatch) -> None:
             at = (batch, self.args.seed, self.state.global_step)
-            syncing = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
-            with self.dropout.of(*at), self.noise.of(*at), syncing:
+            with self.dropout.of(*at), self.noise.of(*at):
                 terms: Terms = model(terms_of, batch)
                 parts = [
                     weights[name] * term.total / counts[term.unit]
@@ -277,20 +276,26 @@ class Trainer(transformers.Trainer):
                 ]
                 if parts:
                     loss = torch.stack(parts).sum()
-                    # wrappers average the gradients over processes, but the terms are already divided by global counts
-                    self.accelerator.backward(loss * self.engine.world_size)
+                    self.engine.backward(loss)
                     losses.append(loss.detach())
                 else:
                     losses.append(torch.zeros((), device=self.args.device))
             add(sums, terms, batch)
+
+        for batch in batches:
+            # after a problem the step will be repeated, but the other processes still wait in each micro-batch
+            problem = self.engine.attempt(run, batch, examples, problem)
         loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
-        if not self.engine.all(loss_sum.isfinite()):
-            bad = [s for x, b in zip(losses, batches, strict=True) if not x.isfinite() for s in b.sources]
-            parts = self.engine.gather((loss_sum.item(), bad))
-            self._sources = [source for _, sources in parts for source in sources] or self._sources
-            self._skip(model, f"the loss is {sum(loss for loss, _ in parts):g}")
+        if not self.engine.all(loss_sum.isfinite() if problem is None else torch.zeros_like(loss_sum)):
+            bad = [s for x, b in zip(losses, batches, strict=False) if not x.isfinite() for s in b.sources]
+            parts = self.engine.gather((loss_sum.item(), bad, problem))
+            if problems := [problem for _, _, problem in parts if problem is not None]:
+                raise torch.OutOfMemoryError(problems[0])
+            self._sources = [source for _, sources, _ in parts for source in sources] or self._sources
+            self._skip(model, f"the loss is {sum(loss for loss, _, _ in parts):g}")
             self.last_sums, self._losses_since_log = {}, self._losses_since_log - 1
             return torch.zeros((), device=self.args.device)
+        self.engine.sum_gradients()
         self.last_sums = sums
         merge(self._sums, sums)
         assert self.loader is not None
@@ -346,6 +351,7 @@ class Trainer(transformers.Trainer):
         if not rows:
             raise UserError("there is nothing to evaluate on: name data.eval in the recipe, or pass eval_dataset")
         encoded = self.eval_examples if eval_dataset is None else self._encoded_for_evaluation(rows)
+        self._wrap()
         self.measured = {}
         measured = self.method.evaluate(encoded.examples, self.engine, self.run)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
@@ -386,8 +392,14 @@ class Trainer(transformers.Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # transformers creates the optimizer first, but its parameters must be the sharded ones
-        self.engine.wrap(self.network)
+        self._wrap()
         return super()._prepare_for_training(*args, **kwargs)
+
+    def _wrap(self) -> None:
+        """Prepare the network for several processes."""
+        prepared = self.engine.wrap(self.network)
+        if self.engine.world_size > 1:
+            self.model_wrapped = prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As in transformers, with a separate learning rate for each part of the network that the method names."""
@@ -482,6 +494,31 @@ class Trainer(transformers.Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder, state_dict)
         self.tokenizer.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save both so that any number of processes can load them, if the optimizer's state has a plain form."""
+        optimizer: Any = self.optimizer
+        if not optimizer_state.can_name(optimizer):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        folder = Path(output_dir)
+        optimizer_state.save(
+            self.network, optimizer, folder / optimizer_state.FOLDER, self.engine.rank, self.engine.sharded
+        )
+        if self.args.should_save:
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both from a checkpoint of any number of processes, sharded or not."""
+        folder = Path(checkpoint or "")
+        if checkpoint is None or not (folder / optimizer_state.FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.lr_scheduler
+        optimizer_state.load(self.network, optimizer, folder / optimizer_state.FOLDER, self.engine.sharded)
+        scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_best_model(self) -> None:
         self.engine.load(str(self.state.best_model_checkpoint))

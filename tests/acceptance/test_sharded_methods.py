@@ -1,0 +1,37 @@
+"""Promise 1 for every method: two processes, with whole or with sharded weights, learn what one process does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+import test_sharded as layouts
+
+CASES = [
+    *layouts.job.CASES.keys() - {"reward lora"},
+    # the first gradients of an adapter are so small that Adam turns their rounding into more than 1e-5 in float32
+    "reward lora float64",
+    "sft lora float64",
+    "dpo float64",
+    "ppo separate float64",
+]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two processes learned, by layout and case."""
+    return layouts.launch("train", tmp_path_factory.mktemp("methods"), sorted(CASES))
+
+
+@pytest.mark.acceptance
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_two_processes_learn_what_one_does(case: str, several: Any, tmp_path: Path) -> None:
+    one = layouts.job.train(case, tmp_path)
+    for layout in ("ddp", "fsdp2"):
+        layouts.check(case, one, several[layout][case])
+    layouts.check_saved(case, several["fsdp2"][case])
