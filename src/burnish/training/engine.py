@@ -58,6 +58,7 @@ class Engine:
         # which layout is fastest depends on the precision of the passes
         with accelerator.autocast():
             self.layout = Layout([*network.models, *frozen], accelerator.device, **layout)
+        self.between: Callable[[], None] = lambda: None
         self._generation_model = network.policy
         if sharded:
             for model in network.models:
@@ -177,6 +178,7 @@ class Engine:
             yield result
             done += len(result[0]) * self.world_size
             progress.report(what, min(done, total - 1), total)
+            self.between()
         progress.report(what, total, total)
 
     # --- micro-batches of a step -----------------------------------------------------------------------------------

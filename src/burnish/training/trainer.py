@@ -265,6 +265,7 @@ class Trainer(transformers.Trainer):
             return detach_unused(self.method.loss(self.network, batch), weights, counts)
 
         for i, batch in enumerate(batches):
+            self.engine.between()
             last = i == len(batches) - 1
             at = (batch, self.args.seed, self.state.global_step)
             syncing = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
@@ -534,6 +535,11 @@ class TrainerRun:
     def rows_per_step(self) -> int:
         """Rows of an optimizer step, over all processes."""
         return self.trainer.rows_per_step
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps after which training ends; 0 before it begins."""
+        return self.trainer.state.max_steps
 
     def last(self) -> dict[str, float]:
         """Means of the terms and metrics of the last optimizer step, over all processes."""
