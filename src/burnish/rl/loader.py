@@ -574,12 +574,11 @@ class RolloutLoader(StepLoader):
         self.weights = state["weights"]
         by_source = {row.source: row for row in self.rows}
         for one in state["queue"]:
-            sampled = one.pop("sampled")
-            plan = Plan(**one)
-            if sampled is None:
+            plan = Plan(one["iteration"], one["version"], tuple(one["indices"]))
+            if one["sampled"] is None:
                 self.ahead.submit(plan, self._sampling(plan))
                 continue
-            trajectories, metrics = sampled
+            trajectories, metrics = one["sampled"]
             rollouts = [from_plain(plain, by_source[plain["sequences"][0]["source"]]) for plain in trajectories]
             self.ahead.restore(plan, Sampled(rollouts, metrics))
 
