@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import os
+import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from burnish.rl import loader as loaders
 from burnish.rl.ahead import Ahead, Plan, Progress, Sampled, Steps
 from burnish.rl.environment import Environments
 from burnish.rl.trajectory import from_plain, to_plain
+from burnish.training import checkpoint
 from burnish.types import Prompt, Trajectory
 
 ROWS = [Prompt(({"role": "user", "content": f"{i} + {'1' * (i % 3)}"},), {"number": i}, f"rows:{i}") for i in range(16)]
@@ -195,7 +199,7 @@ def test_without_learning_staleness_changes_nothing(run: Run, monkeypatch: pytes
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "completions": dict,
     "evaluated": lambda: {"evaluated": True},
-    "two": lambda: {"staleness": 2, "arguments": {"num_train_epochs": 2}},
+    "two": lambda: {"staleness": 2},
     "dynamic": lambda: {
         "kind": GRPO,
         "dynamic_sampling": 2,
@@ -255,6 +259,32 @@ def test_a_run_that_is_resumed_gives_the_same_bytes(kind: str, held: int, run: R
         assert not any(finished) and set(state["weights"]) == {one["version"] for one in state["queue"]}
     if held == FAST and kind == "completions":
         assert all(finished) and not state["weights"]
+
+
+def test_a_run_that_is_killed_at_several_moments_gives_the_same_bytes(run: Run, tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 1}
+    whole = run(arguments=arguments, name="whole")
+
+    def latest() -> int | None:
+        found, _ = checkpoint.latest(tmp_path / "run")
+        return found and checkpoint.step_of(found)
+
+    moments = random.Random(time.time_ns())
+    for target in (1, 3, 5):
+        if (child := os.fork()) == 0:
+            try:
+                run(arguments=arguments, start=latest())
+            finally:
+                os._exit(0)
+        while not (tmp_path / "run" / f"checkpoint-{target}").exists():
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    step = latest()
+    assert step is not None and 5 <= step < 8
+    again = run(arguments=arguments, start=step)
+    assert again.weights == whole.weights[step:] and again.logged("score") == whole.logged("score")
 
 
 def test_an_evaluation_has_the_current_weights_and_changes_nothing(run: Run) -> None:
