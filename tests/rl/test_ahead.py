@@ -27,7 +27,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.sampling import Sampling
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.rl import loader as loaders
-from burnish.rl.ahead import Ahead, Plan, Progress, Sampled, Steps
+from burnish.rl.ahead import Ahead, Plan, Progress, SampledBatch, Steps
 from burnish.rl.environment import Environments
 from burnish.rl.trajectory import from_plain, to_plain
 from burnish.training import checkpoint
@@ -233,10 +233,7 @@ def test_a_slow_worker_gives_the_bytes_of_a_fast_one(kind: str, run: Run) -> Non
     [
         ("completions", FAST),
         ("episodes", NEVER),
-        *(
-            pytest.param(kind, held, marks=pytest.mark.slow)
-            for kind, held in [("evaluated", NEVER), ("two", FAST)]
-        ),
+        *(pytest.param(kind, held, marks=pytest.mark.slow) for kind, held in [("evaluated", NEVER), ("two", FAST)]),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in [("dynamic", NEVER), ("episodes", FAST)]),
     ],
 )
@@ -254,7 +251,7 @@ def test_a_run_that_is_resumed_gives_the_same_bytes(kind: str, held: int, run: R
         if kind == "evaluated":
             assert whole.logged("eval_score") == again.logged("eval_score")
     # what a checkpoint keeps: rollouts, or the weights that sample them again
-    state = torch.load(Path(whole.trainer.args.output_dir) / "checkpoint-3" / "burnish.pt", weights_only=True)["loader"]
+    state = torch.load(whole.trainer.folder / "checkpoint-3" / "burnish.pt", weights_only=True)["loader"]
     finished = [one["sampled"] is not None for one in state["queue"]]
     assert len(finished) == (2 if kind == "two" else 1)
     if held == NEVER and kind != "evaluated":
@@ -432,13 +429,13 @@ def test_time_in_which_a_coroutine_cannot_run_is_not_its_time(run: Run) -> None:
 # --- the queue ----------------------------------------------------------------------------------------------------
 
 
-def steps(name: str, log: list[str], *progress: Progress) -> Steps[Sampled]:
+def steps(name: str, log: list[str], *progress: Progress) -> Steps[SampledBatch]:
     try:
         for i, one in enumerate(progress):
             log.append(f"{name}{i}")
             yield one
         log.append(f"{name} ends")
-        return Sampled([], {})
+        return SampledBatch([], {})
     finally:
         log.append(f"{name} closes")
 
@@ -456,7 +453,9 @@ def test_what_needs_other_processes_waits_until_it_is_taken(in_rounds: bool) -> 
     ahead.take()
     assert log[-3:] == ["a2", "a ends", "a closes"]
     ahead.finish()
-    assert log[-3:] == ["b2", "b ends", "b closes"] and [result for _, result in ahead.plans()] == [Sampled([], {})]
+    assert log[-3:] == ["b2", "b ends", "b closes"] and [result for _, result in ahead.plans()] == [
+        SampledBatch([], {})
+    ]
 
 
 def test_a_batch_advances_until_it_has_to_wait_and_is_cancelled() -> None:
@@ -503,35 +502,42 @@ def test_the_setting_is_a_count() -> None:
 # --- speed and learning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_rollouts_as_long_as_updates_take_no_time(run: Run) -> None:
-    """With n batches that take D seconds each, and updates that take as long, (n - 1) D is what can be saved."""
-    seconds, batches = 0.4, 4
+@pytest.mark.parametrize("environments", [None, "episodes"])
+def test_rollouts_as_long_as_updates_take_no_time(environments: str | None, run: Run) -> None:
+    """On a simulated clock, n batches and n updates of D seconds take 2nD seconds, of which (n - 1) D can be saved."""
+    seconds, batches, now = 60.0, 4, 0.0
 
-    class Sleeper(Worker):
-        """A worker that takes a fixed time, in which this process may compute."""
+    class Simulated(Worker):
+        """A worker that takes a fixed time for a batch of one or several turns, in which this process may compute."""
 
         def submit(self, requests: Any, version: int) -> list[int]:
-            self.ready = time.monotonic() + seconds
+            self.ready = now + seconds / turns
             return super().submit(requests, version)
 
         def poll(self, timeout: float | None) -> list[Any]:
-            left = self.ready - time.monotonic()
-            time.sleep(max(0.0, left if timeout is None else min(left, timeout)))
-            return super().poll(None) if time.monotonic() >= self.ready else []
+            nonlocal now
+            now = max(now, self.ready if timeout is None else min(self.ready, now + timeout))
+            return super().poll(None) if now >= self.ready else []
 
-    class Update(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            time.sleep(seconds / 2)  # of two optimizer steps
+    class Timed(PPO):
+        def loss(self, network: Any, batch: Any) -> Any:
+            nonlocal now
+            now += seconds * len(batch.sources) / 4  # of four rollouts
+            return super().loss(network, batch)
 
     def measured(staleness: int) -> float:
-        began = time.monotonic()
-        run(staleness, generator=lambda m, t: Sleeper(m, t, 0, []), callbacks=(Update(),))
-        return time.monotonic() - began
+        nonlocal now
+        now = 0.0
+        settings = KINDS["episodes"]() if environments else {}
+        run(staleness, generator=lambda m, t: Simulated(m, t, 0, []), kind=Timed, token_budget=40, **settings)
+        return now
 
-    measured(0)
-    saved = measured(0) - measured(1)
-    assert saved >= 0.8 * (batches - 1) * seconds
+    turns = 4 if environments else 1  # of each batch; its episodes have at most as many
+    alternating, overlapping = measured(0), measured(1)
+    possible = (batches - 1) * (alternating - batches * seconds) / batches
+    assert alternating - overlapping >= 0.8 * possible
+    if not environments:
+        assert (alternating, overlapping) == (2 * batches * seconds, (batches + 1) * seconds)
 
 
 def test_a_policy_learns_from_stale_batches(run: Run) -> None:

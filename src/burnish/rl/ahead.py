@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     indices: tuple[int, ...]
 
 
-class Sampled(NamedTuple):
+class SampledBatch(NamedTuple):
     """The scored trajectories of a plan, and metrics of how they were sampled."""
 
     trajectories: list[Trajectory]
@@ -68,7 +68,7 @@ class Sampled(NamedTuple):
 class _Batch:
     """A plan, the steps that sample it, and their result."""
 
-    def __init__(self, plan: Plan, steps: Steps[Sampled] | None, result: Sampled | None) -> None:
+    def __init__(self, plan: Plan, steps: Steps[SampledBatch] | None, result: SampledBatch | None) -> None:
         self.plan, self.steps, self.result = plan, steps, result
         self.at = Progress.MADE
 
@@ -97,15 +97,15 @@ class Ahead:
         """The number of seconds that a step may wait: 0 while the trainer computes, and else no limit."""
         return None if self._waits else 0.0
 
-    def submit(self, plan: Plan, steps: Steps[Sampled]) -> None:
+    def submit(self, plan: Plan, steps: Steps[SampledBatch]) -> None:
         """Queue a batch. Its steps are made in ``advance``, or when it is taken."""
         self._batches.append(_Batch(plan, steps, None))
 
-    def restore(self, plan: Plan, result: Sampled) -> None:
+    def restore(self, plan: Plan, result: SampledBatch) -> None:
         """Queue a batch that was sampled before."""
         self._batches.append(_Batch(plan, None, result))
 
-    def plans(self) -> list[tuple[Plan, Sampled | None]]:
+    def plans(self) -> list[tuple[Plan, SampledBatch | None]]:
         """The queued plans in order, with the result of those that are finished."""
         return [(batch.plan, batch.result) for batch in self._batches]
 
@@ -135,7 +135,7 @@ class Ahead:
         if self._error is not None:
             raise self._error
 
-    def take(self) -> tuple[Plan, Sampled]:
+    def take(self) -> tuple[Plan, SampledBatch]:
         """Wait for the oldest batch, and remove it. All processes must call it at the same point."""
         result = self._finished(self._batches[0])
         return self._batches.popleft().plan, result
@@ -151,7 +151,7 @@ class Ahead:
             if (steps := self._batches.pop().steps) is not None:
                 steps.close()
 
-    def _finished(self, batch: _Batch) -> Sampled:
+    def _finished(self, batch: _Batch) -> SampledBatch:
         self.check()
         with self._computing(waits=True):
             while batch.result is None:

@@ -31,7 +31,7 @@ from burnish.protocols import Engine, Run, StepLoader
 from burnish.render.encode import cache_key
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
-from burnish.rl.ahead import Ahead, Plan, Sampled, Steps, finished
+from burnish.rl.ahead import Ahead, Plan, SampledBatch, Steps, finished
 from burnish.rl.collect import collect, collecting, encode_prompts, with_tools
 from burnish.rl.environment import Environments
 from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary, value_metrics
@@ -324,7 +324,7 @@ class RolloutLoader(StepLoader):
         if self.iteration % self.settings.show_every == 0:
             self.run.samples(sample_rows(trajectories[:4], "train", self.run.tokenizer))
 
-    def _sampled(self, indices: list[int]) -> tuple[Sampled, int]:
+    def _sampled(self, indices: list[int]) -> tuple[SampledBatch, int]:
         """The rollouts of this iteration, and how many updates old the weights are that they were sampled with.
 
         With ``max_staleness``, the next batches are submitted first, with the current weights, and this one was
@@ -341,10 +341,12 @@ class RolloutLoader(StepLoader):
             self.ahead.submit(plan, self._sampling(plan))
         began = time.perf_counter()
         plan, sampled = self.ahead.take()
+        waited = time.perf_counter() - began
+        self.ahead.advance()  # the generator is idle: it begins the next batch
         assert (plan.iteration, plan.indices) == (k, tuple(indices)), "batches are taken in order"
         needed = {other.version for other, result in self.ahead.plans() if result is None}
         self.weights = {version: tensors for version, tensors in self.weights.items() if version in needed}
-        own = {"staleness": float(k - plan.version), "waiting_seconds": time.perf_counter() - began}
+        own = {"staleness": float(k - plan.version), "waiting_seconds": waited}
         return sampled._replace(metrics=sampled.metrics | own), k - plan.version
 
     def _indices(self, number: int) -> tuple[int, ...]:
@@ -353,7 +355,7 @@ class RolloutLoader(StepLoader):
         order = permutation(len(self.prompts), self.run.seed, epoch)
         return tuple(order[place * self.batch : (place + 1) * self.batch])
 
-    def _sampling(self, plan: Plan) -> Steps[Sampled]:
+    def _sampling(self, plan: Plan) -> Steps[SampledBatch]:
         """Complete and score prompts. Returns trajectories in the order of the plan, and metrics of sampling.
 
         With dynamic sampling, a prompt whose completions all have the same score is replaced by one from outside the
@@ -381,7 +383,7 @@ class RolloutLoader(StepLoader):
         if self.settings.dynamic_sampling:
             scores = [t.score for group in drawn for t in group]
             metrics |= {"replaced_prompts": float(len(replaced)), "score_drawn": sum(scores) / len(scores)}
-        return Sampled([t for group in groups for t in group], metrics)
+        return SampledBatch([t for group in groups for t in group], metrics)
 
     def _completing(self, plan: Plan, indices: list[int], sampling_round: int = 0) -> Steps[list[list[Trajectory]]]:
         """Complete and score prompts with the weights of a plan. Returns the trajectories of each prompt."""
@@ -573,14 +575,14 @@ class RolloutLoader(StepLoader):
         self.pending = [Example.from_plain(plain) for plain in state["pending"]]
         self.weights = state["weights"]
         by_source = {row.source: row for row in self.rows}
-        for one in state["queue"]:
+        for one in state["queue"] if self.settings.max_staleness else ():
             plan = Plan(one["iteration"], one["version"], tuple(one["indices"]))
             if one["sampled"] is None:
                 self.ahead.submit(plan, self._sampling(plan))
                 continue
             trajectories, metrics = one["sampled"]
             rollouts = [from_plain(plain, by_source[plain["sequences"][0]["source"]]) for plain in trajectories]
-            self.ahead.restore(plan, Sampled(rollouts, metrics))
+            self.ahead.restore(plan, SampledBatch(rollouts, metrics))
 
 
 CHECK_EVERY = 8
