@@ -168,7 +168,7 @@ class Ahead:
 
     @contextlib.contextmanager
     def _computing(self, waits: bool) -> Iterator[None]:
-        """A context for steps. Coroutines of the user could not run since the last one, which is not their time."""
+        """A context for steps. The time limits of the user's coroutines do not count the time since the last one."""
         now = time.monotonic()
         user_tasks().postpone(now - (self._left or now))
         self._waits = waits
