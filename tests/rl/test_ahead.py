@@ -32,6 +32,7 @@ from burnish.rl.environment import Environments
 from burnish.rl.trajectory import from_plain, to_plain
 from burnish.training import checkpoint
 from burnish.types import Prompt, Trajectory
+from tiny_runs import lora
 
 ROWS = [Prompt(({"role": "user", "content": f"{i} + {'1' * (i % 3)}"},), {"number": i}, f"rows:{i}") for i in range(16)]
 FAST, SLOW, NEVER = 0, 3, 10**9
@@ -122,10 +123,13 @@ def run(make_trainer: Any, tiny_llama: Any, tmp_path: Path) -> Run:
         token_budget: int | None = None,
         arguments: dict[str, Any] | None = None,
         sampling: Sampling | None = None,
+        adapter: bool = False,
         **settings: Any,
     ) -> Found:
         model, log, seen = tiny_llama(), [], []
         model.generation_config.eos_token_id = [2, *range(15, 25)]
+        if adapter:
+            model = lora(model)
         generator = generator or (lambda model, tokenizer: Worker(model, tokenizer, held, log))
         settings = {"epochs": 1, "mini_batches": 2, "max_staleness": staleness} | settings
         method = kind(reward, sampling or Sampling(max_new_tokens=6), generator, environments, **settings)
@@ -258,6 +262,16 @@ def test_a_run_that_is_resumed_gives_the_same_bytes(kind: str, held: int, run: R
         assert not any(finished) and set(state["weights"]) == {one["version"] for one in state["queue"]}
     if held == FAST and kind == "completions":
         assert all(finished) and not state["weights"]
+
+
+def test_of_an_adapter_only_the_adapter_is_kept(run: Run) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole = run(held=NEVER, adapter=True, arguments=saving)
+    state = torch.load(whole.trainer.folder / "checkpoint-3" / "burnish.pt", weights_only=True)["loader"]
+    (kept,) = state["weights"].values()
+    assert kept and all(".lora_" in name for name in kept)
+    again = run(held=NEVER, adapter=True, arguments=saving, start=3, name="again")
+    assert again.weights == whole.weights[3:] and len(set(whole.weights)) == 9
 
 
 def test_a_run_that_is_killed_at_several_moments_gives_the_same_bytes(run: Run, tmp_path: Path) -> None:
