@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,20 @@ stages:
     model: {stage: chains}
     data: {train: {stage: chains, file: steps.jsonl}}
     trainer: *often
+"""
+
+
+# Batches are sampled by another process while the policy is updated.
+AHEAD = """
+name: ahead
+threads: 1
+method: {name: ppo, epochs: 2, mini_batches: 2, max_staleness: 1}
+model: FOLDER/base
+reward: [{function: "brevity.py:brevity"}]
+data: {train: FOLDER/prompts.jsonl, eval: FOLDER/prompts.jsonl}
+generation: {max_new_tokens: 24}
+generator: {name: process, slots: 4}
+trainer: {per_device_train_batch_size: 8, num_train_epochs: 4, save_steps: 3, eval_strategy: steps, eval_steps: 7}
 """
 
 
@@ -136,3 +151,26 @@ def test_killed_at_ten_moments_ends_with_the_same_bytes(pipeline: str, tmp_path:
     assert list(got) == list(expected)
     for name, value in expected.items():
         assert got[name] == value, name
+
+
+@pytest.mark.slow
+def test_killed_while_a_batch_is_sampled_ahead_ends_with_the_same_bytes(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ahead.yaml").write_text(AHEAD.replace("FOLDER", str(tmp_path)), "utf-8")
+    (tmp_path / "brevity.py").write_text("def brevity(answers):\n    return [-len(a.tokens) / 9 for a in answers]\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1"}) + "\n" for i in range(16)))
+    shutil.copytree(tiny_folder, tmp_path / "base")
+    folder = tmp_path / "run"
+    run = command(folder, str(tmp_path / "ahead.yaml"))
+    subprocess.run(run, check=True, env=environment(), capture_output=True, timeout=300)
+    expected, lines = results(folder), progress(folder)
+    shutil.rmtree(folder)
+    target = random.Random(time.time_ns()).uniform(0.1, 0.9) * lines
+    process = subprocess.Popen(run, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and progress(folder) < target:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run had ended before it was killed"
+    subprocess.run(run, check=True, env=environment(), capture_output=True, timeout=300)
+    assert results(folder) == expected
+    metrics: Any = next(value for name, value in expected.items() if name.endswith("metrics.jsonl"))
+    assert max(line.get("staleness", 0) for line in metrics) == 1

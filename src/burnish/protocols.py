@@ -86,6 +86,9 @@ class Engine(Protocol):
         """The precision of forward passes: no (that of the weights), bf16 or fp16."""
         ...
 
+    between: Callable[[], None]
+    """Called between micro-batches, outside of autocast: work that a loader does beside training."""
+
     def run(self, function: Callable[[MicroBatch], Mapping[str, Tensor]], examples: list[Example]) -> list[Example]:
         """Apply a function to micro-batches without gradient, and return the examples with its (B, T) arrays added."""
         ...
@@ -124,6 +127,11 @@ class Run(Protocol):
     @property
     def rows_per_step(self) -> int:
         """Rows of an optimizer step, over all processes."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps after which training ends; 0 before it begins."""
         ...
 
     def last(self) -> dict[str, float]:

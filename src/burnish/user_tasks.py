@@ -101,6 +101,11 @@ class UserTasks:
         self.running = {task: call for task, call in self.running.items() if not task.done()}
         self.cancel([task for task, call in self.running.items() if now > call.deadline])
 
+    def postpone(self, seconds: float) -> None:
+        """Extend the time limits of all tasks, because they could not run for so long."""
+        for call in self.running.values():
+            call.deadline += seconds
+
     def cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Cancel those of the tasks that are still running, as if they had exceeded their time limit."""
         tasks = list(tasks)

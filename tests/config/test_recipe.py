@@ -394,3 +394,20 @@ def test_which_optimizers_read_betas_is_what_transformers_reads():
         unread = {key for key, _ in config.conflicts()}
         assert (plain != other) == (unread == set())
         assert plain != other or unread == reads - {"weight_decay"}
+
+
+@pytest.mark.parametrize("generator", ["local", "continuous", "process"])
+def test_sampling_ahead_needs_a_generator_in_another_process(
+    generator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    (tmp_path / "recipe.yaml").write_text(
+        "name: ahead\nmethod: {name: grpo, max_staleness: 1}\nmodel: base\ndata: {train: prompts.jsonl}\n"
+        f"reward: [{{model: judge}}]\ngeneration: {{samples: 2}}\ngenerator: {{name: {generator}}}\n"
+    )
+    if generator == "process":
+        assert load(tmp_path / "recipe.yaml").stages[0].generator.name == "process"
+        return
+    with pytest.raises(UserError, match=rf"max_staleness: 1 needs .* and {generator} works .* to {{name: process}}"):
+        load(tmp_path / "recipe.yaml")

@@ -30,7 +30,7 @@ from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
-from burnish.generate.settings import NO_VALUES, GeneratorSettings
+from burnish.generate.settings import CLASSES, IN_THIS_PROCESS, NO_VALUES, GeneratorSettings
 from burnish.judges.settings import principle_texts
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.methods.settings import JudgeConfig, ReviseConfig, SearchConfig, StepValueConfig
@@ -194,6 +194,8 @@ def reference_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("stages", index, "reward"), text)
         if text := _generator_problem(stage):
             yield Problem(("stages", index, "generator"), text)
+        if text := _staleness_problem(stage):
+            yield Problem(("stages", index, "method", "max_staleness"), text)
         if stage.method and stage.method.name == "search":
             yield from (Problem(("stages", index, *path), text) for path, text in _search_problems(stage, earlier))
         if stage.method and stage.data and stage.data.stream:
@@ -429,6 +431,18 @@ def _generator_problem(stage: Stage) -> str | None:
         return None
     samples = Prompt in method_spec(stage.method.name).kinds
     return None if samples else f"method {stage.method.name!r} does not sample: remove this key"
+
+
+def _staleness_problem(stage: Stage) -> str | None:
+    """Batches can be sampled ahead only by a generator in another process."""
+    staleness = stage.method.settings.get("max_staleness") if stage.method else None
+    if not staleness or stage.generator.name not in IN_THIS_PROCESS:
+        return None
+    works = ", ".join(f"{{name: {name}}}" for name in CLASSES if name not in IN_THIS_PROCESS)
+    return (
+        f"{staleness} needs a generator that samples while the policy is updated, and {stage.generator.name} works in "
+        f"the same process: set generator to {works}"
+    )
 
 
 def _search_problems(stage: Stage, earlier: Mapping[str, Stage]) -> Iterator[tuple[Keys, str]]:

@@ -53,6 +53,8 @@ class ContinuousGenerator:
         page_size: number of tokens in a block of the cache.
     """
 
+    overlaps = False
+
     def __init__(
         self, model: Any, tokenizer: Any = None, slots: int = 256, max_batch_tokens: int = 4096, page_size: int = 64
     ) -> None:

@@ -41,6 +41,8 @@ class LocalGenerator:
             the next plan drops those that it does not begin with. By default, a quarter of a GPU's memory, or 2 GiB.
     """
 
+    overlaps = False
+
     def __init__(
         self,
         model: Any,

@@ -5,10 +5,12 @@ This is the simplest remote generator. It recovers from the death of its worker 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import signal
 import tempfile
 import threading
@@ -36,6 +38,10 @@ GRACE_SECONDS = 5.0
 """A child that has not ended this long after SIGTERM is killed."""
 
 
+Answers = queue.SimpleQueue[tuple[str, Any]]
+"""What a child sends: ``done``, ``user_error`` or ``error``, with the completions or the message."""
+
+
 class _Plan(NamedTuple):
     """The requests of one ``submit``, the handle of the first, and the handles that are not completed yet."""
 
@@ -57,6 +63,8 @@ class ProcessGenerator:
         critic: as in ``LocalGenerator``.
         slots: as in ``LocalGenerator``.
     """
+
+    overlaps = True
 
     def __init__(self, model: Any, tokenizer: Any = None, critic: Any = None, slots: int = 64) -> None:
         self.model, self.tokenizer, self.critic, self.slots = model, tokenizer, critic, slots
@@ -168,14 +176,19 @@ class ProcessGenerator:
 
     def _receive(self, timeout: float | None) -> list[tuple[Handle, Completion]]:
         assert self._child is not None
-        if not self._child.connection.poll(timeout):
-            return []
-        done = []
-        for handle, completion in self._child.receive():
-            plan = next(plan for plan in self._plans if 0 <= handle - plan.first < len(plan.requests))
-            if handle in plan.missing:
-                plan.missing.remove(handle)
-                done.append((handle, completion))
+        done: list[tuple[Handle, Completion]] = []
+        while self._child.connection.poll(0 if done else timeout):
+            try:
+                sent = self._child.receive()
+            except (EOFError, ConnectionError):
+                if done:
+                    break  # the next call notices that the child is dead
+                raise
+            for handle, completion in sent:
+                plan = next(plan for plan in self._plans if 0 <= handle - plan.first < len(plan.requests))
+                if handle in plan.missing:
+                    plan.missing.remove(handle)
+                    done.append((handle, completion))
         complete = [plan for plan in self._plans if not plan.missing]
         self._plans = [plan for plan in self._plans if plan.missing]
         self._sent -= len(complete)
@@ -237,6 +250,9 @@ def _serve(connection: Connection, path: Path, slots: int, threads: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    # The parent may compute for a while before it reads, and a pipe that is full must not stop the decoding.
+    answers: Answers = queue.SimpleQueue()
+    threading.Thread(target=_send, args=(connection, answers), daemon=True).start()
     try:
         model, tokenizer, critic = torch.load(path, weights_only=False)
         generator = LocalGenerator(model, tokenizer, critic, slots)
@@ -246,22 +262,24 @@ def _serve(connection: Connection, path: Path, slots: int, threads: int) -> None
                 if parent_handles and not connection.poll(0):
                     done = generator.poll(None)
                     completions = [(parent_handles.pop(handle), completion) for handle, completion in done]
-                    _answer(connection, "done", completions)
+                    answers.put(("done", completions))
                 else:
-                    _handle_message(connection, generator, parent_handles)
+                    _handle_message(connection, answers, generator, parent_handles)
             except (EOFError, ConnectionError):
                 return
             except UserError as error:
                 parent_handles.clear()
-                _answer(connection, "user_error", str(error))
+                answers.put(("user_error", str(error)))
             except Exception:
                 parent_handles.clear()
-                _answer(connection, "error", traceback.format_exc())
+                answers.put(("error", traceback.format_exc()))
     except (EOFError, ConnectionError):
         return
 
 
-def _handle_message(connection: Connection, generator: LocalGenerator, parent_handles: dict[Handle, Handle]) -> None:
+def _handle_message(
+    connection: Connection, answers: Answers, generator: LocalGenerator, parent_handles: dict[Handle, Handle]
+) -> None:
     """Receive and handle one message. ``parent_handles`` maps this process's handles to the parent's."""
     match pickle.loads(connection.recv_bytes()):
         case ("submit", first, requests, version):
@@ -274,10 +292,10 @@ def _handle_message(connection: Connection, generator: LocalGenerator, parent_ha
             finally:  # read all tensors even after an error, because the parent reads answers only after the last one
                 for _ in stream:
                     pass
-            _answer(connection, "done", None)
+            answers.put(("done", None))
         case ("drop_cache",):
             generator.drop_cache()
-            _answer(connection, "done", None)
+            answers.put(("done", None))
         case other:
             raise AssertionError(f"unknown message: {other}")
 
@@ -288,8 +306,11 @@ def _tensors(connection: Connection) -> Iterator[tuple[str, Tensor]]:
         yield message[1], message[2]
 
 
-def _answer(connection: Connection, kind: str, content: Any) -> None:
-    connection.send_bytes(pickle.dumps((kind, content)))
+def _send(connection: Connection, answers: Answers) -> None:
+    """Send answers to the parent until it closes its end of the pipe."""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            connection.send_bytes(pickle.dumps(answers.get()))
 
 
 def _end_with_parent() -> None:

@@ -73,10 +73,12 @@ class Generator(Protocol):
     The requests of one ``submit`` form a plan. Which requests share a batch depends only on the plans and never on
     timing, so equal plans after an equal ``update_weights`` give identical bytes.
 
-    ``slots`` is the maximum number of requests that are decoded together.
+    ``slots`` is the maximum number of requests that are decoded together. ``overlaps`` says that requests are completed
+    while this process computes, between two polls; a generator without this attribute works only in ``poll``.
     """
 
     slots: int
+    overlaps: bool
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
         """Load new weights, keyed by parameter name, or an adapter's folder, and drop all caches.

@@ -16,6 +16,8 @@ CLASSES = {
     "continuous": "burnish.generate.continuous:ContinuousGenerator",
     "process": "burnish.generate.process:ProcessGenerator",
 }
+IN_THIS_PROCESS = ("local", "continuous")
+"""Generators that sample only while nothing else is computed."""
 NO_VALUES = "the generator continuous returns no values: use generator: {name: local}"
 
 

@@ -566,6 +566,12 @@ class PolicyGradientConfig(Config):
     correction: Correction | None = Field(
         None, description="reweight tokens whose probabilities differ between sampler and trainer"
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="sample up to this many batches ahead, while the policy is updated, with weights that are as many "
+        "updates old; needs a generator in another process",
+    )
     dynamic_sampling: int = Field(
         0,
         ge=0,

@@ -291,6 +291,7 @@ METRICS: dict[str, Metric] = {
     "replaced_prompts": Metric("Replaced prompts", "per batch, because their completions all had the same score"),
     "overlong": Metric("Length penalty", "mean over completions"),
     "correction_touched": Metric("Corrected tokens", "tokens whose loss is weighted down or masked", None, True),
+    "staleness": Metric("Staleness", "updates between the weights that sampled a batch and those that learn from it"),
     "effective_sample_size": Metric("Effective sample size", "of the correction, as a share of tokens", None, True),
     "ties": Metric("Ties", "comparisons in which both scores are equal", None, True),
     "policy": Metric("Policy loss", "as the policy loss and its reduction define it"),
@@ -316,6 +317,7 @@ METRICS: dict[str, Metric] = {
     "tokens_per_second": Metric("Speed", "tokens per second"),
     "generated_per_second": Metric("Sampling speed", "tokens per second"),
     "generation_seconds": Metric("Sampling time", "seconds per batch"),
+    "waiting_seconds": Metric("Waiting for rollouts", "seconds per batch in which the trainer had nothing to compute"),
     "seconds": Metric("Time", "seconds since the line before"),
 }
 

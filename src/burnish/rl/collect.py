@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import progress
@@ -20,12 +20,14 @@ from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.scoring import Scorer, Scores
+from burnish.rl.ahead import Progress, Steps, finished
 from burnish.rl.environment import Environments
-from burnish.rl.episodes import Rollouts
+from burnish.rl.episodes import POLL_SECONDS, Patience, Rollouts
 from burnish.rl.trajectory import with_scores
 from burnish.types import Changed, Encoded, Example, Prompt, Row, Sequence, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -50,11 +52,34 @@ def collect(
     sampling_round: int = 0,
     environments: Environments | None = None,
 ) -> list[Trajectory]:
-    """Sample ``sampling.samples`` completions of each prompt in ``indices``, and score them.
+    """Sample ``sampling.samples`` completions of each prompt in ``indices`` with the current weights, and score them.
 
     Processes share the work, and each returns all trajectories, in the order of ``indices`` and then of samples. Each
     completion has its own seed, derived from (run seed, prompt, sample, iteration), and each call of a reward from (run
     seed, iteration, sampling round, process, group, name). Dynamic sampling has several rounds in an iteration.
+    """
+    what = rows, prompts, indices, iteration, sampling, rewards, engine, run, generator, sampling_round, environments
+    return finished(collecting(*what))
+
+
+def collecting(
+    rows: list[Prompt],
+    prompts: list[tuple[int, ...]],
+    indices: list[int],
+    iteration: int,
+    sampling: Sampling,
+    rewards: list[NamedReward],
+    engine: Engine,
+    run: Run,
+    generator: Generator,
+    sampling_round: int = 0,
+    environments: Environments | None = None,
+    weights: tuple[int, Iterable[tuple[str, Tensor]]] | None = None,
+    patience: Patience = lambda: None,
+) -> Steps[list[Trajectory]]:
+    """As ``collect``, in steps. ``weights`` are those to sample with, and their version; by default the current ones.
+
+    ``patience`` returns the number of seconds that the next step may wait.
     """
     samples = range(sampling.samples)
     mine = [i for i in indices[engine.rank :: engine.world_size] for _ in samples]
@@ -63,19 +88,23 @@ def collect(
         Request(prompts[i], request_seed(run.seed, i, k % len(samples), iteration), sampling, stop_ids)
         for k, i in enumerate(mine)
     ]
-    generator.update_weights(iteration, engine.weights())
-    trajectories = sample_and_score(
+    version, tensors = weights or (iteration, engine.weights())
+    generator.update_weights(version, tensors)
+    trajectories = yield from sampling_and_scoring(
         [rows[i] for i in mine],
         requests,
         rewards,
         generator,
         run.tokenizer,
         environments,
-        version=iteration,
+        version=version,
         context=context_window(engine.network.policy),
         seed=(run.seed, iteration, sampling_round, engine.rank),
+        patience=patience,
     )
     generator.drop_cache()
+    if engine.world_size > 1:
+        yield Progress.TOGETHER
     parts = engine.gather(trajectories)
     return [
         parts[k % engine.world_size][k // engine.world_size * len(samples) + g]
@@ -243,13 +272,36 @@ def sample_and_score(
         context: the model's context window; None if it has no limit.
         seed: seeds the random numbers of rewards, together with the group and the reward's name.
     """
+    given = rows, requests, rewards, generator, tokenizer, environments
+    return finished(sampling_and_scoring(*given, version=version, context=context, seed=seed))
+
+
+def sampling_and_scoring(
+    rows: list[Prompt],
+    requests: list[Request],
+    rewards: list[NamedReward],
+    generator: Generator,
+    tokenizer: Any,
+    environments: Environments | None,
+    *,
+    version: int,
+    context: int | None,
+    seed: tuple[int, ...],
+    patience: Patience = lambda: None,
+) -> Steps[list[Trajectory]]:
+    """As ``sample_and_score``, in steps. ``patience`` returns the number of seconds that the next step may wait."""
     size = _group_size(requests[0].sampling.samples) if requests else 1
     missing = {start // size: len(requests[start : start + size]) for start in range(0, len(requests), size)}
     trajectories: list[Any] = [None] * len(requests)
     ended = 0
     with Scorer(rewards, seed) as scorer:
-        hurry = partial(bool, scorer.tasks)
-        for some in Rollouts(rows, requests, generator, tokenizer, environments, version, context, hurry):
+
+        def until_next() -> float | None:
+            seconds = patience()
+            return POLL_SECONDS if scorer.tasks and seconds is None else seconds
+
+        rollouts = Rollouts(rows, requests, generator, tokenizer, environments, version, context, until_next)
+        for some in rollouts:
             for k, trajectory in some:
                 ended += 1
                 progress.report("sampling", ended, len(requests))
@@ -259,6 +311,10 @@ def sample_and_score(
                 if not missing[group]:
                     scorer.add(group, trajectories[group * size : (group + 1) * size])
             scorer.advance()
+            yield Progress.WAITING if rollouts.waits else Progress.MADE
+        while scorer.tasks:
+            scorer.advance(wait=patience() != 0)
+            yield Progress.WAITING
         scores = scorer.finish()
     return [t for group in sorted(scores) for t in _with_scores(scorer.groups[group], scores[group])]
 

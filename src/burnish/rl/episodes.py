@@ -41,6 +41,10 @@ SYSTEMATIC = 4
 """If at least this many episodes are sampled and the environment fails in all of them, the run stops."""
 
 
+Patience = Callable[[], float | None]
+"""Returns the number of seconds that the next step may wait; None for no limit."""
+
+
 class Episode:
     """An episode that is being sampled.
 
@@ -77,7 +81,8 @@ class Rollouts:
     >>> for ended in Rollouts(rows, requests, generator, tokenizer, environments):
     ...     for index, trajectory in ended: ...
 
-    The trajectories are not scored yet. They depend only on the requests and on what the environments answer.
+    The trajectories are not scored yet. They depend only on the requests and on what the environments answer. ``waits``
+    says that the last step brought nothing new, because the generator or an environment is still busy.
 
     Args:
         rows: the row of each request.
@@ -87,7 +92,7 @@ class Rollouts:
         environments: the environments; None for completions of one turn.
         version: version of the generator's weights.
         context: the model's context window; None if it has no limit.
-        hurry: says whether others, such as coroutines of rewards, wait for the next poll to return.
+        patience: returns the number of seconds that the next step may wait; None for no limit.
 
     Raises:
         UserError, UserCodeError: if the chat template rejects messages, or the environment fails in all of many
@@ -103,10 +108,11 @@ class Rollouts:
         environments: Environments | None = None,
         version: int = 0,
         context: int | None = None,
-        hurry: Callable[[], bool] = lambda: False,
+        patience: Patience = lambda: None,
     ) -> None:
         self.rows, self.requests, self.generator, self.tokenizer = rows, requests, generator, tokenizer
-        self.environments, self.version, self.context, self.hurry = environments, version, context, hurry
+        self.environments, self.version, self.context, self.patience = environments, version, context, patience
+        self.waits = False
         self.tasks: dict[asyncio.Task[Any], Episode] = {}
         self.failures: list[UserError | UserCodeError] = []
 
@@ -138,10 +144,13 @@ class Rollouts:
             yield ended
 
     def _poll(self) -> list[tuple[Handle, Completion]]:
-        timeout = POLL_SECONDS if self.tasks or self.hurry() else None
+        timeout = self.patience()
+        if self.tasks:
+            timeout = POLL_SECONDS if timeout is None else min(timeout, POLL_SECONDS)
         completions = self.generator.poll(timeout)
         if not completions and timeout is None:
             raise RuntimeError("the generator has nothing in flight: someone else has polled its completions")
+        self.waits = not completions
         return completions
 
     def _turn(self, completion: Completion, request: Request) -> Turn:
@@ -168,6 +177,7 @@ class Rollouts:
         ]
         for episode in every:
             self._ask(episode, episode.environment.reset())
+        yield from self._answered()
         self._begin(list(self._answers()))
         while wave := [episode for episode in every if not episode.ended]:
             handles = self.generator.submit([self._limit(episode) for episode in wave], self.version)
@@ -177,6 +187,7 @@ class Rollouts:
                     self._sampled(in_flight.pop(handle), completion)
                 user_tasks().advance()
                 yield []
+            yield from self._answered()
             self._extend([episode for episode, answer in self._answers() if self._goes_on(episode, answer)])
         for episode in every:
             if environments.turns:
@@ -184,6 +195,7 @@ class Rollouts:
                 episode.trajectory = replace(episode.trajectory, environment_reward=reward)
             elif episode.trajectory.finish_reason != "error":
                 self._ask(episode, episode.environment.reward())
+        yield from self._answered()
         for episode, reward in self._answers():
             episode.trajectory = replace(episode.trajectory, environment_reward=reward)
         yield [(episode.index, episode.trajectory) for episode in every]
@@ -344,10 +356,15 @@ class Rollouts:
         self.tasks[task] = episode
         user_tasks().advance()
 
-    def _answers(self) -> Iterator[tuple[Episode, Any]]:
-        """Wait for all calls. Yields the episodes with what the calls returned, without those that failed."""
+    def _answered(self) -> Iterator[list[tuple[int, Trajectory]]]:
+        """Wait for all calls, in steps without trajectories."""
         while not all(task.done() for task in self.tasks):
-            user_tasks().advance(wait=True)
+            user_tasks().advance(wait=self.patience() != 0)
+            self.waits = not all(task.done() for task in self.tasks)
+            yield []
+
+    def _answers(self) -> Iterator[tuple[Episode, Any]]:
+        """The episodes with what the calls returned, without those that failed."""
         ended, self.tasks = sorted(self.tasks.items(), key=lambda item: item[1].index), {}
         for task, episode in ended:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,12 +31,13 @@ from burnish.protocols import Engine, Run, StepLoader
 from burnish.render.encode import cache_key
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
-from burnish.rl.collect import collect, encode_prompts, with_tools
+from burnish.rl.ahead import Ahead, Plan, SampledBatch, Steps, finished
+from burnish.rl.collect import collect, collecting, encode_prompts, with_tools
 from burnish.rl.environment import Environments
 from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary, value_metrics
 from burnish.rl.mismatch import mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
-from burnish.rl.trajectory import learned_arrays, shares, with_learned_arrays
+from burnish.rl.trajectory import from_plain, learned_arrays, shares, to_plain, with_learned_arrays
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Trajectory
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Sampler:
         self.sampling = sampling or Sampling()
         self.factory: GeneratorFactory = generator or LocalGenerator
         self.generator: Generator | None = None
+        self.ahead = Ahead()
         self.start_scores: dict[str, float] = {}
 
     @property
@@ -76,7 +78,8 @@ class Sampler:
         return self.generator
 
     def close(self) -> None:
-        """Close the generator, if it was created. This ends its processes."""
+        """Cancel batches in flight, and close the generator, if it was created. This ends its processes."""
+        self.ahead.close()
         if self.generator is not None:
             self.generator.close()
             self.generator = None
@@ -157,7 +160,7 @@ class Sampler:
     ) -> dict[str, float]:
         """Complete held-out prompts and measure score, rewards, KL, lengths, and win rate against the initial policy.
 
-        Every evaluation uses the same seeds, so that only the policy differs.
+        Every evaluation uses the same seeds, so that only the policy differs. Batches in flight are finished first.
         """
         if not examples:
             raise UserError("there are no prompts to evaluate on: all of them are longer than data.max_length allows")
@@ -165,6 +168,7 @@ class Sampler:
         greedy = {"temperature": 0.0} if decoding == "greedy" else {}
         sampling = self.sampling.model_copy(update={"samples": 1, **greedy})
         indices = list(range(len(prompts)))
+        self.ahead.finish()
         generator = self.bind(engine, run)
         trajectories = collect(
             rows,
@@ -265,14 +269,31 @@ class RolloutLoader(StepLoader):
         self.stopped = self.use_sampler_logprobs = self.mismatch_checked = False
         self.moments = Moments()
         self.pending: list[Example] = []
+        self.ahead = sampler.ahead
+        self.ahead.in_rounds = s.dynamic_sampling > 0
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.correction: dict[str, Any] | None = None
+        if s.max_staleness:
+            engine.between = self.ahead.advance
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches in which all prompts are sampled once."""
+        return -(-len(self.prompts) // self.batch)
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """The number of optimizer steps that learn from a batch."""
+        return self.settings.epochs * self.settings.mini_batches
 
     def __len__(self) -> int:
-        return -(-len(self.prompts) // self.batch) * self.settings.epochs * self.settings.mini_batches
+        return self.batches_per_epoch * self.steps_per_iteration
 
     def __iter__(self) -> Iterator[list[Example]]:
         epoch = self.epoch
         order = permutation(len(self.prompts), self.run.seed, epoch)
         while self.epoch == epoch:
+            self.ahead.check()
             if not self.pending:
                 self._collect(order[self.position : self.position + self.batch])
             self.begin(self.iteration)
@@ -286,9 +307,9 @@ class RolloutLoader(StepLoader):
     def _collect(self, indices: list[int]) -> None:
         """Prepare a batch for its update, from prompts to advantages."""
         # 1. Completions of the prompts, and their scores.
-        trajectories, metrics = self._sample(indices)
+        (trajectories, metrics), staleness = self._sampled(indices)
         # 2. Log-probabilities of the policy and the reference, and values.
-        examples, mismatch = self._measured([Example(t.sequences) for t in trajectories])
+        examples, mismatch = self._measured([Example(t.sequences) for t in trajectories], staleness)
         metrics |= summary(trajectories) | {"sampler_mismatch": mismatch}
         mask, arrays = learned_arrays(examples)
         arrays.setdefault("old_logprobs", arrays["sampler_logprobs"])
@@ -303,25 +324,56 @@ class RolloutLoader(StepLoader):
         if self.iteration % self.settings.show_every == 0:
             self.run.samples(sample_rows(trajectories[:4], "train", self.run.tokenizer))
 
-    def _sample(self, indices: list[int]) -> tuple[list[Trajectory], dict[str, float]]:
-        """Complete and score prompts. Returns trajectories in the order of ``indices``, and metrics of sampling.
+    def _sampled(self, indices: list[int]) -> tuple[SampledBatch, int]:
+        """The rollouts of this iteration, and how many updates old the weights are that they were sampled with.
+
+        With ``max_staleness``, the next batches are submitted first, with the current weights, and this one was
+        submitted before. This depends on counts alone, never on time. No batch is submitted that training will not use.
+        """
+        ahead, k = self.settings.max_staleness, self.iteration
+        if not ahead:
+            return finished(self._sampling(Plan(k, k, tuple(indices)))), 0
+        last = -(-self.run.steps // self.steps_per_iteration)
+        for number in range(k + len(self.ahead), max(min(k + ahead + 1, last), k + 1)):
+            if k not in self.weights:
+                self.weights[k] = {n: w.detach().to("cpu", copy=True) for n, w in self.engine.weights()}
+            plan = Plan(number, k, self._indices(number))
+            self.ahead.submit(plan, self._sampling(plan))
+        began = time.perf_counter()
+        plan, sampled = self.ahead.take()
+        waited = time.perf_counter() - began
+        self.ahead.advance()  # the generator is idle: it begins the next batch
+        assert (plan.iteration, plan.indices) == (k, tuple(indices)), "batches are taken in order"
+        needed = {other.version for other, result in self.ahead.plans() if result is None}
+        self.weights = {version: tensors for version, tensors in self.weights.items() if version in needed}
+        own = {"staleness": float(k - plan.version), "waiting_seconds": waited}
+        return sampled._replace(metrics=sampled.metrics | own), k - plan.version
+
+    def _indices(self, number: int) -> tuple[int, ...]:
+        """The prompts of a batch."""
+        epoch, place = divmod(number, self.batches_per_epoch)
+        order = permutation(len(self.prompts), self.run.seed, epoch)
+        return tuple(order[place * self.batch : (place + 1) * self.batch])
+
+    def _sampling(self, plan: Plan) -> Steps[SampledBatch]:
+        """Complete and score prompts. Returns trajectories in the order of the plan, and metrics of sampling.
 
         With dynamic sampling, a prompt whose completions all have the same score is replaced by one from outside the
         batch. The order of replacements depends only on the seed and the iteration, and an interrupted iteration is
         sampled again, so a run resumes exactly.
         """
         began = time.perf_counter()
-        groups = drawn = self._completed(indices)
+        groups = drawn = yield from self._completing(plan, list(plan.indices))
         replaced: list[int] = []
         if self.settings.dynamic_sampling:
-            order = permutation(len(self.prompts), self.run.seed, self.iteration, 2)
-            others = [i for i in order if i not in set(indices)]
+            order = permutation(len(self.prompts), self.run.seed, plan.iteration, 2)
+            others = [i for i in order if i not in set(plan.indices)]
             for sampling_round in range(1, self.settings.dynamic_sampling + 1):
                 equal = [k for k, group in enumerate(groups) if len({t.score for t in group}) == 1]
                 chosen = others[len(replaced) :][: len(equal)]
                 if not chosen:
                     break
-                fresh = self._completed(chosen, sampling_round)
+                fresh = yield from self._completing(plan, chosen, sampling_round)
                 replaced, drawn = replaced + chosen, drawn + fresh
                 by_place = dict(zip(equal, fresh, strict=False))  # there may be fewer prompts left than are needed
                 groups = [by_place.get(k, group) for k, group in enumerate(groups)]
@@ -331,30 +383,63 @@ class RolloutLoader(StepLoader):
         if self.settings.dynamic_sampling:
             scores = [t.score for group in drawn for t in group]
             metrics |= {"replaced_prompts": float(len(replaced)), "score_drawn": sum(scores) / len(scores)}
-        return [t for group in groups for t in group], metrics
+        return SampledBatch([t for group in groups for t in group], metrics)
 
-    def _completed(self, indices: list[int], sampling_round: int = 0) -> list[list[Trajectory]]:
-        """Complete and score prompts. Returns the trajectories of each prompt."""
-        what = (self.rows, self.prompts, indices, self.iteration, self.sampler.sampling, self.sampler.rewards)
-        generator = self.sampler.bind(self.engine, self.run)
-        trajectories = collect(*what, self.engine, self.run, generator, sampling_round, self.sampler.environments)
+    def _completing(self, plan: Plan, indices: list[int], sampling_round: int = 0) -> Steps[list[list[Trajectory]]]:
+        """Complete and score prompts with the weights of a plan. Returns the trajectories of each prompt."""
+        what = (self.rows, self.prompts, indices, plan.iteration, self.sampler.sampling, self.sampler.rewards)
+        generator = self._generator()
+        weights: Iterable[tuple[str, Tensor]] = self.engine.weights()
+        if self.settings.max_staleness:
+            weights = self.weights[plan.version].items()
+        trajectories = yield from collecting(
+            *what,
+            self.engine,
+            self.run,
+            generator,
+            sampling_round,
+            self.sampler.environments,
+            (plan.version, weights),
+            self.ahead.patience,
+        )
         each = self.sampler.sampling.samples
         return [trajectories[k : k + each] for k in range(0, len(trajectories), each)]
 
-    def _measured(self, examples: list[Example]) -> tuple[list[Example], float]:
+    def _generator(self) -> Generator:
+        """The generator, which must work while the trainer computes if batches are sampled ahead.
+
+        Raises:
+            UserError: if it does not.
+        """
+        generator = self.sampler.bind(self.engine, self.run)
+        if self.settings.max_staleness and not getattr(generator, "overlaps", False):
+            raise UserError(
+                f"method.max_staleness: {self.settings.max_staleness} needs a generator that samples while the policy "
+                f"is updated, such as generator: {{name: process}}; {type(generator).__name__} samples in this process"
+            )
+        return generator
+
+    def _measured(self, examples: list[Example], staleness: int) -> tuple[list[Example], float]:
         """Add log-probabilities and values to rollouts. Also returns the mismatch between sampler and trainer.
 
         First, the policy recomputes the log-probabilities of one rollout in eight, different ones in each iteration. If
         they differ from the sampler's only by rounding, the sampler's are used for the whole batch. Otherwise, or if
-        ``correction`` needs both, the policy recomputes all of them.
+        ``correction`` needs both, the policy recomputes all of them. Rollouts of older weights, and those of another
+        program that differ by more than rounding, are always corrected; the mismatch of older weights has no limit.
         """
-        limit = self.settings.max_sampler_mismatch
+        ahead, limit = self.settings.max_staleness, math.inf if staleness else self.settings.max_sampler_mismatch
         mismatch, self.use_sampler_logprobs, self.mismatch_checked = 0.0, False, False
-        if self.settings.correction is None:
+        if self.settings.correction is None and not ahead:
             own = self.sampler.logprobs_of(self.engine.network.policy, None, use_sampler_logprobs=False)
             first = self.iteration % min(CHECK_EVERY, len(examples))
             mismatch = mean_sampler_mismatch(self.engine.run(own, examples[first::CHECK_EVERY]), limit)
             self.use_sampler_logprobs = mismatch <= ROUNDING
+        if self.settings.correction is not None:
+            self.correction = self.settings.correction.model_dump()
+        elif ahead or not (self.use_sampler_logprobs or isinstance(self.sampler.generator, LocalGenerator)):
+            self.correction = TRUNCATE
+        else:
+            self.correction = None
         examples = self.engine.run(self.measure(self.use_sampler_logprobs), examples)
         return examples, mismatch if self.use_sampler_logprobs else mean_sampler_mismatch(examples, limit)
 
@@ -408,11 +493,10 @@ class RolloutLoader(StepLoader):
             metrics |= value_metrics(returns, values, mask)
         if s.kl_coef and s.kl_in == "loss":
             learned["ref_logprobs"] = arrays["ref_logprobs"]
-        if s.correction is not None:
+        if self.correction is not None:
             each = torch.ones_like(mask, dtype=torch.long)  # one trajectory per row
-            bounds = s.correction.model_dump()
             weights, touched = correction_weights(
-                arrays["old_logprobs"], arrays["sampler_logprobs"], mask, each, **bounds
+                arrays["old_logprobs"], arrays["sampler_logprobs"], mask, each, **self.correction
             )
             learned["correction"] = weights
             metrics |= {
@@ -431,7 +515,7 @@ class RolloutLoader(StepLoader):
     def _advance(self) -> None:
         """Advance to the next step. Called before a step is yielded, so that a checkpoint right after it is correct."""
         self.update += 1
-        if self.update == self.settings.epochs * self.settings.mini_batches:
+        if self.update == self.steps_per_iteration:
             self.pending, self.update, self.stopped = [], 0, False
             self.iteration += 1
             self.position += self.batch
@@ -460,12 +544,24 @@ class RolloutLoader(StepLoader):
         return self.stopped
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the prompts and the update, the pending rollouts, the KL coefficient and running moments."""
+        """The position in the prompts and the update, the pending rollouts, the KL coefficient and running moments.
+
+        And the batches that are sampled ahead: the rollouts of those that are finished, and the weights of the others,
+        which are sampled again.
+        """
+        queue = [
+            plan._asdict()
+            | {"sampled": result and ([to_plain(trajectory) for trajectory in result.trajectories], result.metrics)}
+            for plan, result in self.ahead.plans()
+        ]
+        needed = {one["version"] for one in queue if one["sampled"] is None}
         return {name: getattr(self, name) for name in PLAIN_STATE} | {
             "kl_coef": self.kl.coef,
             "moments": asdict(self.moments),
             "start_scores": dict(self.sampler.start_scores),
             "pending": [example.to_plain() for example in self.pending],
+            "queue": queue,
+            "weights": {version: tensors for version, tensors in self.weights.items() if version in needed},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -477,10 +573,22 @@ class RolloutLoader(StepLoader):
         self.sampler.start_scores.clear()
         self.sampler.start_scores.update(state["start_scores"])
         self.pending = [Example.from_plain(plain) for plain in state["pending"]]
+        self.weights = state["weights"]
+        by_source = {row.source: row for row in self.rows}
+        for one in state["queue"] if self.settings.max_staleness else ():
+            plan = Plan(one["iteration"], one["version"], tuple(one["indices"]))
+            if one["sampled"] is None:
+                self.ahead.submit(plan, self._sampling(plan))
+                continue
+            trajectories, metrics = one["sampled"]
+            rollouts = [from_plain(plain, by_source[plain["sequences"][0]["source"]]) for plain in trajectories]
+            self.ahead.restore(plan, SampledBatch(rollouts, metrics))
 
 
 CHECK_EVERY = 8
 """One rollout in this many is checked for a mismatch between sampler and trainer."""
+TRUNCATE = {"level": "token", "mode": "truncate", "cap": 2.0, "low": 0.5, "high": 2.0}
+"""The correction where the settings have none but rollouts need one: a token's weight is min(p_old / p_sampler, 2)."""
 ROUNDING = 1e-5
 """Largest mean mismatch, in nats per token, that counts as rounding. Above it, ratios would not start at 1."""
 PLAIN_STATE = (

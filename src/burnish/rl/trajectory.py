@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,27 @@ def with_scores(
             for sequence, numbers in zip(sequences, _split(sequences, np.asarray(of_tokens)), strict=True)
         )
     return replace(trajectory, sequences=sequences, score=score, rewards=dict(rewards))
+
+
+def to_plain(trajectory: Trajectory) -> dict[str, Any]:
+    """A scored trajectory as dicts and lists, for a checkpoint, without the columns of its row."""
+    return {
+        "prompt": trajectory.prompt,
+        "turns": [turn._asdict() | {"reward": float(turn.reward)} for turn in trajectory.turns],
+        "sequences": Example(trajectory.sequences).to_plain()["sequences"],
+        "finish_reason": trajectory.finish_reason,
+        "score": trajectory.score,
+        "rewards": dict(trajectory.rewards),
+        "environment_reward": trajectory.environment_reward,
+    }
+
+
+def from_plain(plain: Mapping[str, Any], row: Prompt) -> Trajectory:
+    """The inverse of ``to_plain``, with the columns of the row."""
+    turns = tuple(Turn(**turn) for turn in plain["turns"])
+    sequences = Example.from_plain({"sequences": plain["sequences"], "pairs": ()}).sequences
+    others = {"columns": row.columns, "source": row.source, "tools": row.tools}
+    return Trajectory(**(dict(plain) | others | {"turns": turns, "sequences": sequences}))
 
 
 # --- sampled tokens as tensors ------------------------------------------------------------------------------------

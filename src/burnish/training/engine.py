@@ -59,6 +59,7 @@ class Engine:
         with accelerator.autocast():
             self.layout = Layout([*network.models, *frozen], accelerator.device, **layout)
         self._prepared: nn.Module | None = None
+        self.between: Callable[[], None] = lambda: None
         self._generation_model = network.policy
         if sharded:
             for model in network.models:
@@ -222,6 +223,7 @@ class Engine:
             yield result
             done += len(result[0]) * self.world_size
             progress.report(what, min(done, total - 1), total)
+            self.between()
         progress.report(what, total, total)
 
     # --- micro-batches of a step -----------------------------------------------------------------------------------

@@ -283,6 +283,7 @@ class Trainer(transformers.Trainer):
             add(sums, terms, batch)
 
         for batch in batches:
+            self.engine.between()
             # after a problem the step will be repeated, but the other processes still wait in each micro-batch
             problem = self.engine.attempt(run, batch, examples, problem)
         loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
@@ -571,6 +572,11 @@ class TrainerRun:
     def rows_per_step(self) -> int:
         """Rows of an optimizer step, over all processes."""
         return self.trainer.rows_per_step
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps after which training ends; 0 before it begins."""
+        return self.trainer.state.max_steps
 
     def last(self) -> dict[str, float]:
         """Means of the terms and metrics of the last optimizer step, over all processes."""
