@@ -15,6 +15,7 @@ CLASSES = {
     "local": "burnish.generate.local:LocalGenerator",
     "continuous": "burnish.generate.continuous:ContinuousGenerator",
     "process": "burnish.generate.process:ProcessGenerator",
+    "vllm": "burnish.generate.vllm:VllmGenerator",
 }
 NO_VALUES = "the generator continuous returns no values: use generator: {name: local}"
 
