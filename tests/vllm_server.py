@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
 import socket
 import threading
@@ -273,11 +274,18 @@ class Serving:
             if self.dies_at is None:
                 self._die()
                 await asyncio.sleep(60)
-        return await getattr(self.vllm, ROUTES[path][1])(request)
+        answer = await getattr(self.vllm, ROUTES[path][1])(request)
+        if path == "/v1/completions" and answer.status_code == 200:
+            content = json.loads(answer.body)
+            self.change(content)
+            return JSONResponse(content)
+        return answer
 
     def _die(self) -> None:
         """Break all connections and stop listening, as a killed process does."""
         self.vllm.group = None
+        for listening in self._server.servers:
+            listening.close()
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         self._server.should_exit = self._server.force_exit = True

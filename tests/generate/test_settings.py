@@ -50,9 +50,14 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous' or 'process', .*did you mean"),
+        ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous', 'process' or 'vllm', .*did you mean"),
         ("generator: local", "generator: expected a block"),
         ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
+        ("generator: {name: local, url: 'http://a:8000', wait: 3}", "url, wait applies only to {name: vllm}"),
+        ("generator: {name: vllm}", "vllm needs url:, the address of a vLLM server"),
+        ("generator: {name: vllm, url: 'http://me:word@a:8000'}", "expected an address without a password"),
+        ("generator: {name: vllm, url: 'http://a:8000/v1'}", "expected an address without /v1"),
+        ("generator: {name: vllm, url: 'http://a:8000', key: 'sk-123'}", "generator.key: "),
     ],
 )
 def test_invalid_generator_settings_are_refused(tmp_path: Path, line: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -90,6 +91,7 @@ class VllmGenerator:
         self._calls: dict[Handle, Future[Any]] = {}
         self._answered: queue.SimpleQueue[Handle] = queue.SimpleQueue()
         self._submitted = 0
+        self._free = asyncio.Semaphore(slots)
         self._given = False
         try:
             base, self._longest = self._checked_server()
@@ -161,6 +163,7 @@ class VllmGenerator:
             except (ServerGoneError, WeightsLostError) as error:
                 logger.warning("%s: %s: sending the weights and the unfinished requests again", self.server.url, error)
                 self._cancel()
+                self._transfer.disconnect()
                 self._target, last = None, error
             except BaseException:
                 self._cancel()
@@ -179,9 +182,13 @@ class VllmGenerator:
             self._target = self._transfer.send()
         for handle, request in self._requests.items():
             if handle not in self._calls:
-                call = self.server.start(self.server.complete(body(request, self._target, self._sizes)))
+                call = self.server.start(self._complete(body(request, self._target, self._sizes)))
                 self._calls[handle] = call
                 call.add_done_callback(partial(_report, self._answered, handle))
+
+    async def _complete(self, asked: dict[str, object]) -> Any:
+        async with self._free:
+            return await self.server.complete(asked)
 
     def _cancel(self) -> None:
         """Cancel what is in flight. Completions that have already arrived are requested again."""

@@ -54,6 +54,10 @@ class Transfer(Protocol):
         """
         ...
 
+    def disconnect(self) -> None:
+        """Forget the connection to a server that has failed. The next ``send`` makes a new one."""
+        ...
+
     def end(self) -> None:
         """Undo what sending needs. The server need not be alive."""
         ...
@@ -113,6 +117,9 @@ class AdapterFiles:
             ) from None
         self._loaded = name
         return Target(name, None)
+
+    def disconnect(self) -> None:
+        """Nothing to forget: files need no connection."""
 
     def end(self) -> None:
         """Unload the adapter and delete its files."""
@@ -184,20 +191,26 @@ class BroadcastTensors:
                 )
             self.server.post("/resume")
         except NotFoundError as error:
-            self._leave()
+            self.disconnect()
             raise UserError(
                 f"{self.server.url}{error}: expected vLLM's weight transfer: start the server with "
                 'VLLM_SERVER_DEV_MODE=1 and with --weight-transfer-config \'{"backend": "nccl"}\''
             ) from None
         except BaseException:
-            self._leave()
+            self.disconnect()
             raise
         return Target(self.base, label)
+
+    def disconnect(self) -> None:
+        """Leave the group, which also ends a transfer that is blocked."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.end()
 
     def end(self) -> None:
         """Leave the group, at the server too."""
         if self._group is not None:
-            self._leave()
+            self.disconnect()
             with contextlib.suppress(ServerGoneError, NotFoundError, UserError):
                 self.server.post("/shutdown_weight_transfer_engine")
 
@@ -239,11 +252,6 @@ class BroadcastTensors:
             own.result()
         finally:
             call.cancel()
-
-    def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.end()
 
 
 def checked(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
