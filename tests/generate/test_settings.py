@@ -50,7 +50,10 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous', 'process' or 'vllm', .*did you mean"),
+        (
+            "generator: {name: proces}",
+            r"generator.name: expected 'local', 'continuous', 'process' or 'vllm', .*did you mean",
+        ),
         ("generator: local", "generator: expected a block"),
         ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
         ("generator: {name: local, url: 'http://a:8000', wait: 3}", "url, wait applies only to {name: vllm}"),

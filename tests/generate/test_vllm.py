@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +18,17 @@ import peft
 import pytest
 import torch
 
-from builders import character_tokenizer, llama
+from builders import byte_tokenizer, character_tokenizer, llama
 from burnish.errors import UserError
 from burnish.generate import vllm as module
+from burnish.generate import vllm_server
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete
 from burnish.generate.sampling import Sampling
 from burnish.generate.vllm import VllmGenerator
-from vllm_server import NAME, GlooBroadcast, Serving, serving
+from burnish.generate.vllm_completion import AnswerError
+from burnish.models import adapters
+from fake_vllm import NAME, GlooBroadcast, Serving, refused, serving
 
 ENDS = frozenset({2, 30, 41})
 
@@ -41,14 +50,20 @@ def assert_equal(ours: list[Completion], theirs: list[Completion]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_goes_as_files() -> None:
+def test_an_adapter_goes_as_files(tmp_path: Path) -> None:
     base = llama()
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
     model: Any = peft.get_peft_model(llama(), lora).eval()
     tokenizer = character_tokenizer()
     with serving(base, tokenizer) as vllm:
-        ours = generator(model, vllm.url)
+        vllm.without = {"/v1/load_lora_adapter"}
+        needed = "start it with --enable-lora and with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        with closing(generator(model, vllm.url)) as ours, pytest.raises(UserError, match=needed):
+            complete(ours, requests(1))
+        vllm.without = set()
+        vllm.calls.clear()
+        ours = generator(model, vllm.url, folder=str(tmp_path / "adapters"))
         ours.update_weights(3, ((n, p) for n, p in model.named_parameters() if p.requires_grad))
         local = LocalGenerator(model, tokenizer)
         local.update_weights(3, ())
@@ -60,13 +75,25 @@ def test_an_adapter_goes_as_files() -> None:
         ours.update_weights(4, ((n, p) for n, p in model.named_parameters() if p.requires_grad))
         local.update_weights(4, ())
         assert_equal(complete(ours, requests(), 4), complete(local, requests(), 4))
+        assert len(list((tmp_path / "adapters").iterdir())) == 1
+        # a server that dies while it samples loads the adapter again
+        vllm.dies_at = "/v1/completions", 1
+        assert_equal(complete(ours, requests(), 4), complete(local, requests(), 4))
+        assert vllm.lives == 2
+        # an adapter's folder
+        adapters.save(model, tmp_path / "saved")
+        ours.update_weights(5, tmp_path / "saved")
+        local.update_weights(5, ())
+        assert_equal(complete(ours, requests(), 5), complete(local, requests(), 5))
         ours.close()
+        assert not vllm.vllm.adapters and not list((tmp_path / "adapters").iterdir())
+        assert (tmp_path / "saved").exists()
         assert vllm.calls == [
             "/v1/models",
             "/tokenize",
+            "/is_paused",
             "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter",
-            "/v1/load_lora_adapter",
+            *["/v1/unload_lora_adapter", "/v1/load_lora_adapter"] * 3,
             "/v1/unload_lora_adapter",
         ]
 
@@ -88,7 +115,7 @@ def test_weights_go_as_tensors() -> None:
             *("/reset_prefix_cache", "/resume"),
         ]
         init = ["/shutdown_weight_transfer_engine", "/get_world_size", "/init_weight_transfer_engine"]
-        assert vllm.calls[2:] == [*init, *update, *update, "/shutdown_weight_transfer_engine"]
+        assert vllm.calls[3:] == [*init, *update, *update, "/shutdown_weight_transfer_engine"]
 
 
 UPDATE = [
@@ -110,6 +137,7 @@ def model() -> Any:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """A server with other weights than the model."""
     monkeypatch.setattr(module, "PAUSE", 0.05)
+    monkeypatch.setattr(vllm_server, "FIRST_PAUSE", 0.02)
     with serving(llama(), character_tokenizer()) as served:
         yield served
 
@@ -167,7 +195,13 @@ def test_only_some_requests_are_in_flight_and_results_arrive_in_parts(ours: Vllm
 
 
 @pytest.mark.parametrize(
-    "path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/v1/completions"]
+    "path",
+    [
+        pytest.param("/start_weight_update", marks=pytest.mark.slow),
+        "/update_weights",
+        pytest.param("/finish_weight_update", marks=pytest.mark.slow),
+        "/v1/completions",
+    ],
 )
 def test_a_server_that_dies_gets_everything_again(
     ours: VllmGenerator, vllm: Serving, expected: list[Completion], path: str
@@ -190,7 +224,7 @@ def test_a_server_that_dies_for_good_stops_the_run(model: Any, vllm: Serving) ->
 
 def test_a_server_that_always_fails_stops_the_run(ours: VllmGenerator, vllm: Serving) -> None:
     vllm.vllm._sample = lambda *what: 1 / 0  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=rf"{vllm.url}: the vLLM server failed 3 times in a row, last with: /v1/compl"):
+    with pytest.raises(UserError, match=rf"{vllm.url}: the vLLM server has failed .3 attempts., last with: /v1/compl"):
         complete(ours, requests(1))
     assert ours.poll(None) == []
 
@@ -214,57 +248,10 @@ def test_a_trainer_takes_over_a_server_that_another_has_left_in_an_update(
     assert vllm.calls[:4] == [shut, "/finish_weight_update", shut, "/get_world_size"]
 
 
-def change_choice(**changes: Any) -> Any:
-    def change(answer: dict[str, Any]) -> None:
-        choice = answer["choices"][0]
-        for key, value in changes.items():
-            choice[key] = value(choice[key]) if callable(value) else value
-
-    return change
-
-
-def change_logprobs(values: Any) -> Any:
-    return change_choice(logprobs=lambda old: old | {"token_logprobs": values(old["token_logprobs"])})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (change_choice(prompt_token_ids=[9, 11]), r"expected a completion of the tokens \[9, 10\], got one of \[9, 11"),
-        (change_choice(token_ids=lambda tokens: [*tokens[:-1], 105]), "is 105: expected an id below 105"),
-        (change_choice(token_ids=[]), r"expected 1 to 8 tokens, got \[\]"),
-        (change_choice(token_ids=lambda tokens: tokens * 9), "expected 1 to 8 tokens"),
-        (change_choice(token_ids=lambda tokens: [3, *tokens[1:]]), "expected a log-probability of each of"),
-        (change_logprobs(lambda values: values[1:]), "expected a log-probability of each of"),
-        (change_logprobs(lambda values: [*values[:-1], None]), "has the log-probability None"),
-        (change_logprobs(lambda values: [*values[:-1], 0.5]), "has the log-probability 0.5"),
-        (change_logprobs(lambda values: [*values[:-1], -9999.0]), "has the log-probability -9999.0"),
-        (change_choice(finish_reason="abort"), "the finish reason 'abort' does not fit"),
-        (lambda answer: answer.update(choices=[]), "expected one choice with tokens and log-probabilities, got"),
-        (
-            lambda answer: answer.update(model="other"),
-            "expected a completion of the model served/model, got one of oth",
-        ),
-        (change_choice(weight_versions=None), "does not say which weights have sampled it"),
-    ],
-)
-def test_an_answer_that_does_not_fit_its_request_is_an_error(
-    ours: VllmGenerator, vllm: Serving, change: Any, message: str
-) -> None:
-    vllm.change = change
-    with pytest.raises(module.AnswerError, match=message) as caught:
+def test_a_server_that_completes_other_tokens_stops_the_run(ours: VllmGenerator, vllm: Serving) -> None:
+    vllm.change = lambda answer: answer["choices"][0].update(prompt_token_ids=[9, 11])
+    with pytest.raises(AnswerError, match=rf"{vllm.url}: .* expected a completion of the tokens \[9, 10\], got one of"):
         complete(ours, requests(1))
-    assert vllm.url in str(caught.value)
-
-
-def test_a_finish_reason_has_to_fit_the_tokens(ours: VllmGenerator, vllm: Serving) -> None:
-    plan = requests(12)
-    reasons = {made.finish_reason for made in complete(ours, plan)}
-    assert reasons == {"stop", "length"}
-    vllm.change = change_choice(finish_reason=lambda reason: {"stop": "length", "length": "stop"}[reason])
-    for request in plan:
-        with pytest.raises(module.AnswerError, match="does not fit"):
-            complete(ours, [request])
 
 
 def test_stop_strings_the_context_and_greedy_decoding(ours: VllmGenerator, model: Any) -> None:
@@ -297,3 +284,105 @@ def test_requests_that_the_server_cannot_serve_are_refused(ours: VllmGenerator, 
     ours.submit(requests(1), 0)
     with pytest.raises(RuntimeError, match="requests are in flight"):
         ours.drop_cache()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"raw": True}, "reports log-probabilities from before .* --logprobs-mode processed_logprobs"),
+        ({"model": llama(vocab_size=90)}, "Token id 104 is out of vocabulary"),
+        ({"tokenizer": byte_tokenizer()}, "serves served/model, whose tokenizer is not the model's: it makes"),
+    ],
+)
+def test_a_server_that_does_not_suit_the_model_is_refused(model: Any, settings: dict[str, Any], message: str) -> None:
+    settings = {"model": llama(), "tokenizer": character_tokenizer()} | settings
+    with serving(**settings) as vllm, pytest.raises(UserError, match=message):
+        generator(model, vllm.url)
+
+
+def test_what_the_server_has_to_offer(vllm: Serving, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm.version = "0.32.1"
+    with pytest.raises(UserError, match=r"runs vLLM 0.32.1: expected at least 0.33"):
+        generator(model, vllm.url)
+    vllm.version, vllm.without = "0.34.0rc1", {"/start_weight_update"}
+    needed = "start the server with VLLM_SERVER_DEV_MODE=1 and with --weight-transfer-config"
+    with closing(generator(model, vllm.url)) as ours, pytest.raises(UserError, match=needed):
+        complete(ours, requests(1))
+    assert vllm.vllm.paused  # as after any update that ends early
+    vllm.without = {"/v1/models"}
+    with pytest.raises(UserError, match=r"/v1/models: status 404: .*: expected the address of a vLLM server"):
+        generator(model, vllm.url)
+    vllm.without, vllm.key = set(), "sk-secret"
+    with pytest.raises(UserError, match=r"status 401: .*set generator.key to the NAME of the variable with the server"):
+        generator(model, vllm.url)
+    with pytest.raises(UserError, match=r"generator.key: the environment variable VLLM_KEY is not set"):
+        generator(model, vllm.url, key="VLLM_KEY")
+    monkeypatch.setenv("VLLM_KEY", "sk-secret")
+    generator(model, vllm.url, key="VLLM_KEY").close()
+    assert not vllm.vllm.paused
+    vllm.stop()
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"has not answered for 0.2 s .*generator.wait"):
+        generator(model, vllm.url, wait=0.2)
+    assert time.monotonic() - began < 3
+
+
+def test_without_a_gpu_full_weights_are_refused(vllm: Serving, model: Any) -> None:
+    ours = VllmGenerator(model, character_tokenizer(), url=vllm.url)
+    with pytest.raises(UserError, match=r"needs a CUDA GPU for the trainer.*: train an adapter"):
+        ours.submit(requests(1), 0)
+    ours.close()
+
+
+def test_a_key_that_the_server_repeats_is_not_shown(vllm: Serving, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KEY", "sk-secret")
+    monkeypatch.setattr(vllm.vllm, "tokenize", lambda request: refuse(f"no: {request.headers['authorization']}"))
+
+    async def refuse(message: str) -> Any:
+        return refused(400, message)
+
+    with pytest.raises(UserError, match=r"no: Bearer \*\*\*"):
+        generator(model, vllm.url, key="VLLM_KEY")
+
+
+JOB = """
+import json, sys
+import torch.distributed as dist
+from generate.test_vllm import GlooBroadcast, UserError, VllmGenerator, character_tokenizer, complete, llama, requests
+dist.init_process_group("gloo")
+rank, model = dist.get_rank(), llama(seed=1)
+ours = VllmGenerator(model, character_tokenizer(), url=sys.argv[1], group=GlooBroadcast)
+ours.update_weights(0, model.named_parameters())
+found = {i: made.tokens.tolist() for i, made in zip(range(6)[rank::2], complete(ours, requests()[rank::2]))}
+parts = [None, None]
+dist.all_gather_object(parts, found)
+try:
+    ours.update_weights(1, [("lm_head.weight", model.lm_head.weight * float("nan"))] if rank == 0 else ())
+    complete(ours, requests(1), 1)
+    error = None
+except UserError as caught:
+    error = str(caught)
+errors = [None, None]
+dist.all_gather_object(errors, error)
+ours.close()
+if rank == 0:
+    json.dump([parts, errors], open(sys.argv[2], "w"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_server(vllm: Serving, expected: list[Completion], tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    job = [*command, str(tmp_path / "job.py"), vllm.url, str(tmp_path / "out.json")]
+    vllm.dies_at = "/start_weight_update", 1
+    done = subprocess.run(job, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    parts, errors = json.loads((tmp_path / "out.json").read_text())
+    found = {int(index): tokens for part in parts for index, tokens in part.items()}
+    assert [found[index] for index in range(6)] == [made.tokens.tolist() for made in expected]
+    assert vllm.calls.count("/update_weights") == 1
+    assert errors[0] == errors[1] and "the vLLM server has failed (1 attempts)" in errors[0]

@@ -14,7 +14,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.sampling import Sampling
 from burnish.generate.vllm import VllmGenerator
 from burnish.types import Prompt
-from vllm_server import GlooBroadcast, Serving, serving
+from fake_vllm import GlooBroadcast, Serving, serving
 
 CONTINUOUS = partial(ContinuousGenerator, slots=4, page_size=16, max_batch_tokens=64)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +104,7 @@ class NcclBroadcast:
     def send(self, tensor: Tensor) -> None:
         """Send a tensor and wait until it has been received."""
         with self._on_device():
-            sent = tensor.to(self.device).contiguous()
+            sent = (tensor if self.device is None else tensor.to(self.device)).contiguous()
             at = ctypes.c_void_p(sent.data_ptr())
             count, kind = ctypes.c_size_t(sent.numel()), ctypes.c_int(TYPES[sent.dtype])
             self._call("ncclBroadcast", at, at, count, kind, ctypes.c_int(0), self._group, self._stream())
@@ -122,8 +123,8 @@ class NcclBroadcast:
             text.restype = ctypes.c_char_p
             raise RuntimeError(f"{name}: {text(code).decode()}")
 
-    def _on_device(self) -> Any:
-        return torch.cuda.device(self.device)
+    def _on_device(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.device is None else torch.cuda.device(self.device)
 
     def _stream(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if self.device else None)

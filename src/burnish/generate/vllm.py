@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import peft
+import torch.distributed as dist
 from torch import Tensor
 
 from burnish.errors import UserError
@@ -24,7 +25,7 @@ from burnish.generate.protocol import Completion, Handle, Request
 from burnish.generate.sampling import Sampling
 from burnish.generate.vllm_completion import AnswerError, Sizes, WeightsLostError, body, read, room
 from burnish.generate.vllm_server import VERSION, NotFoundError, ServerGoneError, VllmServer, version_of
-from burnish.generate.vllm_weights import AdapterFiles, BroadcastTensors, Target, Transfer
+from burnish.generate.vllm_weights import AdapterFiles, BroadcastTensors, FromFirstProcess, Target, Transfer
 from burnish.models.forward import unwrap
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class VllmGenerator:
     started with ``VLLM_BATCH_INVARIANT=1``. Log-probabilities are those of the processed distribution, in which the pad
     id has probability 0, and end-of-sequence ids before ``min_new_tokens``.
 
-    If the server dies, the generator waits for it, sends the weights again, and repeats the unfinished requests.
+    If the server dies, the generator waits for it, sends the weights again, and repeats the unfinished requests. In a
+    run of several processes, the first one sends the weights, and a server that dies is an error.
 
     Args:
         model: a causal language model, whose weights the server gets. If it is a ``peft.PeftModel``, the server gets
@@ -92,7 +94,7 @@ class VllmGenerator:
         self._answered: queue.SimpleQueue[Handle] = queue.SimpleQueue()
         self._submitted = 0
         self._free = asyncio.Semaphore(slots)
-        self._given = False
+        self._attempts, self._given = ATTEMPTS, False
         try:
             base, self._longest = self._checked_server()
             self._transfer: Transfer = (
@@ -105,7 +107,16 @@ class VllmGenerator:
             raise
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
-        """Send weights, or make the server load an adapter's folder, and wait until it has them."""
+        """Send weights, or make the server load an adapter's folder, and wait until it has them.
+
+        All processes of a run call this together.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1 and not isinstance(self._transfer, FromFirstProcess):
+            # Processes that notice the death of the server at different times cannot send the weights together.
+            self._transfer, self._attempts = FromFirstProcess(self._transfer), 1
+        self._update(version, weights)
+
+    def _update(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
         self.drop_cache()
         self._transfer.keep(weights)
         self.version, self._target, self._given = version, None, True
@@ -120,8 +131,8 @@ class VllmGenerator:
         if version != self.version:
             raise ValueError(f"requests for weights of version {version}: the generator holds version {self.version}")
         self._check(requests)
-        if not self._given:
-            self.update_weights(version, ())
+        if not self._given:  # the weights are those of the model
+            self._update(version, ())
         handles = list(range(self._submitted, self._submitted + len(requests)))
         self._submitted += len(requests)
         self._requests.update(zip(handles, requests, strict=True))
@@ -153,7 +164,7 @@ class VllmGenerator:
     def _with_server(self, action: Callable[[], T]) -> T:
         """Run an action while the server has the weights and all requests. If the server fails, wait and try again."""
         last: Exception | None = None
-        for attempt in range(ATTEMPTS):
+        for attempt in range(self._attempts):
             try:
                 if last is not None:
                     time.sleep(PAUSE * 2 ** (attempt - 1))
@@ -161,7 +172,7 @@ class VllmGenerator:
                 self._send()
                 return action()
             except (ServerGoneError, WeightsLostError) as error:
-                logger.warning("%s: %s: sending the weights and the unfinished requests again", self.server.url, error)
+                logger.warning("the vLLM server at %s failed: %s", self.server.url, error)
                 self._cancel()
                 self._transfer.disconnect()
                 self._target, last = None, error
@@ -172,8 +183,8 @@ class VllmGenerator:
                 raise
         self._requests.clear()
         raise UserError(
-            f"{self.server.url}: the vLLM server failed {ATTEMPTS} times in a row, last with: {last}: see its log, "
-            "start it again, and run the same command again to resume"
+            f"{self.server.url}: the vLLM server has failed ({self._attempts} attempts), last with: {last}: see its "
+            "log, start it again, and run the same command again to resume"
         )
 
     def _send(self) -> None:
@@ -265,6 +276,9 @@ class VllmGenerator:
             name, longest = base["id"], base["max_model_len"]
             if self.tokenizer is not None:
                 self._check_tokenizer(name)
+            with contextlib.suppress(NotFoundError):  # only a server in development mode can be paused
+                if server.get("/is_paused")["is_paused"]:  # by a trainer that died while it sent weights
+                    server.post("/resume")
             self._check_logprobs(name)
         except (ServerGoneError, NotFoundError) as error:
             raise UserError(f"generator.url: {server.url}{error}: expected the address of a vLLM server") from error

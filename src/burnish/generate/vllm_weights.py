@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import peft
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from burnish.errors import UserError
@@ -252,6 +253,44 @@ class BroadcastTensors:
             own.result()
         finally:
             call.cancel()
+
+
+class FromFirstProcess:
+    """Sends weights from the first process of a run, while the others wait for it. All processes call it together."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer, self.first = transfer, dist.get_rank() == 0
+
+    def keep(self, weights: Weights) -> None:
+        """Replace the weights to send. The others only take part in gathering them."""
+        if self.first:
+            self.transfer.keep(weights)
+        elif not isinstance(weights, Path):
+            for _ in weights:
+                pass
+
+    def send(self) -> Target:
+        """Send the weights. An error of the first process is an error of all."""
+        answer: list[tuple[Target | None, Exception | None]] = [(None, None)]
+        if self.first:
+            try:
+                answer = [(self.transfer.send(), None)]
+            except (ServerGoneError, UserError) as error:
+                answer = [(None, type(error)(str(error)))]
+        dist.broadcast_object_list(answer, src=0)
+        target, failure = answer[0]
+        if failure is not None:
+            raise failure
+        assert target is not None
+        return target
+
+    def disconnect(self) -> None:
+        """Forget the connection."""
+        self.transfer.disconnect()
+
+    def end(self) -> None:
+        """Undo what sending needs."""
+        self.transfer.end()
 
 
 def checked(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -35,7 +35,8 @@ LIMIT = timedelta(seconds=20)
 NAME = "served/model"
 
 
-def _refused(status: int, message: str) -> JSONResponse:
+def refused(status: int, message: str) -> JSONResponse:
+    """An error as vLLM reports it."""
     return JSONResponse({"error": {"message": message, "type": "Error", "param": None, "code": status}}, status)
 
 
@@ -66,9 +67,11 @@ class FakeVllm:
         body = await request.json()
         model = self.model if body["model"] == NAME else self.adapters.get(body["model"])
         if model is None:
-            return _refused(404, f"The model `{body['model']}` does not exist.")
+            return refused(404, f"The model `{body['model']}` does not exist.")
+        if max(body["prompt"]) >= self.model.config.vocab_size:
+            return refused(400, f"Token id {max(body['prompt'])} is out of vocabulary")
         if len(body["prompt"]) + body["max_tokens"] > self.longest:
-            return _refused(400, f"This model's maximum context length is {self.longest} tokens.")
+            return refused(400, f"This model's maximum context length is {self.longest} tokens.")
         while self.paused:
             await asyncio.sleep(0.01)
         return JSONResponse(await asyncio.to_thread(self._sample, body, model))
@@ -108,7 +111,7 @@ class FakeVllm:
     async def load_adapter(self, request: HttpRequest) -> Response:
         body = await request.json()
         if body["lora_name"] in self.adapters:
-            return _refused(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+            return refused(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
         base = copy.deepcopy(self.model)
         self.adapters[body["lora_name"]] = peft.PeftModel.from_pretrained(base, body["lora_path"]).eval()
         return Response("Success")
@@ -116,7 +119,7 @@ class FakeVllm:
     async def unload_adapter(self, request: HttpRequest) -> Response:
         body = await request.json()
         if self.adapters.pop(body["lora_name"], None) is None:
-            return _refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            return refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
         return Response("Success")
 
     # --- weights --------------------------------------------------------------------------------------------------
@@ -130,6 +133,9 @@ class FakeVllm:
         self.paused = False
         return JSONResponse({"status": "resumed"})
 
+    async def is_paused(self, request: HttpRequest) -> Response:
+        return JSONResponse({"is_paused": self.paused})
+
     async def world_size(self, request: HttpRequest) -> Response:
         return JSONResponse({"world_size": 1})
 
@@ -141,22 +147,22 @@ class FakeVllm:
 
     async def shutdown_transfer(self, request: HttpRequest) -> Response:
         if self.updating:
-            return _refused(500, "Cannot release a trainer connection during a weight update")
+            return refused(500, "Cannot release a trainer connection during a weight update")
         self.group = None
         return JSONResponse({"message": "Weight transfer shut down"})
 
     async def start_update(self, request: HttpRequest) -> Response:
         if self.updating:
-            return _refused(500, "start_weight_update called while a weight update is already active.")
+            return refused(500, "start_weight_update called while a weight update is already active.")
         self.updating = True
         return JSONResponse({"message": "Weight update started"})
 
     async def update(self, request: HttpRequest) -> Response:
         if not self.updating:
-            return _refused(500, "start_weight_update must be called before update_weights.")
+            return refused(500, "start_weight_update must be called before update_weights.")
         if self.group is None:
             self.updating = False
-            return _refused(500, "NCCL weight transfer not initialized. Call init_transfer_engine() first.")
+            return refused(500, "NCCL weight transfer not initialized. Call init_transfer_engine() first.")
         assert self.paused
         await asyncio.to_thread(self._receive, **(await request.json())["update_info"])
         return JSONResponse({"message": "Weights updated"})
@@ -172,7 +178,7 @@ class FakeVllm:
 
     async def finish_update(self, request: HttpRequest) -> Response:
         if not self.updating:
-            return _refused(500, "finish_weight_update called without a matching start_weight_update.")
+            return refused(500, "finish_weight_update called without a matching start_weight_update.")
         self.updating = False
         body = await request.body()
         self.weights = (await request.json())["weight_version"] if body else self.weights
@@ -191,6 +197,7 @@ ROUTES: dict[str, tuple[str, str]] = {
     "/v1/unload_lora_adapter": ("POST", "unload_adapter"),
     "/pause": ("POST", "pause"),
     "/resume": ("POST", "resume"),
+    "/is_paused": ("GET", "is_paused"),
     "/get_world_size": ("GET", "world_size"),
     "/init_weight_transfer_engine": ("POST", "init_transfer"),
     "/shutdown_weight_transfer_engine": ("POST", "shutdown_transfer"),
