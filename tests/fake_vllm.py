@@ -320,7 +320,9 @@ def serving(model: Any, tokenizer: Any, **settings: Any) -> Iterator[Serving]:
 
 def gloo_group(rank: int, world_size: int, master_address: str, master_port: int) -> Any:
     """Join a group over gloo."""
-    store = dist.TCPStore(master_address, master_port, is_master=False, wait_for_workers=False, timeout=LIMIT)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        master_address, master_port, is_master=False, wait_for_workers=False, timeout=LIMIT
+    )
     return dist.ProcessGroupGloo(store, rank, world_size, LIMIT)
 
 
@@ -335,7 +337,9 @@ class GlooBroadcast:
     """The trainer's end of the group."""
 
     def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        self.store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT
+        )
         self.group: Any = None
 
     def invitation(self) -> dict[str, object]:
