@@ -77,6 +77,8 @@ def test_a_request_leaves_nothing_to_the_server() -> None:
         "return_tokens_as_token_ids": True,
         "return_weight_versions": True,
     }
+    full = body(request((9,) * 7, min_new_tokens=2), TARGET, SIZES)
+    assert (full["max_tokens"], full["min_tokens"]) == (1, 1)  # the context window is nearly full
     # a pad id that ends completions can be sampled
     assert body(request(), TARGET, SIZES._replace(pad=2))["logit_bias"] == {}
     assert body(request(), TARGET, SIZES._replace(pad=None))["logit_bias"] == {}

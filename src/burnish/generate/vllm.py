@@ -191,11 +191,12 @@ class VllmGenerator:
         """Send the weights if the server does not have them, and the requests that it does not have."""
         if self._target is None:
             self._target = self._transfer.send()
-        for handle, request in self._requests.items():
-            if handle not in self._calls:
-                call = self.server.start(self._complete(body(request, self._target, self._sizes)))
-                self._calls[handle] = call
-                call.add_done_callback(partial(_report, self._answered, handle))
+        new = self._requests.keys() - self._calls.keys() if len(self._calls) < len(self._requests) else ()
+        for handle in sorted(new):
+            request = self._requests[handle]
+            call = self.server.start(self._complete(body(request, self._target, self._sizes)))
+            self._calls[handle] = call
+            call.add_done_callback(partial(_report, self._answered, handle))
 
     async def _complete(self, asked: dict[str, object]) -> Any:
         async with self._free:

@@ -45,13 +45,13 @@ def room(request: Request, context: int | None) -> int:
 
 def body(request: Request, target: Target, sizes: Sizes) -> dict[str, object]:
     """The body of a request. Everything is set that would otherwise come from the model's generation config."""
-    s = request.sampling
+    s, limit = request.sampling, room(request, sizes.context)
     never = {} if sizes.pad is None or sizes.pad in request.stop_ids else {str(sizes.pad): NEVER}
     return {
         "model": target.model,
         "prompt": list(request.tokens),
-        "max_tokens": room(request, sizes.context),
-        "min_tokens": s.min_new_tokens,
+        "max_tokens": limit,
+        "min_tokens": min(s.min_new_tokens, limit),
         "seed": request.seed,
         "temperature": s.temperature,
         "top_k": s.top_k or 0,

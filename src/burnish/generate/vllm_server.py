@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -26,6 +27,8 @@ RETRIES = 3
 """How often a completion is requested again after the connection broke. Its seed makes that safe."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds before the first repetition, which double each time, and their maximum."""
+LEAVE_SECONDS = 10.0
+"""Seconds to wait for an answer that does not matter."""
 SHOWN = 300
 """Characters of an answer that messages show."""
 
@@ -72,6 +75,12 @@ class VllmServer:
     def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         """The JSON answer to a POST request. Raises the same errors as ``request``."""
         return self.start(self.request("POST", path, body)).result()
+
+    def leave(self, path: str, body: Mapping[str, object] | None = None) -> None:
+        """Send a last POST request. Whether it succeeds does not matter, and a server that hangs has no time for it."""
+        call = self.start(self.request("POST", path, body))
+        with contextlib.suppress(ServerGoneError, NotFoundError, UserError, TimeoutError):
+            call.result(LEAVE_SECONDS)
 
     def until_it_answers(self) -> None:
         """Wait for the server.

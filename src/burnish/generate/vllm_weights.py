@@ -110,13 +110,13 @@ class AdapterFiles:
         name, folder = self._saved
         try:
             self._unload()
+            self._loaded = name  # even if the answer is lost
             self.server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except NotFoundError as error:
             raise UserError(
                 f"{self.server.url}{error}: expected a server that can load {folder}: start it with --enable-lora and "
                 "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see this folder (generator.folder)"
             ) from None
-        self._loaded = name
         return Target(name, None)
 
     def disconnect(self) -> None:
@@ -124,8 +124,8 @@ class AdapterFiles:
 
     def end(self) -> None:
         """Unload the adapter and delete its files."""
-        with contextlib.suppress(ServerGoneError, NotFoundError, UserError):
-            self._unload()
+        if self._loaded is not None:
+            self.server.leave("/v1/unload_lora_adapter", {"lora_name": self._loaded})
         self._forget()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -212,8 +212,7 @@ class BroadcastTensors:
         """Leave the group, at the server too."""
         if self._group is not None:
             self.disconnect()
-            with contextlib.suppress(ServerGoneError, NotFoundError, UserError):
-                self.server.post("/shutdown_weight_transfer_engine")
+            self.server.leave("/shutdown_weight_transfer_engine")
 
     def _connect(self) -> None:
         """Make a group with the workers, which may still be in one with a trainer that has died."""
