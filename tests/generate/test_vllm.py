@@ -157,12 +157,12 @@ def expected(model: Any) -> list[Completion]:
 
 
 def test_equal_plans_send_equal_requests(ours: VllmGenerator, vllm: Serving) -> None:
-    plan = [Request((9, 10), seed, Sampling(temperature=0.5, top_k=7, top_p=0.9), ENDS) for seed in range(9)]
+    plan = [Request((9, 10), seed, Sampling(temperature=0.5, top_k=7, top_p=0.9), ENDS) for seed in range(5)]
     for _ in range(2):
         complete(ours, plan)
-    first, again = (sorted(bodies, key=lambda body: body["seed"]) for bodies in (vllm.bodies[:9], vllm.bodies[9:]))
+    first, again = (sorted(bodies, key=lambda body: body["seed"]) for bodies in (vllm.bodies[:5], vllm.bodies[5:]))
     assert first == again
-    assert [body["seed"] for body in first] == list(range(9))
+    assert [body["seed"] for body in first] == list(range(5))
     kept = ("model", "prompt", "max_tokens", "temperature", "top_k", "top_p", "stop_token_ids", "ignore_eos")
     assert [first[0][key] for key in kept] == [NAME, [9, 10], 64, 0.5, 7, 0.9, [2, 30, 41], True]
     assert first[0]["logit_bias"] == {"0": -100.0}
@@ -214,6 +214,7 @@ def test_a_server_that_dies_gets_everything_again(
     assert vllm.calls == [*init, *sent, *init, *UPDATE]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_for_good_stops_the_run(model: Any, vllm: Serving) -> None:
     ours = generator(model, vllm.url, wait=0.3)
     vllm.dies_at, vllm.comes_back = ("/update_weights", 0), False
@@ -222,6 +223,7 @@ def test_a_server_that_dies_for_good_stops_the_run(model: Any, vllm: Serving) ->
     ours.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_always_fails_stops_the_run(ours: VllmGenerator, vllm: Serving) -> None:
     vllm.vllm._sample = lambda *what: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(UserError, match=rf"{vllm.url}: the vLLM server has failed .3 attempts., last with: /v1/compl"):
@@ -229,6 +231,7 @@ def test_a_server_that_always_fails_stops_the_run(ours: VllmGenerator, vllm: Ser
     assert ours.poll(None) == []
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_again_unseen_is_noticed(
     ours: VllmGenerator, vllm: Serving, expected: list[Completion]
 ) -> None:

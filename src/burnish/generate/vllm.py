@@ -271,8 +271,11 @@ class VllmGenerator:
         try:
             version = server.get("/version")["version"]
             models = server.get("/v1/models")["data"]
-            if (version_of(version) or VERSION) < VERSION:
-                raise UserError(f"{server.url} runs vLLM {version}: expected at least {VERSION[0]}.{VERSION[1]}")
+            expected = ".".join(map(str, VERSION))
+            if (found := version_of(version) or VERSION) < VERSION:
+                raise UserError(f"{server.url} runs vLLM {version}: expected at least {expected}")
+            if found > VERSION:
+                logger.warning("%s runs vLLM %s: Burnish was written for %s", server.url, version, expected)
             base = next(entry for entry in models if entry.get("parent") is None)
             name, longest = base["id"], base["max_model_len"]
             if self.tokenizer is not None:

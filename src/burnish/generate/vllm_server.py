@@ -134,7 +134,10 @@ class VllmServer:
         except httpx2.HTTPError as error:
             raise ServerGoneError(f"{path}: {error or type(error).__name__}") from error
         if response.is_success:
-            return response.json() if response.headers.get("content-type", "").startswith("application/json") else None
+            try:
+                return response.json()
+            except ValueError:
+                return None
         said = f"{path}: status {response.status_code}: {self._excerpt(response)}"
         if response.status_code >= 500:
             raise ServerGoneError(said)

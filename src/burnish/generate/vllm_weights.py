@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from burnish import files
 from burnish.errors import UserError
 from burnish.generate.nccl import Broadcast
 from burnish.generate.vllm_server import NotFoundError, ServerGoneError, VllmServer
@@ -89,25 +90,28 @@ class AdapterFiles:
             folder = self._temporary.name
         self.folder = Path(folder).expanduser().resolve()
         self._names = _labels()
-        self._source: Path | None = None
-        self._saved: tuple[str, Path] | None = None
+        self._adapter: tuple[str, Path] | None = None
+        self._written: Path | None = None
         self._loaded: str | None = None
 
     def keep(self, weights: Weights) -> None:
         """Save the adapter under a new name. Weights that are not given are those of the model."""
-        self._forget()
+        self._delete()
         name = next(self._names)
         if isinstance(weights, Path):
-            self._saved = name, weights.expanduser().resolve()
+            self._adapter = name, weights.expanduser().resolve()
             return
         own = {key: tensor.detach() for key, tensor in self.model.named_parameters() if "lora_" in key}
-        adapters.save(self.model, self.folder / name, state_dict=own | checked(self.model, weights))
-        self._saved = name, self.folder / name
+        state = own | checked(self.model, weights)
+        self._written = self.folder / name
+        with files.storing(self._written):
+            adapters.save(self.model, self._written, state_dict=state)
+        self._adapter = name, self._written
 
     def send(self) -> Target:
         """Load the adapter, after the earlier one was unloaded."""
-        assert self._saved is not None
-        name, folder = self._saved
+        assert self._adapter is not None
+        name, folder = self._adapter
         try:
             self._unload()
             self._loaded = name  # even if the answer is lost
@@ -126,7 +130,8 @@ class AdapterFiles:
         """Unload the adapter and delete its files."""
         if self._loaded is not None:
             self.server.leave("/v1/unload_lora_adapter", {"lora_name": self._loaded})
-        self._forget()
+            self._loaded = None
+        self._delete()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -137,11 +142,11 @@ class AdapterFiles:
                 self.server.post("/v1/unload_lora_adapter", {"lora_name": self._loaded})
             self._loaded = None
 
-    def _forget(self) -> None:
-        """Delete the saved adapter, unless it is the caller's own."""
-        if self._saved is not None and self._saved[1].parent == self.folder:
-            shutil.rmtree(self._saved[1])
-        self._saved = None
+    def _delete(self) -> None:
+        """Delete the files of the last update."""
+        if self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
+            self._written = None
 
 
 class BroadcastTensors:
