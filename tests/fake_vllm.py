@@ -49,7 +49,7 @@ class FakeVllm:
         self.weights, self.paused, self.updating = "default", False, False
         self.group: Any = None
         self.sampling = threading.Lock()
-        self.cached = False  # whether there are keys and values of the current or of earlier weights
+        self.cached: str | None = None  # the weights of the keys and values in the prefix cache
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,8 @@ class FakeVllm:
         )
         request = Request(tuple(body["prompt"]), body["seed"], sampling, frozenset(body["stop_token_ids"]))
         with self.sampling:
-            self.cached = True
+            assert self.cached in (None, self.weights), "sampled with keys and values of earlier weights"
+            self.cached = self.weights
             (made,) = complete(LocalGenerator(model, self.tokenizer), [request])
         tokens = made.tokens.tolist()
         logprobs = [-1.0] * len(tokens) if self.raw else made.logprobs.tolist()
@@ -185,7 +186,8 @@ class FakeVllm:
         return JSONResponse({"message": "Weight update finished"})
 
     async def reset_cache(self, request: HttpRequest) -> Response:
-        self.cached = False
+        assert request.query_params["reset_running_requests"] == "true"
+        self.cached = None
         return JSONResponse({"success": True})
 
 

@@ -190,7 +190,8 @@ class BroadcastTensors:
             }
             self._beside("/update_weights", {"update_info": info}, lambda group: _send_all(group, tensors))
             self.server.post("/finish_weight_update", {"weight_version": label})
-            if not self.server.post("/reset_prefix_cache")["success"]:
+            # Requests that this process has canceled may still hold blocks of the cache.
+            if not self.server.post("/reset_prefix_cache?reset_running_requests=true")["success"]:
                 raise UserError(
                     f"{self.server.url}/reset_prefix_cache: the server cannot drop its cache: expected a server that "
                     "nothing else uses"
