@@ -9,7 +9,7 @@ import pytest
 
 from burnish.generate.protocol import Completion, Request
 from burnish.generate.sampling import Sampling
-from burnish.generate.vllm_completion import AnswerError, Sizes, WeightsLostError, body, read, room
+from burnish.generate.vllm_completion import AnswerError, LostError, Sizes, body, read, room
 from burnish.generate.vllm_weights import Target
 
 SIZES = Sizes(vocabulary=50, context=8, pad=0)
@@ -138,7 +138,7 @@ def logprobs(values: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
         (answer([4, 5], "stop", "x"), "'stop' does not fit 2 tokens"),
         (answer([4, 5], "length"), "'length' does not fit 2 tokens"),
         (answer([4, 5, 2], "length"), "'length' does not fit 3 tokens that end with 2"),
-        (answer([4, 5, 6], "abort"), "'abort' does not fit 3 tokens"),
+        (answer([4, 5, 6], "repetition"), "'repetition' does not fit 3 tokens"),
         (answer([4, 2, 6], "length"), "token 1 is the stop id 2, but 1 tokens follow it"),
         (answer([4, 2], "stop", 2, weight_versions=None), "does not say which weights have sampled it"),
     ],
@@ -148,11 +148,13 @@ def test_an_answer_that_does_not_fit_its_request_is_an_error(answered: Any, mess
         completed(answered)
 
 
-def test_completions_of_other_weights_are_noticed() -> None:
+def test_lost_completions_are_noticed() -> None:
     for spans in ([("default", 0, 2)], [("run-1", 0, 1), ("run-2", 1, 2)]):
         versions = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
-        with pytest.raises(WeightsLostError, match="expected a completion of the weights run-1, got one of"):
+        with pytest.raises(LostError, match="expected a completion of the weights run-1, got one of"):
             completed(answer([4, 2], "stop", 2, weight_versions=versions))
+    with pytest.raises(LostError, match="the server aborted a completion"):
+        completed(answer([4], "abort"))
     # an adapter's weights have no label of their own
     adapter = answer([4, 2], "stop", 2, weight_versions=None)
     assert read(adapter, request(), Target("served", None), SIZES, Letters(), 7).finish_reason == "stop"

@@ -23,7 +23,7 @@ from burnish.generate.local import check_requests
 from burnish.generate.nccl import Broadcast, NcclBroadcast
 from burnish.generate.protocol import Completion, Handle, Request
 from burnish.generate.sampling import Sampling
-from burnish.generate.vllm_completion import AnswerError, Sizes, WeightsLostError, body, read, room
+from burnish.generate.vllm_completion import AnswerError, LostError, Sizes, body, read, room
 from burnish.generate.vllm_server import VERSION, NotFoundError, ServerGoneError, VllmServer, version_of
 from burnish.generate.vllm_weights import AdapterFiles, BroadcastTensors, FromFirstProcess, Target, Transfer
 from burnish.models.forward import unwrap
@@ -171,7 +171,7 @@ class VllmGenerator:
                     self.server.until_it_answers()
                 self._send()
                 return action()
-            except (ServerGoneError, WeightsLostError) as error:
+            except (ServerGoneError, LostError) as error:
                 logger.warning("the vLLM server at %s failed: %s", self.server.url, error)
                 self._cancel()
                 self._transfer.disconnect()
@@ -230,7 +230,7 @@ class VllmGenerator:
         try:
             completion = self._read(self._calls[handle].result(), request, target)
         except NotFoundError as error:
-            raise WeightsLostError(str(error)) from None
+            raise LostError(str(error)) from None
         del self._requests[handle], self._calls[handle]
         return completion
 
@@ -267,8 +267,8 @@ class VllmGenerator:
             UserError: if they do not, or the server does not report log-probabilities as it should.
         """
         server = self.server
-        server.until_it_answers()
         try:
+            server.until_it_answers()
             version = server.get("/version")["version"]
             models = server.get("/v1/models")["data"]
             expected = ".".join(map(str, VERSION))
@@ -280,15 +280,20 @@ class VllmGenerator:
             name, longest = base["id"], base["max_model_len"]
             if self.tokenizer is not None:
                 self._check_tokenizer(name)
-            with contextlib.suppress(NotFoundError):  # only a server in development mode can be paused
-                if server.get("/is_paused")["is_paused"]:  # by a trainer that died while it sent weights
-                    server.post("/resume")
+            if not dist.is_initialized() or dist.get_rank() == 0:  # only the first process pauses the server
+                self._resume()
             self._check_logprobs(name)
         except (ServerGoneError, NotFoundError) as error:
             raise UserError(f"generator.url: {server.url}{error}: expected the address of a vLLM server") from error
         except (KeyError, TypeError, StopIteration) as error:
             raise UserError(f"generator.url: {server.url} does not answer as a vLLM server does: {error!r}") from error
         return name, longest
+
+    def _resume(self) -> None:
+        """Resume a server that a trainer left paused when it died. Only one in development mode can be paused."""
+        with contextlib.suppress(NotFoundError):
+            if self.server.get("/is_paused")["is_paused"]:
+                self.server.post("/resume")
 
     def _check_tokenizer(self, name: str) -> None:
         ours = self.tokenizer(TEXT, add_special_tokens=False)["input_ids"]

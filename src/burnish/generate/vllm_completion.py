@@ -25,8 +25,8 @@ class AnswerError(UserError):
     """The server's answer does not fit the request."""
 
 
-class WeightsLostError(Exception):
-    """The server sampled with other weights: it was started again, or something else has changed them."""
+class LostError(Exception):
+    """The request has to be repeated: the server aborted it, or sampled with other weights than it was sent."""
 
 
 class Sizes(NamedTuple):
@@ -76,7 +76,7 @@ def read(answer: Any, request: Request, target: Target, sizes: Sizes, tokenizer:
     """The completion in an answer. It ends with the token that completes the first stop string.
 
     Raises:
-        WeightsLostError: if it was sampled with other weights.
+        LostError: if it was aborted, or sampled with other weights.
         AnswerError: if it does not fit the request.
     """
     try:
@@ -87,8 +87,10 @@ def read(answer: Any, request: Request, target: Target, sizes: Sizes, tokenizer:
         model, spans = answer["model"], choice.get("weight_versions")
     except (KeyError, TypeError, ValueError) as error:
         raise AnswerError(f"expected one choice with tokens and log-probabilities, got {_short(answer)}") from error
+    if reason == "abort":
+        raise LostError("the server aborted a completion, as it does when it shuts down")
     if target.weights is not None and (others := {span["version"] for span in spans or ()} - {target.weights}):
-        raise WeightsLostError(f"expected a completion of the weights {target.weights}, got one of {min(others)}")
+        raise LostError(f"expected a completion of the weights {target.weights}, got one of {min(others)}")
     if target.weights is not None and not spans:
         raise AnswerError("the answer does not say which weights have sampled it (weight_versions)")
     if model != target.model:
