@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from burnish import config
+from burnish.config import manifest
 from burnish.errors import UserError
 from burnish.generate.continuous import ContinuousGenerator
 from burnish.generate.local import LocalGenerator
@@ -66,6 +67,13 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
 def test_invalid_generator_settings_are_refused(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(tmp_path, line)
+
+
+def test_a_run_may_resume_with_a_server_elsewhere_but_not_with_another_generator() -> None:
+    for key in ("url", "key", "timeout", "wait", "folder"):
+        assert key in GeneratorSettings.model_fields and manifest.MAY_CHANGE.match(f"stages.3.generator.{key} was 1")
+    for key in ("name", "slots"):
+        assert not manifest.MAY_CHANGE.match(f"stages.3.generator.{key} was 1")
 
 
 def test_the_settings_import_no_torch() -> None:
