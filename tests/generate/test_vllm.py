@@ -260,10 +260,10 @@ def test_a_server_that_completes_other_tokens_stops_the_run(ours: VllmGenerator,
 def test_stop_strings_the_context_and_greedy_decoding(ours: VllmGenerator, model: Any) -> None:
     local = LocalGenerator(model, character_tokenizer())
     plans = [
-        requests(12, stop=["a", "b"], max_new_tokens=20),
-        requests(4, min_new_tokens=8),
-        requests(4, temperature=0.0),
-        [Request(tuple([7] * 250), seed, Sampling(max_new_tokens=20), ENDS) for seed in range(4)],
+        requests(6, stop=["a", "b", "c", "d"], max_new_tokens=16),
+        requests(3, min_new_tokens=8),
+        requests(2, temperature=0.0),
+        [Request(tuple([7] * 250), seed, Sampling(max_new_tokens=20), ENDS) for seed in range(2)],
     ]
     for plan in plans:
         assert_equal(complete(ours, plan), complete(local, plan))

@@ -60,7 +60,7 @@ def on(vllm: Serving) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_vllm_server_trains_like_the_local_generator(
     make_trainer: Any, policy: Any, tiny_tokenizer: Any, tmp_path: Any, adapter: bool
 ) -> None:

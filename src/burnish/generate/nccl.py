@@ -114,7 +114,7 @@ class NcclBroadcast:
         """Abort the group, so that no kernel of it stays on the device."""
         group, self._group = self._group, ctypes.c_void_p()
         if group:
-            self._call("ncclCommAbort", group)
+            self.library.ncclCommAbort(group)  # which can only fail if the group has failed already
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self.library, name)(*arguments)
