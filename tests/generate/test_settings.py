@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from burnish import config
+from burnish.config import manifest
 from burnish.errors import UserError
 from burnish.generate.continuous import ContinuousGenerator
 from burnish.generate.local import LocalGenerator
@@ -50,14 +51,29 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("generator: {name: proces}", r"generator.name: expected 'local', 'continuous' or 'process', .*did you mean"),
+        (
+            "generator: {name: proces}",
+            r"generator.name: expected 'local', 'continuous', 'process' or 'vllm', .*did you mean",
+        ),
         ("generator: local", "generator: expected a block"),
         ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
+        ("generator: {name: local, url: 'http://a:8000', wait: 3}", "url, wait applies only to {name: vllm}"),
+        ("generator: {name: vllm}", "vllm needs url:, the address of a vLLM server"),
+        ("generator: {name: vllm, url: 'http://me:word@a:8000'}", "expected an address without a password"),
+        ("generator: {name: vllm, url: 'http://a:8000/v1'}", "expected an address without /v1"),
+        ("generator: {name: vllm, url: 'http://a:8000', key: 'sk-123'}", "generator.key: "),
     ],
 )
 def test_invalid_generator_settings_are_refused(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(tmp_path, line)
+
+
+def test_a_run_may_resume_with_a_server_elsewhere_but_not_with_another_generator() -> None:
+    for key in ("url", "key", "timeout", "wait", "folder"):
+        assert key in GeneratorSettings.model_fields and manifest.MAY_CHANGE.match(f"stages.3.generator.{key} was 1")
+    for key in ("name", "slots"):
+        assert not manifest.MAY_CHANGE.match(f"stages.3.generator.{key} was 1")
 
 
 def test_the_settings_import_no_torch() -> None:

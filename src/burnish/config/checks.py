@@ -30,7 +30,7 @@ from burnish.data.readers import READERS
 from burnish.errors import UserError, did_you_mean
 from burnish.files import expanded, explain
 from burnish.generate.sampling import Sampling
-from burnish.generate.settings import CLASSES, IN_THIS_PROCESS, NO_VALUES, GeneratorSettings
+from burnish.generate.settings import CLASSES, IN_THIS_PROCESS, NO_VALUES, WITHOUT_VALUES, GeneratorSettings
 from burnish.judges.settings import principle_texts
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.methods.settings import JudgeConfig, ReviseConfig, SearchConfig, StepValueConfig
@@ -457,8 +457,8 @@ def _search_problems(stage: Stage, earlier: Mapping[str, Stage]) -> Iterator[tup
     maker = earlier.get(stage.model.stage) if isinstance(stage.model, StageModel) else None
     if maker is None or maker.method is None or maker.method.name != "step_value":
         return
-    if stage.generator.name == "continuous":
-        yield ("generator", "name"), f"stage {maker.name!r} trains a value head, and {NO_VALUES}"
+    if (name := stage.generator.name) in WITHOUT_VALUES:
+        yield ("generator", "name"), f"stage {maker.name!r} trains a value head, and {NO_VALUES.format(name=name)}"
     own = settings.step.delimiter
     theirs = StepValueConfig.model_validate(maker.method.settings).delimiter
     if own != theirs:

@@ -17,6 +17,7 @@ import pydantic
 from burnish import files
 from burnish.config.schema import STAGE_NAME, Recipe, Stage
 from burnish.errors import UserError
+from burnish.generate import settings as generate
 from burnish.judges import settings as judges
 from burnish.report.metrics import from_json, to_json
 
@@ -27,6 +28,7 @@ FORMAT = 1
 MAY_CHANGE = re.compile(
     r"parallel(\.\w+)? was |stages\.\d+\."
     r"(reward\.\d+\.(url|token|timeout|retries|concurrency)|method\.(wait|host|port)"
+    rf"|generator\.({'|'.join(generate.MAY_CHANGE)})"
     rf"|(method|reward\.\d+)\.judge\.({'|'.join(judges.MAY_CHANGE)})) was "
 )
 """Differences between recipes with which a run can be resumed, because its results do not depend on them."""

@@ -24,7 +24,7 @@ from burnish.data.readers import Rows
 from burnish.errors import UserError
 from burnish.generate.protocol import Generator
 from burnish.generate.sampling import Sampling
-from burnish.generate.settings import NO_VALUES, factory
+from burnish.generate.settings import NO_VALUES, WITHOUT_VALUES, factory
 from burnish.judges.settings import JudgeSettings
 from burnish.judges.store import StoredJudge
 from burnish.math.statistics import interval_of_mean
@@ -338,8 +338,8 @@ class _Run:
             raise UserError(f"{loaded.reference} is a reward model, which cannot complete prompts")
         if loaded.reference not in self._generators:
             critic = loaded.value_head if self.spec.values else None
-            if critic is not None and self.stage.generator.name == "continuous":
-                raise UserError(f"{loaded.reference} has a value head, and {NO_VALUES}")
+            if critic is not None and (name := self.stage.generator.name) in WITHOUT_VALUES:
+                raise UserError(f"{loaded.reference} has a value head, and {NO_VALUES.format(name=name)}")
             self._generators[loaded.reference] = factory(self.stage.generator, critic)(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]
 

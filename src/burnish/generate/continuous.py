@@ -31,6 +31,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from burnish.errors import UserError
+from burnish.generate.draw import length_limit
 from burnish.generate.local import check_requests, load_named
 from burnish.generate.protocol import Completion, Handle, PlanQueue, Request
 from burnish.generate.stopping import completes_stop
@@ -117,7 +118,7 @@ class ContinuousGenerator:
         """Complete requests that have the same sampling transform."""
         base = unwrap(self.model)
         context = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        limits = [_limit(request) for request in requests]
+        limits = [length_limit(request) for request in requests]
         rooms = [
             limit if context is None else min(limit, context - len(request.tokens))
             for request, limit in zip(requests, limits, strict=True)
@@ -198,15 +199,6 @@ class ContinuousGenerator:
             finish_reason=finish_reason,
             version=self.version,
         )
-
-
-def _limit(request: Request) -> int:
-    """The maximum number of tokens of a request. With ``length_range``, it is drawn from the range by the seed."""
-    if request.sampling.length_range is None:
-        return request.sampling.max_new_tokens
-    generator = torch.Generator().manual_seed(request.seed)
-    low, high = request.sampling.length_range
-    return int(torch.randint(low, high, (), generator=generator))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from burnish.errors import UserError
+from burnish.generate.protocol import Request
 from burnish.generate.sampling import Sampling
 from burnish.math.tensors import upcast, warp
 from burnish.models.forward import SamplingTransform
@@ -14,6 +15,15 @@ from burnish.models.forward import SamplingTransform
 DRAW_BLOCK = 128
 """Block size of the two-level search: first a block of the vocabulary is drawn, then a token in it. Divides most
 vocabulary sizes."""
+
+
+def length_limit(request: Request) -> int:
+    """The maximum number of tokens of a request. With ``length_range``, it is drawn from the range by the seed."""
+    if request.sampling.length_range is None:
+        return request.sampling.max_new_tokens
+    generator = torch.Generator().manual_seed(request.seed)
+    low, high = request.sampling.length_range
+    return int(torch.randint(low, high, (), generator=generator))
 
 
 def draw(

@@ -6,8 +6,9 @@ from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from burnish.addresses import plain_address
 from burnish.generate.protocol import GeneratorFactory
 from burnish.types import Config
 
@@ -15,30 +16,65 @@ CLASSES = {
     "local": "burnish.generate.local:LocalGenerator",
     "continuous": "burnish.generate.continuous:ContinuousGenerator",
     "process": "burnish.generate.process:ProcessGenerator",
+    "vllm": "burnish.generate.vllm:VllmGenerator",
 }
 IN_THIS_PROCESS = ("local", "continuous")
 """Generators that sample only while nothing else is computed."""
-NO_VALUES = "the generator continuous returns no values: use generator: {name: local}"
+WITHOUT_VALUES = ("continuous", "vllm")
+"""Generators that cannot return the values of a critic."""
+NO_VALUES = "the generator {name} returns no values: use generator: {{name: local}}"
+ONLY = {
+    "continuous": {"max_batch_tokens", "page_size"},
+    "vllm": {"url", "key", "timeout", "wait", "folder"},
+}
+"""Settings that only one generator has."""
+MAY_CHANGE = ("url", "key", "timeout", "wait", "folder")
+"""Settings on which no completion depends. They may change before a run is resumed."""
+EXAMPLE = "http://127.0.0.1:8000"
+Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class GeneratorSettings(Config, use_attribute_docstrings=True):
     """The generator that samples completions: ``{name: continuous, slots: 128}``."""
 
-    name: Literal["local", "continuous", "process"] = "local"
+    name: Literal["local", "continuous", "process", "vllm"] = "local"
     """local: Burnish's own sampler; continuous: transformers' continuous batching, for a GPU; process: ``local`` in a
-    child process."""
+    child process; vllm: a vLLM server."""
     slots: Annotated[int, Field(ge=1)] | None = None
-    """Number of completions decoded together. Default: 64, or 256 with ``continuous``."""
+    """Number of completions decoded together, or, with ``vllm``, of requests in flight. Default: 64, or 256 with
+    ``continuous`` and ``vllm``."""
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """continuous: maximum number of tokens in a forward pass. Default: 4096."""
     page_size: Annotated[int, Field(ge=4)] | None = None
     """continuous: number of tokens in a block of the KV cache. Default: 64."""
+    url: str | None = None
+    """vllm: address of the server, such as http://127.0.0.1:8000."""
+    key: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """vllm: NAME of the environment variable with the server's API key; the key itself is never written down."""
+    timeout: Seconds | None = None
+    """vllm: seconds to wait for an answer. Default: 600."""
+    wait: Seconds | None = None
+    """vllm: seconds to wait for a server that does not answer, such as one that is starting. Default: 600."""
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """vllm: folder for adapters, which the server can read. Default: a temporary folder on this machine."""
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        url = plain_address(url, EXAMPLE)
+        if url.endswith("/v1"):
+            raise ValueError(f"expected an address without /v1, such as {EXAMPLE}")
+        return url
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        paged = {"max_batch_tokens", "page_size"} & self.model_fields_set
-        if paged and self.name != "continuous":
-            raise ValueError(f"{', '.join(sorted(paged))} applies only to {{name: continuous}}: remove this key")
+        for name, keys in ONLY.items():
+            if self.name != name and (given := sorted(keys & self.model_fields_set)):
+                raise ValueError(f"{', '.join(given)} applies only to {{name: {name}}}: remove this key")
+        if self.name == "vllm" and self.url is None:
+            raise ValueError(f"vllm needs url:, the address of a vLLM server, such as {EXAMPLE}")
         return self
 
 
