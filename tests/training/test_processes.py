@@ -59,8 +59,7 @@ def test_critic_warmup_leaves_the_policy_unchanged_on_two_processes(kind, tmp_pa
     assert len(one) == len(two) == 12
     for step, (expected, actual) in enumerate(zip(one, two, strict=True)):
         for name, weight in expected.items():
-            # zeros would differ by 1e-4; in some steps other micro-batches differ by the rounding of float32
-            torch.testing.assert_close(actual[name], weight, atol=1e-7, rtol=1e-7, msg=f"{step}: {name}")
+            torch.testing.assert_close(actual[name], weight, atol=1e-9, rtol=1e-9, msg=f"{step}: {name}")
             if name.startswith("policy."):
                 assert torch.equal(weight, one[0][name]) == (step < 8) and torch.equal(actual[name], two[0][name]) == (
                     step < 8

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gradient_job import exact
 from resume_job import llama, tokenizer
 from transformers import TrainerCallback, TrainingArguments
 
@@ -54,6 +55,8 @@ def main(kind: str, out: str) -> None:
         callbacks=[Keep()],
         token_budget=40,
     )
+    for model in trainer.network.models:
+        exact(model, torch.float64)
     trainer.train()
     if trainer.is_world_process_zero():
         torch.save(steps, Path(out) / "end.pt")
