@@ -16,6 +16,8 @@ class ScriptedGenerator:
     ``plans`` are the requests of each wave. Completions finish in reverse order, one a poll.
     """
 
+    overlaps = False
+
     def __init__(self, tokenizer: Any, script: Callable[[str], str | tuple[str, str]], slots: int = 64) -> None:
         self.tokenizer, self.script, self.slots = tokenizer, script, slots
         self.plans: list[list[Request]] = []

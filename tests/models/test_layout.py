@@ -173,7 +173,8 @@ def test_the_slowest_process_has_at_most_a_tenth_more_tokens_than_the_mean(
     layout = Layout([tiny_llama(max_position_embeddings=4096)], packed=packed)
     torch.manual_seed(world_size)
     for rows in (97, 256):
-        lengths = LOG_NORMAL.sample((rows,)).clamp(4, 600).int().tolist()
+        drawn: torch.Tensor = LOG_NORMAL.sample((rows,))  # type: ignore[assignment]
+        lengths = drawn.clamp(4, 600).int().tolist()
         step = [Example((Sequence((5,) * n, (False,) + (True,) * (n - 1), f"row:{i}"),)) for i, n in enumerate(lengths)]
         of_ranks = [layout.cut(step, budget, rank, world_size) for rank in range(world_size)]
         assert len({len(batches) for batches in of_ranks}) == 1
