@@ -170,6 +170,7 @@ def test_equal_plans_send_equal_requests(ours: VllmGenerator, vllm: Serving) -> 
 
 def test_only_some_requests_are_in_flight_and_results_arrive_in_parts(ours: VllmGenerator, vllm: Serving) -> None:
     flying, most, lock = 0, 0, threading.Lock()
+    together, released = threading.Barrier(4), threading.Event()
     sample = vllm.vllm._sample
 
     def counted(*what: Any) -> Any:
@@ -177,7 +178,8 @@ def test_only_some_requests_are_in_flight_and_results_arrive_in_parts(ours: Vllm
         with lock:
             flying += 1
             most = max(most, flying)
-        time.sleep(0.02)
+        released.wait(60)
+        together.wait(60)
         with lock:
             flying -= 1
         return sample(*what)
@@ -185,6 +187,7 @@ def test_only_some_requests_are_in_flight_and_results_arrive_in_parts(ours: Vllm
     vllm.vllm._sample = counted  # type: ignore[method-assign]
     handles = ours.submit(requests(12), 0)
     assert ours.poll(0) == []
+    released.set()
     done: dict[int, Completion] = {}
     polls = 0
     while len(done) < len(handles):

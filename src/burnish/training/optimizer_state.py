@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -41,7 +42,7 @@ def save(network: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, ran
         return
     state, groups = _named(network, optimizer)
     tensors = {f"{name}/{key}": x for name, of in state.items() for key, x in of.items() if isinstance(x, Tensor)}
-    with _without_warning():
+    with _plain_errors():
         save_tensors(tensors, checkpoint_id=folder, no_dist=not sharded)
     if rank == 0:
         numbers = {name: {key: x for key, x in of.items() if not isinstance(x, Tensor)} for name, of in state.items()}
@@ -64,7 +65,7 @@ def load(network: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, sha
     parameters = dict(network.named_parameters())
     state: dict[str, dict[str, Any]] = {name: dict(numbers) for name, numbers in stored["numbers"].items()}
     tensors = dict(_empty(parameters, folder))
-    with _without_warning():
+    with _plain_errors():
         load_tensors(tensors, checkpoint_id=folder, no_dist=not sharded)
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
@@ -87,11 +88,18 @@ def _named(network: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """Hide torch's warning that a process saves or loads alone, as asked."""
+def _plain_errors() -> Iterator[None]:
+    """Raise the errors of torch.distributed.checkpoint as they were, such as that of a full disk or KeyboardInterrupt.
+
+    torch puts those of all processes into one that is no Exception. It also warns that a process saves or loads alone,
+    as asked, which is hidden.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
 
 
 def _empty(parameters: dict[str, nn.Parameter], folder: Path) -> Iterator[tuple[str, Tensor]]:
