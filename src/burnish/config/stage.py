@@ -221,7 +221,6 @@ class TrainingStage:
                 output_dir=str(self.folder),
                 seed=self.seed,
                 use_cpu=self.device == "cpu",
-                logging_nan_inf_filter=False,
                 disable_tqdm=True,
                 log_level_replica="error",  # by default, other processes than the first show warnings
                 ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,

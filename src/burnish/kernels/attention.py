@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from burnish.math.tensors import upcast
-from burnish.types import Segments
+from burnish.types import Segments, copied
 
 NAME = "burnish"
 """The name of the implementation in ``config._attn_implementation``, which is not saved with a model."""
@@ -143,7 +143,7 @@ def _plan(segments: Segments, device: torch.device) -> tuple[Tensor | None, Tens
         seen.append(len(prefix) + length)
         column += length
     of_queries, of_keys = (
-        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (segments.lengths, seen)
+        copied(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device) for sizes in (segments.lengths, seen)
     )
-    index = torch.tensor(sources, device=device) if len(sources) > column else None
+    index = copied(torch.tensor(sources), device) if len(sources) > column else None
     return index, of_queries, of_keys, max(seen)

@@ -75,7 +75,7 @@ def token_keys(batch: MicroBatch, seed: int, step: int) -> Tensor:
     totals = terms.new_zeros(rows, width + 1).scatter_add_(1, segments, terms)  # of each segment
     before = totals.cumsum(1, dtype=torch.int32) - totals  # of all earlier segments in the row
     prefixes = terms.cumsum(1, dtype=torch.int32) - before.gather(1, segments) + totals.gather(1, batch.parents)
-    start = mix(mix(terms.new_tensor(_signed(seed))) + _signed(step))
+    start = mix(mix(terms.new_full((), _signed(seed))) + _signed(step))
     return mix(prefixes ^ start)
 
 

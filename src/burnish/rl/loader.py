@@ -115,7 +115,7 @@ class Sampler:
     ) -> Tensor:
         """Log-probabilities (B, T) of the learned tokens. ``hidden`` (B, T, H) avoids a second forward pass."""
         hidden = hidden_states(policy, batch) if hidden is None else hidden
-        return token_logprobs(policy, hidden, batch, batch.loss_mask, transform, "off")[0]
+        return token_logprobs(policy, hidden, batch, transform, "off")[0]
 
     def logprobs_of(
         self, policy: nn.Module, reference: Reference | None, use_sampler_logprobs: bool

@@ -162,11 +162,11 @@ class Engine:
         with evaluating(self.network):
             for group, batch, results in self._passes(
                 "computing log-probabilities",
-                lambda batch: {name: x.flatten().double().cpu().numpy() for name, x in function(batch).items()},
+                lambda batch: _numbers(function(batch)),
                 examples,
             ):
-                before = batch.positions.flatten()[batch.starts].tolist()
-                places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
+                before = batch.positions.flatten()[batch.starts]
+                places = iter(torch.stack([before, batch.starts, batch.ends], dim=1).tolist())
                 for i in group:
                     mine[i] = [
                         {
@@ -265,8 +265,11 @@ class Engine:
 
     def totals(self, sums: Metrics) -> dict[str, tuple[float, float]]:
         """Sums and counts over all processes."""
+        parts = [x.to(self.device, torch.float64) for one in sums.values() for x in (one.total, one.count)]
+        numbers = torch.stack(parts).tolist() if parts else []  # read together, since a GPU has to be waited for
+        mine = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         totals: dict[str, tuple[float, float]] = {}
-        for part in self.gather({name: (float(t.total), float(t.count)) for name, t in sums.items()}):
+        for part in self.gather(mine):
             for name, (total, count) in part.items():
                 old = totals.get(name, (0.0, 0.0))
                 totals[name] = (old[0] + total, old[1] + count)
@@ -317,3 +320,11 @@ class Engine:
     def load(self, folder: str | Path) -> None:
         """Load what ``save`` wrote. Missing and unexpected weights are errors."""
         self.network.load_weights(folder)
+
+
+def _numbers(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Named tensors as flat arrays of float64, in one copy from the device."""
+    if not tensors:
+        return {}
+    flat = torch.stack([x.flatten().double() for x in tensors.values()]).cpu().numpy()
+    return dict(zip(tensors, flat, strict=True))

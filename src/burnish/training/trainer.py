@@ -123,6 +123,7 @@ class Trainer(transformers.Trainer):
                 args,
                 gradient_accumulation_steps=1,
                 ignore_data_skip=True,
+                logging_nan_inf_filter=False,  # on_non_finite decides; the filter would read every loss once more
                 remove_unused_columns=False,
                 max_steps=_max_steps(args, method),
             ),
@@ -309,10 +310,10 @@ class Trainer(transformers.Trainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping. A step whose gradient is not finite is skipped."""
-        norm: Any = self.engine.clip(math.inf) if grad_norm is None else grad_norm
+        norm = float(self.engine.clip(math.inf) if grad_norm is None else grad_norm)
         # infinite gradients are normal with loss scaling (fp16): the scaler skips these steps
         if self.accelerator.scaler is None and not math.isfinite(norm):
-            self._skip(model, f"the norm of the gradient is {float(norm):g}")
+            self._skip(model, f"the norm of the gradient is {norm:g}")
         elif not self._skipped:
             self.non_finite.in_a_row = 0
         return norm
