@@ -22,6 +22,7 @@ from burnish.models import collectives, sharding
 from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, silent
+from burnish.models.quantize import is_quantized
 from burnish.protocols import Method
 from burnish.training.terms import Metrics, Rows, add, add_rows, merged_rows
 from burnish.types import Example, MicroBatch
@@ -61,9 +62,11 @@ class Engine:
         self._prepared: nn.Module | None = None
         self.between: Callable[[], None] = lambda: None
         self._generation_model = network.policy
+        self._sampling_dtype = sampling_dtype(network.policy, accelerator.device, self.precision)
         if sharded:
             for model in network.models:
                 sharding.check_model(model)
+        if sharded or self._sampling_dtype is not None:
             # sharded modules cannot be copied, so this copy without weights is made while they are not
             self._generation_model = sharding.with_parameters(
                 network.policy, lambda p: torch.empty_like(p, device="meta")
@@ -279,7 +282,7 @@ class Engine:
 
     @property
     def generation_model(self) -> nn.Module:
-        """The model that generators sample from: the policy, or, if it is to be sharded, an unsharded copy.
+        """The model that generators sample from: the policy, or a copy that is not sharded, in ``sampling_dtype``.
 
         The first access makes the copy, in all processes, with the current weights. Generators load later ones from
         ``weights()``.
@@ -287,7 +290,10 @@ class Engine:
         model = self._generation_model
         if any(parameter.is_meta for parameter in model.parameters()):
             weights = zip(model.parameters(), self.network.policy.parameters(), strict=True)
-            copies = {id(empty): sharding.whole(weight.detach()).clone() for empty, weight in weights}
+            copies = {
+                id(empty): sharding.whole(weight.detach()).to(self._sampling_dtype or weight.dtype, copy=True)
+                for empty, weight in weights
+            }
             self._generation_model = sharding.with_parameters(model, lambda empty: copies[id(empty)])
         return self._generation_model
 
@@ -320,6 +326,17 @@ class Engine:
     def load(self, folder: str | Path) -> None:
         """Load what ``save`` wrote. Missing and unexpected weights are errors."""
         self.network.load_weights(folder)
+
+
+def sampling_dtype(policy: nn.Module, device: torch.device, precision: str) -> torch.dtype | None:
+    """The dtype in which generators sample, if it is not that of the policy's weights, so that they need a copy.
+
+    It is bfloat16 for float32 weights on a GPU whose passes are in bfloat16. Decoding reads all weights for each token,
+    and autocast would convert them each time.
+    """
+    model = unwrap(policy)
+    copied = device.type == "cuda" and precision == "bf16" and model.dtype == torch.float32 and not is_quantized(model)
+    return torch.bfloat16 if copied else None
 
 
 def _numbers(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
