@@ -424,9 +424,9 @@ class RolloutLoader(StepLoader):
 
         First, the policy recomputes the log-probabilities of one rollout in eight, different ones in each iteration. If
         they differ from the sampler's only by rounding, the sampler's are used for the whole batch. Otherwise, or if
-        ``correction`` needs both, the policy recomputes all of them. Rollouts of older weights are always corrected, and
-        so are those of another program or of weights in lower precision that differ by more than rounding. The mismatch
-        of older weights has no limit.
+        ``correction`` needs both, the policy recomputes all of them. Rollouts of older weights are always corrected.
+        Those of another program, or of weights in lower precision, are corrected if they differ by more than rounding.
+        The mismatch of older weights has no limit.
         """
         ahead, limit = self.settings.max_staleness, math.inf if staleness else self.settings.max_sampler_mismatch
         mismatch, self.use_sampler_logprobs, self.mismatch_checked = 0.0, False, False

@@ -217,10 +217,11 @@ class Engine:
                 return self.network(function, batch)
 
         processes = {"rank": self.rank, "world_size": self.world_size}
+        budget = min(self.gather(self.layout.limit(self.token_budget)))
         if self.sharded:
-            results = self.layout.passes_together(run, examples, self.token_budget, gather=self.gather, **processes)
+            results = self.layout.passes_together(run, examples, budget, gather=self.gather, **processes)
         else:
-            results = self.layout.passes(run, examples, self.token_budget, **processes)
+            results = self.layout.passes(run, examples, budget, **processes)
         done, total = 0, len(examples)
         for result in results:
             yield result

@@ -475,6 +475,7 @@ class Trainer(transformers.Trainer):
             loader=self.loader.state_dict(),
             rows_per_step=self.rows_per_step,
             token_budget=self.engine.token_budget,
+            pass_budget=self.engine.layout.pass_budget,
             last=self.engine.totals(self.last_sums),
             non_finite=(self.non_finite.total, self.non_finite.in_a_row),
             logs=self.recorder.offsets() if self.recorder is not None else {},
@@ -532,7 +533,7 @@ class Trainer(transformers.Trainer):
         if state.rows_per_step != self.rows_per_step:
             self.rows_per_step = state.rows_per_step
             warnings.warn(f"the run keeps its {self.rows_per_step} rows per optimizer step", stacklevel=2)
-        self.engine.token_budget = state.token_budget
+        self.engine.token_budget, self.engine.layout.pass_budget = state.token_budget, state.pass_budget
         self.non_finite.total, self.non_finite.in_a_row = state.non_finite
         self.start = {name: RowSums(**fields) for name, fields in state.start.items()}
         # these are sums over all processes, so only one process may count them
