@@ -6,7 +6,7 @@ The language-model head is computed only at the positions that are needed, in ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -48,13 +48,14 @@ def unwrap(model: nn.Module) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout and gradients within the context."""
+    """Switch off dropout, gradients and compiled layers within the context."""
     # not inference_mode: training must still be able to use the buffers that a forward pass updates
     training = [module for module in model.modules() if module.training]
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     if training:
         model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         for module in training:

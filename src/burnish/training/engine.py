@@ -113,7 +113,7 @@ class Engine:
                     sharding.shard_frozen(model, mesh)
         else:
             sharding.broadcast(module)
-        # Adds autocast, compiles, and keeps accelerate from wrapping the module in DistributedDataParallel later: its
+        # Adds autocast, and keeps accelerate from wrapping the module in DistributedDataParallel later: its
         # collectives in the last backward pass would leave the others waiting if memory runs out in one process.
         self._prepared = self.accelerator.prepare_model(module, evaluation_mode=True)
         return self._prepared

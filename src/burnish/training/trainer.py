@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate.utils import DynamoBackend
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
@@ -28,6 +29,7 @@ from burnish.data import streaming
 from burnish.data.readers import Rows, load
 from burnish.errors import UserError, did_you_mean, is_out_of_memory
 from burnish.math.statistics import RowSums, paired_changes
+from burnish.models.compiled import compile_layers
 from burnish.models.dropout import key_dropout
 from burnish.models.forward import unwrap
 from burnish.models.heads import Network
@@ -145,6 +147,10 @@ class Trainer(transformers.Trainer):
             packed=packed,
             shared_prompts=shared_prompts and not args.neftune_noise_alpha,
         )
+        if args.torch_compile:
+            for trained in self.network.models:
+                compile_layers(trained, args.torch_compile_backend, args.torch_compile_mode)
+        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # it would compile the method and the loss
         self.run = TrainerRun(self)
         self.loader: StepLoader | None = None
         self.last_sums: Metrics = {}
