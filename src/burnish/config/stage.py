@@ -30,7 +30,7 @@ from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, StreamLoader
 from burnish.errors import Terminated, UserError
 from burnish.generate.settings import factory
-from burnish.models import loading, merge
+from burnish.models import loading, merge, unsloth
 from burnish.models.adapters import add_adapter
 from burnish.models.loaded import Loaded, load
 from burnish.models.settings import ModelSource
@@ -216,6 +216,9 @@ class TrainingStage:
 
     def arguments(self) -> TrainingArguments:
         """The recipe's trainer settings as TrainingArguments."""
+        given = self.stage.trainer.arguments()
+        if self.stage.loader == "unsloth":  # its own activation checkpointing is on already
+            given = {key: value for key, value in given.items() if not key.startswith("activation_checkpointing")}
         try:
             return TrainingArguments(
                 output_dir=str(self.folder),
@@ -225,7 +228,7 @@ class TrainingStage:
                 log_level_replica="error",  # by default, other processes than the first show warnings
                 ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,
                 ddp_timeout=int(self.recipe.parallel.timeout),
-                **self.stage.trainer.arguments(),
+                **given,
             )
         except (ValueError, RuntimeError, ImportError) as error:
             raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
@@ -261,9 +264,13 @@ class TrainingStage:
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
+        if stage.loader == "unsloth":
+            model: Any = self._load_with_unsloth(source, dtype)
+            loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
+            return model, tokenizer
         of_task = loading.load_reward_model if self.spec.task == "SEQ_CLS" else loading.load_policy
         quantized = stage.adapter.quantize if stage.adapter else None
-        model: Any = of_task(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
+        model = of_task(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
         if stage.adapter is not None:
             model = add_adapter(model, stage.adapter, self.spec.task, loading.describe(source))
         elif adapted:
@@ -273,6 +280,33 @@ class TrainingStage:
             screen.message(f"dtype {stage.dtype}: training in this precision, without float32 master weights")
         loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return model, tokenizer
+
+    def _load_with_unsloth(self, source: str, dtype: torch.dtype) -> Any:
+        """Load the model through Unsloth, with the stage's adapter.
+
+        Raises:
+            UserError: if Unsloth cannot be used here or does not support the stage.
+        """
+        stage, where = self.stage, f"stages.{self.stage.name}.loader: unsloth"
+        unsloth.require(where)
+        if self.spec.task != "CAUSAL_LM":
+            raise UserError(f"{where}: it loads language models, but this method trains a reward model: remove loader")
+        if Prompt in self.spec.kinds and stage.generator.name != "vllm":
+            raise UserError(
+                f"{where}: generator {stage.generator.name} cannot sample from a model of Unsloth: set generator: "
+                "{name: vllm, url: ...}, or remove loader"
+            )
+        if self.processes.size > 1:
+            raise UserError(f"{where}: it trains in one process: remove parallel or loader")
+        return unsloth.load_policy(
+            source,
+            dtype=dtype,
+            adapter=stage.adapter,
+            base=loading.describe(source) if stage.adapter else None,
+            activation_checkpointing=stage.trainer.activation_checkpointing,
+            seed=self.seed,
+            trust_remote_code=stage.trust_remote_code,
+        )
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, screen: Display) -> None:
         """Set the recipe's plain template, and report if it replaces another one."""
@@ -306,7 +340,8 @@ class TrainingStage:
             processing_class=inputs.tokenizer,
             truncation=self.data.length,
             token_budget=self.stage.token_budget,
-            packed=self.stage.packed,
+            packed=False if self.stage.loader == "unsloth" else self.stage.packed,
+            shared_prompts=self.stage.loader != "unsloth",  # in training, its models ignore the mask that this needs
             on_non_finite=self.stage.trainer.on_non_finite,
             sharded=self.processes.sharded,
             recorder=recorder,
