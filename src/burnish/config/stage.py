@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import enable_full_determinism
 
 from burnish import files
 from burnish.config import (
@@ -137,7 +138,10 @@ class TrainingStage:
 
     def _inputs(self, stack: contextlib.ExitStack, screen: Display) -> _Inputs:
         """Load the model, the rows and the rewards, and create the method. ``stack`` closes them."""
-        set_seed(self.seed)
+        if self.stage.trainer.full_determinism:  # also sets what a GPU reads at its first computation
+            enable_full_determinism(self.seed)
+        else:
+            set_seed(self.seed)
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
         screen.message(_model_line(self.source, summary))
