@@ -81,8 +81,8 @@ class Layout:
     shared_prompts: bool = True
     """Compute a prompt once for all its answers, if the models support it."""
     pass_budget: int | None = None
-    """Maximum number of tokens of a micro-batch in a pass without gradient, once there was one. It is halved if memory
-    runs out."""
+    """Maximum number of tokens of a micro-batch in a pass without gradient; None if neither the default was needed nor
+    memory ran out. It is halved if memory runs out."""
 
     def __post_init__(self) -> None:
         configs = [unwrap(model).config.get_text_config(decoder=True) for model in self.models]
@@ -201,9 +201,9 @@ class Layout:
 
     def limit(self, budget: int | None) -> int:
         """The budget of a pass without gradient: ``budget`` or the default, or less if memory ran out before."""
-        if self.pass_budget is None:
-            self.pass_budget = budget or budget_of_pass(self.models, self.device or unwrap(self.models[0]).device)
-        return min(budget or self.pass_budget, self.pass_budget)
+        if budget is None and self.pass_budget is None:
+            self.pass_budget = budget_of_pass(self.models, self.device or unwrap(self.models[0]).device)
+        return min(limit for limit in (budget, self.pass_budget) if limit is not None)
 
     def _check_ids(self, examples: list[Example]) -> None:
         for sequence in (s for example in examples for s in example.sequences):

@@ -35,7 +35,7 @@ class ResumeState:
     token_budget: int | None
     """The maximum number of tokens in a micro-batch."""
     pass_budget: int | None
-    """The same in passes without gradient, if there were any. The default depends on the memory that is free."""
+    """The same in passes without gradient (``Layout.pass_budget``). The default depends on the memory that is free."""
     last: dict[str, tuple[float, float]]
     """Sum and count of each term and metric of the last optimizer step, over all processes."""
     non_finite: tuple[int, int]
