@@ -91,6 +91,16 @@ class TrainingStage:
         """Later checkpoints that are damaged, each with the reason."""
         return self._checkpoints[1]
 
+    @property
+    def advice(self) -> str | None:
+        """What would be faster on this machine, if anything."""
+        if self.device == "cpu" or Prompt not in self.spec.kinds or self.stage.generator.name != "local":
+            return None
+        return (
+            f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local launches one "
+            "kernel per operation and token"
+        )
+
     def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
         """Train to the end and return the results for the manifest.
 
@@ -108,11 +118,8 @@ class TrainingStage:
             self._check_data(entry, checksums)
             if warning := sources.overlap(self.data, self.recipe.folder):
                 screen.message(warning)
-            if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
-                screen.message(
-                    f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local "
-                    "launches one kernel per operation and token"
-                )
+            if advice := self.advice:
+                screen.message(advice)
             self.announce(start)
             trainer = self._trainer(inputs, recorder, screen)
             counts = self._train(trainer, start, inputs.splits, screen)
