@@ -45,7 +45,13 @@ def _new() -> Any:
 @pytest.mark.parametrize(("name", "packed"), [("sft", None), ("sft", False), ("grpo", None)])
 def test_fifty_steps_of_any_lengths_compile_the_layers_once(name: str, packed: Any, make: Any) -> None:
     method: Any = SFT() if name == "sft" else GRPO(distinct, Sampling(length_range=[2, 12], samples=2))
-    settings = {"max_steps": 50, "per_device_train_batch_size": 2, "learning_rate": 1e-3, **COMPILED}
+    settings = {
+        "max_steps": 50,
+        "per_device_train_batch_size": 4,
+        "token_budget": 128,
+        "learning_rate": 1e-3,
+        **COMPILED,
+    }
     trainer = make(method, rows=ROWS if name == "sft" else PROMPTS, packed=packed, **settings)
     trainer.train()
     assert trainer.state.global_step == 50

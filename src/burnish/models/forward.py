@@ -103,7 +103,10 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
         )
     if batch.row_segments is not None and has_varlen(model):
         # given a mask of four dimensions, transformers makes none of its own
-        attend: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "segments": batch.row_segments}
+        attend: dict[str, Any] = {
+            "attention_mask": batch.tokens.new_empty(1, 1, 0, 0),
+            "segments": attention.Packed(batch.row_segments),
+        }
     else:
         attend = {"attention_mask": attention_mask(batch, next(body.parameters()).dtype)}
     return body(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **attend).last_hidden_state
