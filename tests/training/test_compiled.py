@@ -10,9 +10,12 @@ import torch
 from torch._dynamo.utils import get_compilation_metrics
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from builders import llama
 from burnish import GRPO, SFT, UserError
 from burnish.generate.sampling import Sampling
+from burnish.models.adapters import add_adapter
 from burnish.models.compiled import compile_layers
+from burnish.models.settings import AdapterConfig
 
 NUMBERS = random.Random(0)
 ROWS = [{"prompt": "x" * NUMBERS.randrange(1, 40), "completion": "y" * NUMBERS.randrange(1, 40)} for _ in range(60)]
@@ -76,6 +79,17 @@ def test_compiled_layers_train_the_same_weights_and_leave_the_next_trainer_alone
     ):
         assert name == other
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_dropout_of_adapters_compiles_nothing_again_for_each_layer(make: Any) -> None:
+    adapter = AdapterConfig(r=2, dropout=0.2, targets=["q_proj"])
+    model = add_adapter(llama(num_hidden_layers=6), adapter, "CAUSAL_LM")
+    make(model=model, rows=ROWS[:8], max_steps=2, **COMPILED).train()
+    _, again = compilations()
+    assert 0 < again <= 6  # the inputs of the first layer have no gradient
 
 
 def test_a_model_whose_layers_have_no_name_is_refused() -> None:
