@@ -44,7 +44,7 @@ def test_the_peak_is_that_of_the_gpu(name: str, teraflops: float, gpu: Any) -> N
 
 def test_operations_are_those_that_torch_counts(gpu: Any) -> None:
     shape, length = gpu.TINY, 64
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, attn_implementation="eager"))
+    model = Qwen3ForCausalLM(Qwen3Config(**shape | {"attn_implementation": "eager"}))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(length)[None]).logits.sum().backward()
     # torch counts the head on all tokens, and all of a causal mask

@@ -35,7 +35,7 @@ def test_only_float32_weights_on_a_gpu_with_passes_in_bfloat16_are_copied() -> N
 @pytest.mark.parametrize("name", ["local", "continuous"])
 def test_the_copy_follows_the_policy_and_the_mismatch_is_corrected(name: Any, make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine, "sampling_dtype", lambda *_: torch.bfloat16)
-    method = GRPO(
+    method: Any = GRPO(
         lambda trajectories: [float(len(set(t.tokens))) for t in trajectories],
         Sampling(max_new_tokens=8, samples=2),
         factory(GeneratorSettings(name=name)),

@@ -150,7 +150,8 @@ class Trainer(transformers.Trainer):
         if args.torch_compile:
             for trained in self.network.models:
                 compile_layers(trained, args.torch_compile_backend, args.torch_compile_mode)
-        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # it would compile the method and the loss
+        dynamo: Any = self.accelerator.state.dynamo_plugin
+        dynamo.backend = DynamoBackend.NO  # accelerate would compile the method and the loss
         self.run = TrainerRun(self)
         self.loader: StepLoader | None = None
         self.last_sums: Metrics = {}
