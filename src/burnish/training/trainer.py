@@ -61,8 +61,9 @@ class Trainer(transformers.Trainer):
         processing_class: the tokenizer, with its chat template.
         truncation: the maximum length of a sequence, and what happens to longer rows. By default nothing is truncated.
         token_budget: maximum number of tokens in a micro-batch, including padding. The default is 512 on a CPU, where
-            larger micro-batches are no faster, and no limit on a GPU. If the device runs out of memory, the budget is
-            halved and the step is repeated.
+            larger micro-batches are no faster. On a GPU, training steps have no limit, and that of passes without
+            gradient depends on the free memory. If the device runs out of memory, the budget is halved and the step is
+            repeated.
         padding_side: ``right`` or ``left``.
         pad_to: minimum width of a micro-batch, for kernels that are fastest at a fixed width.
         packed: put several sequences into one row, where they do not attend to each other. The default packs if the
