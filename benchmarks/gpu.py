@@ -1,18 +1,24 @@
-"""On one GPU: SFT of a model of Qwen3-0.6B's shape on rows of 8,192 tokens, and what an iteration of PPO spends.
+"""On one GPU: SFT on long rows, decoding, and the parts of a PPO iteration, with a model of Qwen3-0.6B's shape.
 
-    python benchmarks/gpu.py --peak 989
+    python benchmarks/gpu.py
 
-Weights are random and kept in float32, products of passes are computed in bfloat16 by autocast; sampling is in float32,
-so that an update's log-probabilities are measured again. ``--peak`` is the data sheet's rate of dense bfloat16 products
-in TFLOP/s. ``--small`` takes a tiny model and any device: it shows that the script works, and measures nothing.
+Weights are random and kept in float32, passes compute products in bfloat16 by autocast, and sampling uses a copy in
+bfloat16. SFT is also measured with TRL and decoding with vLLM if they are installed in this environment. ``--tiny``
+takes a tiny model on any device: it shows that the script works, and its numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
+import importlib.util
+import json
+import re
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import run
@@ -22,6 +28,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback, Trainin
 
 from burnish import PPO, SFT, Trainer, machine
 from burnish.data.readers import load
+from burnish.generate.continuous import ContinuousGenerator
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import Request, complete
 from burnish.generate.sampling import Sampling
 
 SHAPE: dict[str, Any] = {
@@ -35,9 +44,17 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 40_960,
     "tie_word_embeddings": True,
 }
-SMALL = SHAPE | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY = SHAPE | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 WARMUP = 2  # steps
+PEAKS = {
+    r"H100 PCIe": 756.0,  # NVIDIA H100 data sheet: 1,513 with sparsity
+    r"H100|H200": 989.0,  # NVIDIA H100 and H200 data sheets: 1,979 with sparsity
+    r"A100": 312.0,  # NVIDIA A100 data sheet
+    r"L4\b": 121.0,  # NVIDIA L4 data sheet: 242 with sparsity
+    r"RTX 4090$": 165.2,  # NVIDIA Ada GPU architecture, FP32 accumulate
+}
+"""TFLOP/s of dense bfloat16 products by a pattern of the GPU's name; the first that matches counts."""
 
 
 class Clock(TrainerCallback):
@@ -80,8 +97,17 @@ def trainer(
     )
 
 
+def peak_of(name: str) -> float | None:
+    """The data sheet's operations per second of a GPU in dense bfloat16 products; None if it is not in the table."""
+    return next((1e12 * peak for pattern, peak in PEAKS.items() if re.search(pattern, name)), None)
+
+
 def operations(shape: dict[str, Any], rows: int, length: int) -> float:
-    """Of a training step: 6 a weight and token, the head on the learned half, and attention where a token may look."""
+    """Floating-point operations of a training step: 6 N D and attention, 6 layers x heads x size x rows x length^2.
+
+    N are the weights of matrix products, with half of the head, because half of the tokens are learned; D are the
+    tokens. Attention is causal: a token attends to half of the others on average.
+    """
     h, heads, size = shape["hidden_size"], shape["num_attention_heads"], shape["head_dim"]
     layer = h * size * (2 * heads + 2 * shape["num_key_value_heads"]) + 3 * h * shape["intermediate_size"]
     weights = shape["num_hidden_layers"] * layer + h * shape["vocab_size"] / 2
@@ -99,23 +125,102 @@ def peak_memory() -> float:
     return peak
 
 
-def sft(shape: dict[str, Any], batch: int, length: int, steps: int, peak: float, compiled: bool) -> dict[str, float]:
-    """Tokens a second, the share of the peak and of a measured rate, and memory."""
+def sft(
+    shape: dict[str, Any], batch: int, length: int, steps: int, peak: float | None, compiled: bool
+) -> dict[str, float]:
+    """Tokens a second, the share of the peak (MFU) and of a measured rate, and memory."""
     clock, total = Clock(), WARMUP + steps
     arguments = {"max_steps": total, "per_device_train_batch_size": batch, "torch_compile": compiled}
     made = [row["row"] for row in workload.rows("sft", batch * total, shape["vocab_size"], length)]
     with tempfile.TemporaryDirectory() as out:
         trainer(shape, SFT(), made, arguments, out, token_budget=length, callbacks=[clock]).train()
-    done = operations(shape, batch, length) * steps / clock.seconds
+    return speed(shape, batch, length, steps, clock.seconds, peak)
+
+
+def trl_sft(shape: dict[str, Any], batch: int, length: int, steps: int, peak: float | None) -> dict[str, float]:
+    """The same with TRL's trainer, one row at a time, as a row fills the token budget here."""
+    trl = importlib.import_module("trl")
+    datasets = importlib.import_module("datasets")
+    clock, total = Clock(), WARMUP + steps
+    made = [row["row"] for row in workload.rows("sft", batch * total, shape["vocab_size"], length)]
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as out:
+        trl.SFTTrainer(
+            model=Qwen3ForCausalLM(Qwen3Config(**shape)),
+            args=trl.SFTConfig(
+                out,
+                bf16=torch.cuda.is_available(),
+                max_steps=total,
+                max_length=None,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=batch,
+                gradient_checkpointing=False,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=datasets.Dataset.from_list(made),
+            processing_class=workload.tokenizer(shape["vocab_size"]),
+            callbacks=[clock],
+        ).train()
+    return speed(shape, batch, length, steps, clock.seconds, peak)
+
+
+def speed(
+    shape: dict[str, Any], batch: int, length: int, steps: int, seconds: float, peak: float | None
+) -> dict[str, float]:
+    """What a number of training steps in so many seconds amounts to."""
+    done = operations(shape, batch, length) * steps / seconds
     size, dtype = (8192, torch.bfloat16) if torch.cuda.is_available() else (512, torch.float32)
     measured = machine.matmul_rate(dtype, size)
-    found = {"tokens_per_second": batch * length * steps / clock.seconds, "of_measured_rate": done / measured}
-    return found | ({"of_peak": done / peak / 1e12} if peak else {}) | {"peak_gib": peak_memory()}
+    found = {"tokens_per_second": batch * length * steps / seconds, "of_measured_rate": done / measured}
+    return found | ({"mfu": done / peak} if peak else {}) | {"peak_gib": peak_memory()}
+
+
+def requests(shape: dict[str, Any], rows: int, longest: int, seed: int) -> list[Request]:
+    """Prompts of 64 random tokens, all to be completed with ``longest`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(len(workload.SPECIAL), shape["vocab_size"], (rows, 64), generator=generator).tolist()
+    return [Request(tuple(prompt), i, Sampling(max_new_tokens=longest)) for i, prompt in enumerate(prompts)]
+
+
+def decoding(
+    kind: type[LocalGenerator | ContinuousGenerator], shape: dict[str, Any], rows: int, longest: int
+) -> dict[str, float]:
+    """Sampled tokens a second of a generator, all rows together, and memory."""
+    torch.manual_seed(0)
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda", torch.bfloat16)
+    generator = kind(model, slots=rows)
+    complete(generator, requests(shape, rows, longest, 0))
+    began = now()
+    done = complete(generator, requests(shape, rows, longest, 1))
+    seconds = now() - began
+    generator.close()
+    return {"tokens_per_second": sum(len(one.tokens) for one in done) / seconds, "peak_gib": peak_memory()}
+
+
+def vllm_decoding(shape: dict[str, Any], rows: int, longest: int) -> dict[str, float]:
+    """Sampled tokens a second of vLLM with the same requests."""
+    vllm = importlib.import_module("vllm")
+    torch.manual_seed(0)
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
+    with tempfile.TemporaryDirectory() as folder:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        workload.tokenizer(shape["vocab_size"]).save_pretrained(folder)
+        engine = vllm.LLM(model=folder, dtype="bfloat16", max_num_seqs=rows, max_model_len=64 + longest)
+        settings = vllm.SamplingParams(max_tokens=longest, ignore_eos=True)
+        for seed in (0, 1):
+            prompts = [{"prompt_token_ids": list(one.tokens)} for one in requests(shape, rows, longest, seed)]
+            began = now()
+            done = engine.generate(prompts, settings, use_tqdm=False)
+    return {"tokens_per_second": sum(len(one.outputs[0].token_ids) for one in done) / (now() - began)}
 
 
 def ppo(shape: dict[str, Any], batch: int, longest: int, steps: int) -> dict[str, float]:
-    """Seconds of the parts of an iteration: sampling, what is worked out before the update, and the update; memory."""
-    clock, parts = Clock(), {"sampling": 0.0, "experience": 0.0, "update": 0.0}
+    """Seconds of the parts of an iteration: rollouts, their log-probabilities and values, and the update; memory."""
+    clock, parts = Clock(), {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
     method = PPO(
         lambda answers: [float(len(set(answer.tokens))) for answer in answers],
         Sampling(max_new_tokens=longest),
@@ -138,8 +243,8 @@ def ppo(shape: dict[str, Any], batch: int, longest: int, steps: int) -> dict[str
     arguments = {"max_steps": WARMUP + steps, "per_device_train_batch_size": batch}
     with tempfile.TemporaryDirectory() as out:
         job = trainer(shape, method, rows.rows, arguments, out, callbacks=[clock])
-        timed(method.sampler.bind(job.engine, job.run), "poll", "sampling")
-        timed(job.get_train_dataloader(), "_measured", "experience")
+        timed(method.sampler.bind(job.engine, job.run), "poll", "rollout")
+        timed(job.get_train_dataloader(), "_measured", "scoring")
         timed(job, "training_step", "update")
         job.train()
     return {f"{name}_seconds": seconds / steps for name, seconds in parts.items()} | {
@@ -148,23 +253,55 @@ def ppo(shape: dict[str, Any], batch: int, longest: int, steps: int) -> dict[str
     }
 
 
+def table(found: dict[str, dict[str, float] | str]) -> str:
+    """One line for each measurement, or for why there is none."""
+    lines = []
+    for name, numbers in found.items():
+        if isinstance(numbers, str):
+            lines.append(f"{name:22}{numbers}")
+        else:
+            lines.append(f"{name:22}" + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peak", type=float, default=0.0, help="TFLOP/s in bfloat16, by the data sheet")
+    parser.add_argument("--peak", type=float, help="TFLOP/s in dense bfloat16 by the data sheet of another GPU")
     parser.add_argument("--compile", action="store_true", help="SFT under torch.compile")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="show that the script works, on any device")
+    parser.add_argument("--out", type=Path, help="also write the numbers to this JSON file")
     options = parser.parse_args()
-    if not options.small and not torch.cuda.is_available():
-        raise SystemExit("benchmarks/gpu.py: there is no GPU here; --small shows that the script works")
-    shape, batch, length, longest = (SMALL, 2, 128, 16) if options.small else (SHAPE, 8, 8192, 512)
-    found = {"sft": sft(shape, batch, length, options.steps, options.peak, options.compile)}
-    found["ppo"] = ppo(shape, 4 if options.small else 64, longest, options.steps)
-    for method, numbers in found.items():
-        print(method, "  ".join(f"{name} {number:.4g}" for name, number in numbers.items()), flush=True)
-    if not options.small:
-        run.write("gpu", {"machine": run.machine(), "device": torch.cuda.get_device_name(), "found": found})
+    gpu = torch.cuda.is_available()
+    if not options.tiny and not gpu:
+        raise SystemExit("benchmarks/gpu.py: there is no GPU here; --tiny shows that the script works")
+    device = torch.cuda.get_device_name() if gpu else "CPU"
+    peak = 1e12 * options.peak if options.peak else peak_of(device)
+    shape, batch, length = (TINY, 2, 128) if options.tiny else (SHAPE, 8, 8192)
+    rows, longest = (4, 16) if options.tiny else (64, 512)
+    steps = options.steps
+    jobs: dict[str, tuple[str | None, Callable[[], dict[str, float]]]] = {
+        "sft": (None, lambda: sft(shape, batch, length, steps, peak, options.compile)),
+        "sft, TRL": ("trl", lambda: trl_sft(shape, batch, length, steps, peak)),
+        "decoding, local": (None, lambda: decoding(LocalGenerator, shape, rows, longest)),
+        "decoding, continuous": (None, lambda: decoding(ContinuousGenerator, shape, rows, longest)),
+        "decoding, vLLM": ("vllm", lambda: vllm_decoding(shape, rows, longest)),
+        "ppo": (None, lambda: ppo(shape, rows, longest, steps)),
+    }
+    found: dict[str, dict[str, float] | str] = {}
+    for name, (package, job) in jobs.items():
+        missing = package is not None and importlib.util.find_spec(package) is None
+        found[name] = f"skipped: {package} is not installed in this environment" if missing else job()
+    label = f"{device}, tiny: these numbers mean nothing" if options.tiny else device
+    print(f"{label}\n{table(found)}")
+    if peak is None and gpu:
+        print("no MFU: the peak of this GPU is not in the table; give it with --peak")
+    result = {"machine": run.machine(), "device": label, "found": found}
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    if not options.tiny:
+        run.write("gpu", result)
 
 
 if __name__ == "__main__":

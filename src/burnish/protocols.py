@@ -103,7 +103,7 @@ class Engine(Protocol):
 
     @property
     def generation_model(self) -> Any:
-        """The model that generators sample from: the policy, or, if it is sharded, an unsharded copy."""
+        """The model that generators sample from: the policy, or a copy that is not sharded or of lower precision."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

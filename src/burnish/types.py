@@ -442,6 +442,9 @@ class MicroBatch:
     """(N,) flat index, row * T + column, of each sequence's first token after its shared prompt."""
     ends: Tensor
     """(N,) flat index of each sequence's last token."""
+    learned: Tensor
+    """(L,) flat index of each learned token, in order. With ``loss_mask``, a GPU would have to be asked how many there
+    are."""
     arrays: Mapping[str, Tensor]
     """(B, T) per-token numbers of a method, by name."""
     pairs: Tensor
@@ -459,10 +462,17 @@ class MicroBatch:
     counts: Mapping[Unit, float]
     """The counts of the examples together (``Example.counts``)."""
 
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """A copy on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")}
-        return replace(self, arrays={name: value.to(device) for name, value in self.arrays.items()}, **moved)
+    def to(self, device: torch.device) -> MicroBatch:
+        """A copy on another device. Nothing waits for a copy to a GPU."""
+        moved = {name: copied(value, device) for name, value in vars(self).items() if hasattr(value, "to")}
+        return replace(self, arrays={name: copied(value, device) for name, value in self.arrays.items()}, **moved)
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. Copied to a GPU from pinned memory, so that the program goes on meanwhile."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------

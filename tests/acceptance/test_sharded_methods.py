@@ -10,7 +10,8 @@ import pytest
 import layouts
 
 CASES = [
-    *layouts.job.CASES.keys() - {"reward lora"},
+    # the completions of a continuous batch depend on which process samples them
+    *layouts.job.CASES.keys() - {"reward lora", "rloo continuous"},
     # the first gradients of an adapter are so small that Adam turns their rounding into more than 1e-5 in float32
     "reward lora float64",
     "sft lora float64",

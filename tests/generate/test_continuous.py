@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.errors import UserError
-from burnish.generate.continuous import ContinuousGenerator
+from burnish.generate.continuous import ContinuousGenerator, check_top_p
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete
 from burnish.generate.sampling import Sampling
@@ -132,3 +132,12 @@ def test_unsupported_requests_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="request 0: the prompt is empty"):
         generator.submit([Request((), 0)], 0)
     assert generator.poll(None) == []
+
+
+def test_top_p_under_deterministic_algorithms_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    check_top_p(gpu)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check_top_p(torch.device("cpu"))
+    with pytest.raises(UserError, match=r"generation\.top_p: .* full_determinism on a GPU"):
+        check_top_p(gpu)

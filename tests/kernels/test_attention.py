@@ -73,7 +73,13 @@ def test_soft_caps_are_refused():
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="softcap"):
         attention.varlen(
-            torch.nn.Module(), states, states, states, None, segments=Segments((3,), (None,)), softcap=30.0
+            torch.nn.Module(),
+            states,
+            states,
+            states,
+            None,
+            segments=attention.Packed(Segments((3,), (None,))),
+            softcap=30.0,
         )
 
 
@@ -116,7 +122,7 @@ def test_half_precision_on_a_cpu_is_computed_in_float32():
         leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=not wide):
             q, k, v = (x.float() for x in leaves) if wide else leaves
-            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, segments=segments)
+            states, _ = attention.varlen(torch.nn.Module(), q, k, v, None, segments=attention.Packed(segments))
         states.bfloat16().float().square().sum().backward()
         results.append([states.bfloat16(), *(x.grad for x in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -177,5 +183,7 @@ def test_the_flash_kernel_gets_the_keys_of_a_parent_before_those_of_each_child(m
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 20, 8, generator=draw)
     key, value = (torch.randn(1, 2, 20, 8, generator=draw) for _ in range(2))
-    expected, _ = attention.varlen(torch.nn.Module(), query, key, value, None, scaling=0.3, segments=segments)
+    expected, _ = attention.varlen(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, segments=attention.Packed(segments)
+    )
     torch.testing.assert_close(attention.on_gpu(query, key, value, 0.3, segments), expected)

@@ -211,3 +211,27 @@ def test_warp_refuses_settings_out_of_range(settings):
     (name,) = settings
     with pytest.raises(ValueError, match=f"{name} must be"):
         tensors.warp(torch.zeros(3), **settings)
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 64, 1000])
+def test_sums_by_doubling_are_cumulative_sums(width):
+    x = torch.rand(3, 2, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(tensors._sums_by_doubling(x), x.cumsum(-1), atol=1e-12, rtol=1e-12)
+    assert torch.equal(tensors._sums_by_doubling(torch.tensor([1, 2, 3, 4, 5])), torch.tensor([1, 3, 6, 10, 15]))
+    assert torch.equal(tensors.cumulative_sum(x), x.cumsum(-1))
+
+
+def test_cumulative_sums_on_a_gpu_avoid_a_kernel_that_is_not_deterministic(monkeypatch):
+    """``cumsum`` has none for floating-point numbers there. A stand-in for a tensor on a GPU fails in it."""
+
+    class OnGpu(torch.Tensor):
+        device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+        def cumsum(self, *args, **kwargs):
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+
+    x = torch.tensor([0.5, 0.25, 0.125]).as_subclass(OnGpu)
+    with pytest.raises(RuntimeError, match="deterministic"):
+        tensors.cumulative_sum(x)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert tensors.cumulative_sum(x).tolist() == [0.5, 0.75, 0.875]

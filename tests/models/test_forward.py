@@ -1,5 +1,6 @@
 """Hidden states, log-probabilities and scores equal those of transformers, in every layout."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from burnish.models.forward import (
     token_values,
 )
 from burnish.models.heads import separate_critic
-from burnish.types import Example, Sequence
+from burnish.types import Example, MicroBatch, Sequence
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -142,7 +143,7 @@ def test_logprobs_and_entropies_are_those_of_the_tempered_softmax(temperature):
     model, batch = causal("llama"), collate(EXAMPLES, 0)
     with torch.no_grad():
         logprobs, entropies = token_logprobs(
-            model, hidden_states(model, batch), batch, batch.loss_mask, SamplingTransform(temperature=temperature)
+            model, hidden_states(model, batch), batch, SamplingTransform(temperature=temperature)
         )
         for row, example in enumerate(EXAMPLES):
             n = len(ids(example)[0])
@@ -153,18 +154,24 @@ def test_logprobs_and_entropies_are_those_of_the_tempered_softmax(temperature):
             assert logprobs[row, 0] == 0 and not logprobs[row, n:].any() and not entropies[row, n:].any()
 
 
-def test_only_masked_tokens_have_a_logprob():
+def test_only_learned_tokens_have_a_logprob():
     model, batch = causal("llama"), collate(EXAMPLES, 0)
     mask = batch.loss_mask & (torch.arange(batch.tokens.shape[1]) % 3 == 1)
     hidden = hidden_states(model, batch)
-    some, _ = token_logprobs(model, hidden, batch, mask)
-    every, _ = token_logprobs(model, hidden, batch, batch.loss_mask)
+    some, _ = token_logprobs(model, hidden, learning(batch, mask))
+    every, _ = token_logprobs(model, hidden, batch)
     torch.testing.assert_close(some, every.where(mask, 0))
+
+
+def learning(batch: MicroBatch, mask: torch.Tensor) -> MicroBatch:
+    """The micro-batch with other learned tokens."""
+    return dataclasses.replace(batch, loss_mask=mask, learned=mask.flatten().nonzero()[:, 0])
 
 
 def test_an_empty_mask_gives_zeros_and_no_gradient():
     model, batch = causal("llama"), collate(EXAMPLES, 0)
-    logprobs, entropies = token_logprobs(model, hidden_states(model, batch), batch, torch.zeros_like(batch.loss_mask))
+    nothing = learning(batch, torch.zeros_like(batch.loss_mask))
+    logprobs, entropies = token_logprobs(model, hidden_states(model, batch), nothing)
     assert not logprobs.any() and not entropies.any()
     logprobs.sum().backward()
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -177,9 +184,7 @@ def test_a_head_in_chunks_gives_the_same_values_and_gradients(transform, monkeyp
     def run():
         model = causal("gemma2").double()
         batch = collate(EXAMPLES, 0)
-        logprobs, entropies = token_logprobs(
-            model, hidden_states(model, batch), batch, batch.loss_mask, transform, entropies="learned"
-        )
+        logprobs, entropies = token_logprobs(model, hidden_states(model, batch), batch, transform, entropies="learned")
         (logprobs.clamp(min=-20).sum() + 0.3 * entropies.sum()).backward()
         return [logprobs, entropies, *(p.grad for p in model.parameters() if p.grad is not None)]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from burnish import SFT, UserError
-from burnish.models import forward
+from burnish.models import forward, layout
 from burnish.models.batching import deal
 from burnish.models.heads import Network, StepValueHead
-from burnish.models.layout import BUDGET_OF_PASS, Layout
+from burnish.models.layout import BUDGET_OF_PASS, Layout, budget_of_pass
 from burnish.models.loading import load_reward_model
 from burnish.models.logprobs import logprobs
 from burnish.rewards.model import ModelReward
@@ -57,6 +58,49 @@ def test_a_pass_has_a_default_budget(tiny_llama: Any) -> None:
     model = tiny_llama()
     sizes = [b.tokens.numel() for _, b, _ in Layout([model]).passes(lambda b: None, examples(500, 20))]
     assert len(sizes) > 1 and max(sizes) <= BUDGET_OF_PASS
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(2**34, 16384), (2 * 4096 * (8 * 32 + 3 * 64) * 4, 4096), (2 * 4096 * (8 * 32 + 3 * 64) * 4 - 1, 2048), (0, 1024)],
+)
+def test_the_default_of_a_pass_on_a_gpu_fits_half_of_its_free_memory(
+    free: int, expected: int, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer keeps 8 vectors of 32 and 3 of 64 float32 numbers for each token."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**40))
+    assert budget_of_pass([tiny_llama()], torch.device("cuda")) == expected
+    assert budget_of_pass([tiny_llama()], torch.device("cpu")) == BUDGET_OF_PASS
+
+
+def test_the_default_is_measured_once_and_stays_halved(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, full: Any
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(layout, "budget_of_pass", lambda *_: (measured.append(1), 64)[1])
+    model, seen = tiny_llama(), full(40)
+    rows = Layout([model])
+    with pytest.warns(UserWarning, match="continuing with token_budget=3"):
+        list(rows.passes(lambda b: forward.learned_logprobs(model, b), examples(12)))
+    assert rows.pass_budget is not None and rows.pass_budget <= 32 and max(seen) <= 40
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is not tried again
+        done = list(rows.passes(lambda b: forward.learned_logprobs(model, b), examples(12)))
+    assert sorted(i for group, _, _ in done for i in group) == list(range(12)) and len(measured) == 1
+    assert rows.limit(16) == 16 and rows.limit(10**6) == rows.pass_budget
+
+
+def test_a_checkpoint_keeps_the_budget_of_passes(make_trainer: Any, tiny_llama: Any, tmp_path: Path) -> None:
+    def make() -> Any:
+        rows = [Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None, "c:1")]
+        settings = {"max_steps": 1, "save_steps": 1, "save_strategy": "steps", "output_dir": str(tmp_path)}
+        return make_trainer(SFT(), tiny_llama(), rows, own={"token_budget": 512}, **settings)
+
+    first, second = make(), make()
+    first.engine.layout.pass_budget = 128
+    first.train()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert second.engine.layout.pass_budget == 128 and second.engine.layout.limit(512) == 128
 
 
 @pytest.mark.parametrize("pass_", ["logprobs", "model reward", "step reward", "evaluate", "annotate"])

@@ -77,7 +77,7 @@ def meant(model: Any, bnb: Any) -> Any:
 
 
 def gradient(model: Any) -> dict[str, torch.Tensor]:
-    logprobs, _ = token_logprobs(model, hidden_states(model, BATCH), BATCH, BATCH.loss_mask)
+    logprobs, _ = token_logprobs(model, hidden_states(model, BATCH), BATCH)
     model.zero_grad()
     (-logprobs.sum()).backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from burnish import DPO, PPO, SFT, Distill, Pretrain, Reinforce, RewardModel, StepValue, Trainer
+from burnish.generate.continuous import ContinuousGenerator
 from burnish.generate.sampling import Sampling
 from burnish.models.adapters import add_adapter
 from burnish.models.forward import unwrap
@@ -105,6 +106,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "step_value": (StepValue, {}, SOLUTIONS),
     "reinforce": (partial(Reinforce, advantage="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2"), {}, SCORED),
     "rloo": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS),
+    "rloo continuous": (partial(Reinforce, reward, ODD, ContinuousGenerator, advantage="rloo"), {}, PROMPTS),
     "grpo": (
         partial(
             Reinforce,

@@ -91,6 +91,15 @@ def test_if_one_process_runs_out_of_memory_all_of_them_repeat_the_step(tmp_path:
                 torch.testing.assert_close(several["weights"][name], weight, atol=within, rtol=within, msg=name)
 
 
+@pytest.mark.acceptance
+def test_continuous_batching_samples_from_an_unsharded_copy(tmp_path: Path) -> None:
+    results = launch("train", tmp_path, ["rloo continuous"])
+    whole, sharded = (results[layout]["rloo continuous"] for layout in ("ddp", "fsdp2"))
+    check("rloo continuous", whole, sharded)
+    mismatches = [line["sampler_mismatch"] for line in sharded["metrics"] if "sampler_mismatch" in line]
+    assert len(mismatches) == 3 and max(mismatches) < 0.05
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -325,6 +325,8 @@ class Stage(Config, use_attribute_docstrings=True):
     template: str | None = None
     """Name of a plain template, for a model without a chat template."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    loader: Literal["transformers", "unsloth"] = "transformers"
+    """What loads the model. unsloth: Unsloth's kernels for language models, on one GPU, if it is installed."""
     trust_remote_code: bool = False
     adapter: AdapterConfig | None = None
     """Without an adapter, all weights are trained."""
@@ -358,7 +360,17 @@ class Stage(Config, use_attribute_docstrings=True):
             self._check_method(self.method.name, given)
         if self.method and "arguments" in given:
             raise ValueError("with: applies only to a stage with run:")
+        if self.loader == "unsloth":
+            self._check_unsloth()
         return self
+
+    def _check_unsloth(self) -> None:
+        if self.packed:
+            raise ValueError("packed: true: a model of loader: unsloth ignores attention masks: remove one of the two")
+        if self.adapter is not None and self.adapter.dora:
+            raise ValueError("adapter.dora: loader: unsloth trains plain LoRA adapters: remove one of the two")
+        if self.adapter is not None and isinstance(self.adapter.targets, str) and self.adapter.targets != "all-linear":
+            raise ValueError("adapter.targets: loader: unsloth takes a list of names or all-linear, not a pattern")
 
     @property
     def acts(self) -> bool:

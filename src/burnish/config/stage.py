@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import enable_full_determinism
 
 from burnish import files
 from burnish.config import (
@@ -30,7 +31,7 @@ from burnish.data import readers as rows
 from burnish.data.streaming import RowStream, StreamLoader
 from burnish.errors import Terminated, UserError
 from burnish.generate.settings import factory
-from burnish.models import loading, merge
+from burnish.models import loading, merge, unsloth
 from burnish.models.adapters import add_adapter
 from burnish.models.loaded import Loaded, load
 from burnish.models.settings import ModelSource
@@ -90,6 +91,16 @@ class TrainingStage:
         """Later checkpoints that are damaged, each with the reason."""
         return self._checkpoints[1]
 
+    @property
+    def advice(self) -> str | None:
+        """What would be faster on this machine, if anything."""
+        if self.device == "cpu" or Prompt not in self.spec.kinds or self.stage.generator.name != "local":
+            return None
+        return (
+            f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local launches one "
+            "kernel per operation and token"
+        )
+
     def run(self, screen: Display, entry: Mapping[str, Any], checksums: Checksums) -> dict[str, Any]:
         """Train to the end and return the results for the manifest.
 
@@ -107,11 +118,8 @@ class TrainingStage:
             self._check_data(entry, checksums)
             if warning := sources.overlap(self.data, self.recipe.folder):
                 screen.message(warning)
-            if self.device != "cpu" and Prompt in self.spec.kinds and self.stage.generator.name == "local":
-                screen.message(
-                    f"stages.{self.stage.name}.generator: on a GPU, consider {{name: continuous}}, because local "
-                    "launches one kernel per operation and token"
-                )
+            if advice := self.advice:
+                screen.message(advice)
             self.announce(start)
             trainer = self._trainer(inputs, recorder, screen)
             counts = self._train(trainer, start, inputs.splits, screen)
@@ -137,7 +145,10 @@ class TrainingStage:
 
     def _inputs(self, stack: contextlib.ExitStack, screen: Display) -> _Inputs:
         """Load the model, the rows and the rewards, and create the method. ``stack`` closes them."""
-        set_seed(self.seed)
+        if self.stage.trainer.full_determinism:  # also sets what a GPU reads at its first computation
+            enable_full_determinism(self.seed)
+        else:
+            set_seed(self.seed)
         model, tokenizer = self._load(screen)
         summary = loading.summary(model, tokenizer)
         screen.message(_model_line(self.source, summary))
@@ -216,17 +227,19 @@ class TrainingStage:
 
     def arguments(self) -> TrainingArguments:
         """The recipe's trainer settings as TrainingArguments."""
+        given = self.stage.trainer.arguments()
+        if self.stage.loader == "unsloth":  # its own activation checkpointing is on already
+            given = {key: value for key, value in given.items() if not key.startswith("activation_checkpointing")}
         try:
             return TrainingArguments(
                 output_dir=str(self.folder),
                 seed=self.seed,
                 use_cpu=self.device == "cpu",
-                logging_nan_inf_filter=False,
                 disable_tqdm=True,
                 log_level_replica="error",  # by default, other processes than the first show warnings
                 ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,
                 ddp_timeout=int(self.recipe.parallel.timeout),
-                **self.stage.trainer.arguments(),
+                **given,
             )
         except (ValueError, RuntimeError, ImportError) as error:
             raise UserError(f"stages.{self.stage.name}.trainer: {error}") from error
@@ -262,9 +275,13 @@ class TrainingStage:
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
         dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
+        if stage.loader == "unsloth":
+            model: Any = self._load_with_unsloth(source, dtype)
+            loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
+            return model, tokenizer
         of_task = loading.load_reward_model if self.spec.task == "SEQ_CLS" else loading.load_policy
         quantized = stage.adapter.quantize if stage.adapter else None
-        model: Any = of_task(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
+        model = of_task(source, dtype=dtype, trust_remote_code=trust, quantized=quantized)
         if stage.adapter is not None:
             model = add_adapter(model, stage.adapter, self.spec.task, loading.describe(source))
         elif adapted:
@@ -274,6 +291,33 @@ class TrainingStage:
             screen.message(f"dtype {stage.dtype}: training in this precision, without float32 master weights")
         loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return model, tokenizer
+
+    def _load_with_unsloth(self, source: str, dtype: torch.dtype) -> Any:
+        """Load the model through Unsloth, with the stage's adapter.
+
+        Raises:
+            UserError: if Unsloth cannot be used here or does not support the stage.
+        """
+        stage, where = self.stage, f"stages.{self.stage.name}.loader: unsloth"
+        unsloth.require(where)
+        if self.spec.task != "CAUSAL_LM":
+            raise UserError(f"{where}: it loads language models, but this method trains a reward model: remove loader")
+        if Prompt in self.spec.kinds and stage.generator.name != "vllm":
+            raise UserError(
+                f"{where}: generator {stage.generator.name} cannot sample from a model of Unsloth: set generator: "
+                "{name: vllm, url: ...}, or remove loader"
+            )
+        if self.processes.size > 1:
+            raise UserError(f"{where}: it trains in one process: remove parallel or loader")
+        return unsloth.load_policy(
+            source,
+            dtype=dtype,
+            adapter=stage.adapter,
+            base=loading.describe(source) if stage.adapter else None,
+            activation_checkpointing=stage.trainer.activation_checkpointing,
+            seed=self.seed,
+            trust_remote_code=stage.trust_remote_code,
+        )
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, screen: Display) -> None:
         """Set the recipe's plain template, and report if it replaces another one."""
@@ -307,7 +351,8 @@ class TrainingStage:
             processing_class=inputs.tokenizer,
             truncation=self.data.length,
             token_budget=self.stage.token_budget,
-            packed=self.stage.packed,
+            packed=False if self.stage.loader == "unsloth" else self.stage.packed,
+            shared_prompts=self.stage.loader != "unsloth",  # in training, its models ignore the mask that this needs
             on_non_finite=self.stage.trainer.on_non_finite,
             sharded=self.processes.sharded,
             recorder=recorder,

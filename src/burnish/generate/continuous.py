@@ -85,6 +85,8 @@ class ContinuousGenerator:
                 "generation.min_new_tokens: transformers' continuous batching ignores it: remove it, or set generator: "
                 "{name: local}"
             )
+        if any(request.sampling.top_p not in (None, 1.0) for request in requests):
+            check_top_p(unwrap(self.model).device)
         check_requests(requests, self.model, self.tokenizer, critic=None)
         return self._plans.submit(requests)
 
@@ -198,6 +200,15 @@ class ContinuousGenerator:
             final_value=None,
             finish_reason=finish_reason,
             version=self.version,
+        )
+
+
+def check_top_p(device: torch.device) -> None:
+    """Raise a UserError if transformers' top-p, which needs a cumulative sum, would fail on this device."""
+    if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        raise UserError(
+            "generation.top_p: transformers' continuous batching cannot compute it with full_determinism on a GPU: "
+            "remove one of the two, or set generator: {name: local}"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from burnish.errors import UserError
 from burnish.generate.protocol import Request
 from burnish.generate.sampling import Sampling
-from burnish.math.tensors import upcast, warp
+from burnish.math.tensors import cumulative_sum, upcast, warp
 from burnish.models.forward import SamplingTransform
 
 DRAW_BLOCK = 128
@@ -61,7 +61,8 @@ def draw(
         blocks.flatten(1)[:, : weights.shape[-1]].masked_fill_(banned, 0.0)
         sums = blocks.sum(-1)
     block, rest = _invert(sums, uniforms)
-    within, _ = _invert(blocks[torch.arange(len(block), device=block.device), block], rest)
+    chosen = blocks.gather(1, block[:, None, None].expand(-1, -1, DRAW_BLOCK))[:, 0]
+    within, _ = _invert(chosen, rest)
     tokens = block * DRAW_BLOCK + within
     all_banned = ~(sums.sum(-1) > 0)
     if bool(all_banned.any()):
@@ -87,7 +88,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     The position (B,) is again uniform in [0, 1).
     """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    cumulative = cumulative_sum(weights, torch.float64)
     # Clamped below 1 by more than rounding errors. Otherwise a last index of weight 0 could be drawn.
     target = uniforms[:, None].clamp(max=1 - 2**-40) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)

@@ -101,9 +101,9 @@ class SlotCache(Cache):
         All positions are below ``length``.
         """
         self.reserve(length=length)
-        self.cursor.positions = positions
-        self.cursor.rows = torch.arange(start, start + len(positions), device=positions.device)[:, None]
-        self.cursor.start, self.cursor.length = start, length
+        if (start, len(positions)) != (self.cursor.start, len(self.cursor.rows)):
+            self.cursor.rows = torch.arange(start, start + len(positions), device=positions.device)[:, None]
+        self.cursor.positions, self.cursor.start, self.cursor.length = positions, start, length
 
     def reserve(self, slots: int = 0, length: int = 0) -> None:
         """Grow the cache to at least this many slots and columns. Its content is kept."""

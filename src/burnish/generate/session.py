@@ -310,8 +310,8 @@ class DecodingSession:
             seen = column <= positions[..., None]
             if window is not None:
                 seen &= column > positions[..., None] - window
-            zeros = torch.zeros_like(seen, dtype=self.dtype)[:, None]
-            masks[kind] = zeros.masked_fill_(~seen[:, None], torch.finfo(self.dtype).min)
+            hidden = torch.full_like(seen, torch.finfo(self.dtype).min, dtype=self.dtype)
+            masks[kind] = hidden.masked_fill_(seen, 0.0)[:, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _decode(self) -> Tensor:
@@ -374,7 +374,7 @@ class DecodingSession:
         stopped = self.ends[live["stop_set"], tokens]
         if self.stop_strings:
             stopped |= self._completes_stop(live)
-        return torch.where(stopped, STOP, (live["count"] >= live["limit"]).long())
+        return torch.where(stopped, STOP, live["count"] >= live["limit"])
 
     def _completes_stop(self, live: dict[str, Tensor]) -> Tensor:
         """Whether the text of each live row contains one of its stop strings at its end. (B,)."""

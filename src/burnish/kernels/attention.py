@@ -17,13 +17,23 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from burnish.math.tensors import upcast
-from burnish.types import Segments
+from burnish.types import Segments, copied
 
 NAME = "burnish"
 """The name of the implementation in ``config._attn_implementation``, which is not saved with a model."""
 
 UNKNOWN = frozenset({"softcap", "s_aux", "position_bias", "sliding_window"})
 """Attention features of some models that ``varlen`` does not support."""
+
+
+class Packed:
+    """The segments of a packed row, in an object that torch.compile does not look into.
+
+    It would compile the layers again for every number of segments.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
 
 
 def varlen(
@@ -34,7 +44,7 @@ def varlen(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    segments: Segments | None = None,
+    segments: Packed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment, and from a segment to all of its parent.
@@ -62,13 +72,13 @@ def varlen(
         raise ValueError(f"packed attention does not support {', '.join(sorted(unknown))}")
     dtype = computed_in(query.dtype, query.device)
     if has_kernel(dtype, query.device) and not dropout:
-        return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments), None
+        return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments.segments), None
     if query.device.type == "cpu":
         # In half precision, the backward pass on a CPU takes three times as long as in float32, and is less accurate.
         with torch.autocast("cpu", enabled=False):
-            states = _by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, segments)
+            states = _by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, segments.segments)
             return states.to(query.dtype), None
-    return _by_sequence(query, key, value, dropout, scaling, segments), None
+    return _by_sequence(query, key, value, dropout, scaling, segments.segments), None
 
 
 def _by_sequence(
@@ -143,7 +153,7 @@ def _plan(segments: Segments, device: torch.device) -> tuple[Tensor | None, Tens
         seen.append(len(prefix) + length)
         column += length
     of_queries, of_keys = (
-        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (segments.lengths, seen)
+        copied(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device) for sizes in (segments.lengths, seen)
     )
-    index = torch.tensor(sources, device=device) if len(sources) > column else None
+    index = copied(torch.tensor(sources), device) if len(sources) > column else None
     return index, of_queries, of_keys, max(seen)

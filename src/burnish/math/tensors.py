@@ -156,6 +156,35 @@ def blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:
         yield logits[start : start + size], slice(start, start + size)
 
 
+def cumulative_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sums x_0 + ... + x_t along the last dimension.
+
+    On a GPU, torch's ``cumsum`` raises an error for floating-point numbers under deterministic algorithms.
+
+    Args:
+        x: (..., T).
+        dtype: of the sums; None means that of x.
+
+    Returns:
+        (..., T).
+    """
+    if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return _sums_by_doubling(x.to(dtype or x.dtype))
+    return x.cumsum(-1, dtype=dtype)
+
+
+def _sums_by_doubling(x: Tensor) -> Tensor:
+    """``cumulative_sum`` in log2(T) additions of shifted copies, whose order is fixed.
+
+    Source: Hillis and Steele, "Data parallel algorithms", 1986.
+    """
+    step = 1
+    while step < x.shape[-1]:
+        x = x + F.pad(x[..., :-step], (step, 0))
+        step *= 2
+    return x
+
+
 def warp(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
     """Logits of the sampling distribution: divided by the temperature, then filtered by top-k and top-p.
 
@@ -209,6 +238,6 @@ def _smallest_in_nucleus(logits: Tensor, top_p: float) -> Tensor:
 def _smallest(ordered: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """The smallest logit of the nucleus among logits in descending order, and whether they reach top_p, (...)."""
     probabilities = (ordered - total).exp()
-    before = probabilities.cumsum(-1) - probabilities
+    before = cumulative_sum(probabilities) - probabilities
     smallest = torch.where(before < top_p, ordered, torch.inf).amin(-1, keepdim=True)
     return smallest, before[..., -1] >= top_p

@@ -298,7 +298,7 @@ class PolicyGradient(Method):
         old_logprobs, advantages = arrays["old_logprobs"], arrays["advantages"]
         hidden = hidden_states(network.policy, batch)
         entropies = "learned" if s.entropy_coef else "measured"
-        logprobs, entropy = token_logprobs(network.policy, hidden, batch, mask, transform, entropies)
+        logprobs, entropy = token_logprobs(network.policy, hidden, batch, transform, entropies)
         losses, metrics = self.policy_loss(logprobs, old_logprobs, advantages, mask, batch.segments)
         (losses,) = learned(mask, losses=losses)  # a loss of the user may have other values there
         if "correction" in arrays:
@@ -318,7 +318,7 @@ class PolicyGradient(Method):
             whole = SamplingTransform(transform.temperature)
             ours = logprobs
             if transform != whole:
-                ours, _ = token_logprobs(network.policy, hidden, batch, mask, whole, "off")
+                ours, _ = token_logprobs(network.policy, hidden, batch, whole, "off")
             kl = estimate(ours, arrays["ref_logprobs"], s.kl_estimate, mask)
             terms["kl_loss"] = self._reduced(kl, batch)
         if self.critic is not None:

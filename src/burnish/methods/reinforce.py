@@ -155,7 +155,7 @@ class ScoredReinforce:
         """Terms for the policy and the KL, and the mean log-probabilities by the sign of the advantage."""
         s, mask, arrays = self.settings, batch.loss_mask, batch.arrays
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, mask, entropies="off")
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, entropies="off")
         advantages, now = arrays["advantages"], logprobs.detach()
         losses, metrics = self.policy_loss(logprobs, now, advantages, mask, batch.segments)
         (losses,) = learned(mask, losses=losses)  # a loss of the user may have other values there

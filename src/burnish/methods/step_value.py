@@ -77,7 +77,7 @@ class StepValue(Method):
     def loss(self, network: Network, batch: MicroBatch) -> Terms:
         """The two parts; as metrics, the values' error by outcome and by depth, and whether their sign ends right."""
         hidden = hidden_states(network.policy, batch)
-        logprobs, _ = token_logprobs(network.policy, hidden, batch, batch.loss_mask, entropies="off")
+        logprobs, _ = token_logprobs(network.policy, hidden, batch, entropies="off")
         values = network.values(batch, hidden)
         targets, outcomes = batch.arrays["targets"], batch.arrays["outcomes"]
         return {

@@ -222,6 +222,7 @@ def collate(
         parents=torch.from_numpy(parents),
         positions=torch.from_numpy(positions),
         loss_mask=torch.from_numpy(loss_mask),
+        learned=torch.from_numpy(np.flatnonzero(loss_mask)),
         starts=torch.tensor(starts),
         ends=torch.tensor(starts) + torch.tensor(sizes) - 1,
         arrays={name: torch.from_numpy(values) for name, values in arrays.items()},

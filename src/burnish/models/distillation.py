@@ -13,7 +13,7 @@ from burnish.errors import UserError
 from burnish.math.choices import Divergence
 from burnish.math.distillation import Divergences, divergences, sampled
 from burnish.math.tensors import logprobs_and_entropy
-from burnish.models.forward import at_masked, head, hidden_states, unwrap
+from burnish.models.forward import at_learned, head, hidden_states, unwrap
 from burnish.models.limits import limits_of
 from burnish.models.loaded import Loaded
 from burnish.types import MicroBatch, Sequence
@@ -102,7 +102,7 @@ class Teacher:
             return measured._replace(loss=sampled(*pair))
 
         hidden = [hidden_states(student, batch), teacher_hidden]
-        return Divergences(*at_masked(chunk, hidden, batch.tokens, batch.loss_mask, 2 * self.vocabulary))
+        return Divergences(*at_learned(chunk, hidden, batch, 2 * self.vocabulary))
 
 
 def vocabulary_problem(vocabulary: dict[str, int], other: dict[str, int]) -> str | None:

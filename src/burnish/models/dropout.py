@@ -45,10 +45,14 @@ class DropoutKeys:
 class TokenDropout(nn.Dropout):
     """``torch.nn.Dropout`` on vectors of tokens, with masks from the tokens' keys; without keys, as in the parent."""
 
-    def __init__(self, p: float, keys: DropoutKeys) -> None:
+    offset: Tensor
+
+    def __init__(self, p: float, keys: DropoutKeys, device: torch.device | None = None) -> None:
         super().__init__(p)
         self.keys = keys
-        self.number = keys.layers
+        # a tensor, because torch.compile would compile the layers again for every number
+        offset = torch.tensor(offset_of(keys.layers), dtype=torch.int32, device=device)
+        self.register_buffer("offset", offset, persistent=False)
         keys.layers += 1
 
     def forward(self, input: Tensor) -> Tensor:
@@ -58,7 +62,7 @@ class TokenDropout(nn.Dropout):
             return super().forward(input)
         width = input.shape[-1]
         # each hash gives two numbers of 16 bits
-        drawn = hashes(keys.view(input.shape[:-1]), self.number, -(-width // 2)).view(torch.int16)[..., :width]
+        drawn = hashes(keys.view(input.shape[:-1]), self.offset, -(-width // 2)).view(torch.int16)[..., :width]
         dropped = min(round(self.p * LEVELS), LEVELS - 1)
         return torch.where(drawn >= dropped - LEVELS // 2, input, 0) * (LEVELS / (LEVELS - dropped))
 
@@ -75,13 +79,18 @@ def token_keys(batch: MicroBatch, seed: int, step: int) -> Tensor:
     totals = terms.new_zeros(rows, width + 1).scatter_add_(1, segments, terms)  # of each segment
     before = totals.cumsum(1, dtype=torch.int32) - totals  # of all earlier segments in the row
     prefixes = terms.cumsum(1, dtype=torch.int32) - before.gather(1, segments) + totals.gather(1, batch.parents)
-    start = mix(mix(terms.new_tensor(_signed(seed))) + _signed(step))
+    start = mix(mix(terms.new_full((), _signed(seed))) + _signed(step))
     return mix(prefixes ^ start)
 
 
-def hashes(keys: Tensor, layer: int, width: int) -> Tensor:
-    """Hashes (..., width), int32, of the tokens' keys (...), the number of a layer, and each feature."""
-    return mix(mix(keys + _signed(layer * GOLDEN)).unsqueeze(-1) ^ _features(width, keys.device))
+def offset_of(layer: int) -> int:
+    """What is added to the keys in a layer of this number."""
+    return _signed(layer * GOLDEN)
+
+
+def hashes(keys: Tensor, offset: Tensor | int, width: int) -> Tensor:
+    """Hashes (..., width), int32, of the tokens' keys (...), the offset of a layer, and each feature."""
+    return mix(mix(keys + offset).unsqueeze(-1) ^ _features(width, keys.device))
 
 
 def mix(x: Tensor) -> Tensor:
@@ -115,9 +124,9 @@ def key_dropout(models: list[nn.Module]) -> DropoutKeys:
     others: dict[str, float] = {}
     for model in models:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p}
-        probabilities = switch_off(model)
+        probabilities, device = switch_off(model), unwrap(model).device
         for name in _called_with_tokens(model, layers):
-            model.set_submodule(name, TokenDropout(probabilities.pop(name), keys).train(layers[name].training))
+            model.set_submodule(name, TokenDropout(probabilities.pop(name), keys, device).train(layers[name].training))
         others |= probabilities
     if others:
         # without their prefixes, the names are the same in all layers

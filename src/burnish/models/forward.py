@@ -6,7 +6,7 @@ The language-model head is computed only at the positions that are needed, in ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -48,13 +48,14 @@ def unwrap(model: nn.Module) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout and gradients within the context."""
+    """Switch off dropout, gradients and compiled layers within the context."""
     # not inference_mode: training must still be able to use the buffers that a forward pass updates
     training = [module for module in model.modules() if module.training]
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     if training:
         model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         for module in training:
@@ -102,7 +103,10 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
         )
     if batch.row_segments is not None and has_varlen(model):
         # given a mask of four dimensions, transformers makes none of its own
-        attend: dict[str, Any] = {"attention_mask": batch.tokens.new_empty(1, 1, 0, 0), "segments": batch.row_segments}
+        attend: dict[str, Any] = {
+            "attention_mask": batch.tokens.new_empty(1, 1, 0, 0),
+            "segments": attention.Packed(batch.row_segments),
+        }
     else:
         attend = {"attention_mask": attention_mask(batch, next(body.parameters()).dtype)}
     return body(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **attend).last_hidden_state
@@ -195,26 +199,24 @@ def token_logprobs(
     model: nn.Module,
     hidden: Tensor,
     batch: MicroBatch,
-    mask: Tensor,
     transform: SamplingTransform = PLAIN,
     entropies: Literal["off", "measured", "learned"] = "measured",
 ) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of tokens, and the entropies of the distributions that they were drawn from.
+    """The log-probabilities of learned tokens, and the entropies of the distributions that they were drawn from.
 
-    The head is computed only at the positions before masked tokens. If the logits do not fit into one chunk, they are
+    The head is computed only at the positions before them. If the logits do not fit into one chunk, they are
     not stored, but computed again in the backward pass.
 
     Args:
         model: a causal language model.
         hidden: its hidden states (B, T, H).
         batch: the tokens.
-        mask: (B, T), True at the tokens whose log-probabilities are needed.
         transform: temperature, top-k and top-p of the distribution. Top-k and top-p always keep the token itself: they
             did when it was sampled, and its probability must not become 0 by rounding or by an update.
         entropies: ``measured`` has no gradient, ``learned`` has one, and ``off`` gives zeros.
 
     Returns:
-        Log-probabilities (B, T) and entropies (B, T), both 0 where the mask is False.
+        Log-probabilities (B, T) and entropies (B, T), both 0 at tokens that are not learned.
     """
     logits_of = head(model)
 
@@ -231,43 +233,41 @@ def token_logprobs(
             drawn_at = logprobs_and_entropy(z, tokens)[1]
         return logprobs, drawn_at if entropies == "learned" else drawn_at.detach()
 
-    logprobs, drawn_at = at_masked(
-        chunk, [hidden], batch.tokens, mask, unwrap(model).config.get_text_config().vocab_size
-    )
+    logprobs, drawn_at = at_learned(chunk, [hidden], batch, unwrap(model).config.get_text_config().vocab_size)
     return logprobs, drawn_at
 
 
-def at_masked(
-    function: Callable[..., tuple[Tensor, ...]], hidden: list[Tensor], tokens: Tensor, mask: Tensor, logits: int
+def at_learned(
+    function: Callable[..., tuple[Tensor, ...]], hidden: list[Tensor], batch: MicroBatch, logits: int
 ) -> list[Tensor]:
-    """Apply a function of logits at the positions before masked tokens, in chunks.
+    """Apply a function of logits at the positions before learned tokens, in chunks.
 
     If there are several chunks, their logits are not stored, but computed again in the backward pass.
 
     Args:
         function: maps hidden states (N, H) of each model and the tokens (N,) that they predict to tensors (N,).
         hidden: the hidden states (B, T, H) of each model.
-        tokens: (B, T).
-        mask: (B, T), True at the tokens to predict.
+        batch: the tokens.
         logits: number of logits that the function computes for a token.
 
     Returns:
-        The function's results as (B, T), 0 where the mask is False.
+        The function's results as (B, T), 0 at tokens that are not learned.
     """
-    at = shift_right(torch.arange(mask.numel(), device=mask.device).view_as(mask))[mask]
+    shape, size, device = batch.tokens.shape, batch.tokens.numel(), batch.tokens.device
+    at = shift_right(torch.arange(size, device=device).view(shape)).flatten()[batch.learned]
     step = max(1, LOGITS_AT_ONCE // logits)
     recompute = len(at) > step and torch.is_grad_enabled()
-    inputs = [*(states.flatten(0, 1)[at] for states in hidden), tokens[mask]]
+    inputs = [*(states.flatten(0, 1)[at] for states in hidden), batch.tokens.flatten()[batch.learned]]
     pieces = []
     for piece in zip(*(one.split(step) for one in inputs), strict=True):
         pieces.append(checkpoint(function, *piece, use_reentrant=False) if recompute else function(*piece))
     found = [torch.cat(part) for part in zip(*pieces, strict=True)]
-    return [torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found]
+    return [x.new_zeros(size).scatter(0, batch.learned, x).view(shape) for x in found]
 
 
 def learned_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """The log-probabilities (B, T) of the learned tokens, 0 elsewhere."""
-    return token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, entropies="off")[0]
+    return token_logprobs(model, hidden_states(model, batch), batch, entropies="off")[0]
 
 
 def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:

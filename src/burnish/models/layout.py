@@ -23,7 +23,10 @@ BUDGET_ON_CPU = 512
 """Default tokens of a training micro-batch on a CPU, where more are no faster and take more memory."""
 
 BUDGET_OF_PASS = 4096
-"""Default tokens of a micro-batch in a pass without gradient."""
+"""Default tokens of a micro-batch in a pass without gradient on a CPU."""
+
+SMALLEST_PASS, LARGEST_PASS = 1024, 16384
+"""The least and the most that the default is on a GPU. More tokens in a pass would only need more memory."""
 
 T = TypeVar("T")
 
@@ -38,6 +41,23 @@ def does_not_fit(error: BaseException, examples: list[Example]) -> UserError:
 def default_budget(device: torch.device) -> int | None:
     """The default tokens of a training micro-batch; None is the whole step."""
     return BUDGET_ON_CPU if device.type == "cpu" else None
+
+
+def budget_of_pass(models: list[nn.Module], device: torch.device) -> int:
+    """The default tokens of a micro-batch in a pass without gradient.
+
+    On a GPU, it is a power of two, so that the layers' activations take up to half of the memory that is free. A layer
+    keeps about 8 vectors of hidden states and 3 of its MLP for each token, in float32.
+    """
+    if device.type != "cuda":
+        return BUDGET_OF_PASS
+    free, _ = torch.cuda.mem_get_info(device)
+    configs = [unwrap(model).config.get_text_config(decoder=True) for model in models]
+    each = max(
+        4 * (8 * c.hidden_size + 3 * (getattr(c, "intermediate_size", None) or 4 * c.hidden_size)) for c in configs
+    )
+    fits = max(free // 2 // each, 1)
+    return min(max(2 ** (fits.bit_length() - 1), SMALLEST_PASS), LARGEST_PASS)
 
 
 @dataclass
@@ -60,6 +80,9 @@ class Layout:
     """Put all sequences of a micro-batch into one row; None packs if that is fastest for these models."""
     shared_prompts: bool = True
     """Compute a prompt once for all its answers, if the models support it."""
+    pass_budget: int | None = None
+    """Maximum number of tokens of a micro-batch in a pass without gradient; None if neither the default was needed nor
+    memory ran out. It is halved if memory runs out."""
 
     def __post_init__(self) -> None:
         configs = [unwrap(model).config.get_text_config(decoder=True) for model in self.models]
@@ -92,8 +115,8 @@ class Layout:
     ) -> Iterator[tuple[list[int], MicroBatch, T]]:
         """Apply a function to the micro-batches of one process, in passes without gradient.
 
-        If the device runs out of memory, the rest is cut into micro-batches of half the size. A single example that
-        does not fit is an error.
+        If the device runs out of memory, the rest is cut into micro-batches of half the size, and so are later passes.
+        A single example that does not fit is an error.
 
         Returns:
             The indices of the examples, the micro-batch and the function's result, for each micro-batch.
@@ -102,7 +125,7 @@ class Layout:
             UserError: a token id has no embedding; or out of memory with a single example.
         """
         self._check_ids(examples)
-        budget = budget or BUDGET_OF_PASS
+        budget = self.limit(budget)
         groups = self.groups(examples, budget)
         waiting = self._dealt(examples, groups, world_size)[rank]
         while waiting:
@@ -122,7 +145,7 @@ class Layout:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             # pad_to widens the micro-batch but does not count in the budget
-            budget = min(budget, batch.tokens.numel()) // 2
+            budget = self.pass_budget = min(budget, batch.tokens.numel()) // 2
             warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
             rest = [i for indices in (group, *waiting) for i in indices]
             waiting = [[rest[k] for k in indices] for indices in self.groups([examples[i] for i in rest], budget)]
@@ -152,7 +175,7 @@ class Layout:
             gather: gives the numbers of all processes.
         """
         self._check_ids(examples)
-        budget = budget or BUDGET_OF_PASS
+        budget = self.limit(budget)
         waiting = self._dealt(examples, self.groups(examples, budget), world_size)[rank]
         while calls := max(gather(len(waiting))):
             rest: list[int] = []
@@ -171,10 +194,16 @@ class Layout:
                     if len(group) < 2:
                         raise does_not_fit(RuntimeError(problem), [examples[i] for i in group] or examples)
                     rest = [i for indices in waiting[k:] for i in indices]
-                    budget = min(budget, batch.tokens.numel()) // 2
+                    budget = self.pass_budget = min(budget, batch.tokens.numel()) // 2
                     warnings.warn(f"out of memory: continuing with token_budget={budget}", stacklevel=2)
             groups = self.groups([examples[i] for i in rest], budget) if rest else []
             waiting = [[rest[k] for k in indices] for indices in groups]
+
+    def limit(self, budget: int | None) -> int:
+        """The budget of a pass without gradient: ``budget`` or the default, or less if memory ran out before."""
+        if budget is None and self.pass_budget is None:
+            self.pass_budget = budget_of_pass(self.models, self.device or unwrap(self.models[0]).device)
+        return min(limit for limit in (budget, self.pass_budget) if limit is not None)
 
     def _check_ids(self, examples: list[Example]) -> None:
         for sequence in (s for example in examples for s in example.sequences):

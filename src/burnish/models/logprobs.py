@@ -21,13 +21,11 @@ def logprobs(
     layout = Layout([model])
     with evaluating(model):
         for group, batch, values in layout.passes(
-            lambda batch: token_logprobs(model, hidden_states(model, batch), batch, batch.loss_mask, transform, "off")[
-                0
-            ],
+            lambda batch: token_logprobs(model, hidden_states(model, batch), batch, transform, "off")[0],
             examples,
             budget,
         ):
-            learned = values[batch.loss_mask].split([int(sequences[i].loss_mask.sum()) for i in group])
+            learned = values.flatten()[batch.learned].split([int(sequences[i].loss_mask.sum()) for i in group])
             for i, mine in zip(group, learned, strict=True):
                 results[i] = mine.tolist()
     return results

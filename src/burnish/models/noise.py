@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.errors import UserError
-from burnish.models.dropout import hashes, token_keys
+from burnish.models.dropout import hashes, offset_of, token_keys
 from burnish.models.forward import unwrap
 from burnish.types import MicroBatch, Prompt, Row
 
@@ -57,7 +57,7 @@ def noise(keys: Tensor, length: Tensor, alpha: float, width: int, dtype: torch.d
     """The noise (B, T, width) of tokens with these keys (B, T), in sequences of these lengths (B, T)."""
     wide = torch.promote_types(dtype, torch.float32)
     bound = (alpha / math.sqrt(width)) * length.to(wide).rsqrt()
-    drawn = hashes(keys, LAYER, width).to(wide) / 2**31  # uniform in [-1, 1]
+    drawn = hashes(keys, offset_of(LAYER), width).to(wide) / 2**31  # uniform in [-1, 1]
     return (bound.unsqueeze(-1) * drawn).to(dtype)
 
 

@@ -26,7 +26,7 @@ from burnish.math.advantages import Moments, overlong_penalty, token_rewards, wh
 from burnish.math.kl import AdaptiveKL, estimate
 from burnish.math.policy import correction_weights, effective_sample_size
 from burnish.models.adapters import Reference
-from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs
+from burnish.models.forward import SamplingTransform, hidden_states, token_logprobs, unwrap
 from burnish.protocols import Engine, Run, StepLoader
 from burnish.render.encode import cache_key
 from burnish.render.truncate import Truncation
@@ -115,7 +115,7 @@ class Sampler:
     ) -> Tensor:
         """Log-probabilities (B, T) of the learned tokens. ``hidden`` (B, T, H) avoids a second forward pass."""
         hidden = hidden_states(policy, batch) if hidden is None else hidden
-        return token_logprobs(policy, hidden, batch, batch.loss_mask, transform, "off")[0]
+        return token_logprobs(policy, hidden, batch, transform, "off")[0]
 
     def logprobs_of(
         self, policy: nn.Module, reference: Reference | None, use_sampler_logprobs: bool
@@ -424,8 +424,9 @@ class RolloutLoader(StepLoader):
 
         First, the policy recomputes the log-probabilities of one rollout in eight, different ones in each iteration. If
         they differ from the sampler's only by rounding, the sampler's are used for the whole batch. Otherwise, or if
-        ``correction`` needs both, the policy recomputes all of them. Rollouts of older weights, and those of another
-        program that differ by more than rounding, are always corrected; the mismatch of older weights has no limit.
+        ``correction`` needs both, the policy recomputes all of them. Rollouts of older weights are always corrected.
+        Those of another program, or of weights in lower precision, are corrected if they differ by more than rounding.
+        The mismatch of older weights has no limit.
         """
         ahead, limit = self.settings.max_staleness, math.inf if staleness else self.settings.max_sampler_mismatch
         mismatch, self.use_sampler_logprobs, self.mismatch_checked = 0.0, False, False
@@ -436,12 +437,18 @@ class RolloutLoader(StepLoader):
             self.use_sampler_logprobs = mismatch <= ROUNDING
         if self.settings.correction is not None:
             self.correction = self.settings.correction.model_dump()
-        elif ahead or not (self.use_sampler_logprobs or isinstance(self.sampler.generator, LocalGenerator)):
+        elif ahead or not (self.use_sampler_logprobs or self._samples_like_training()):
             self.correction = TRUNCATE
         else:
             self.correction = None
         examples = self.engine.run(self.measure(self.use_sampler_logprobs), examples)
         return examples, mismatch if self.use_sampler_logprobs else mean_sampler_mismatch(examples, limit)
+
+    def _samples_like_training(self) -> bool:
+        """Whether sampler and trainer differ by rounding only: the same code with weights of the same dtype."""
+        generator = self.sampler.generator
+        policy = unwrap(self.engine.network.policy)
+        return isinstance(generator, LocalGenerator) and unwrap(generator.model).dtype == policy.dtype
 
     def _rewards(
         self, trajectories: list[Trajectory], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]

@@ -24,8 +24,8 @@ RESUME_STATE = "burnish.pt"
 class ResumeState:
     """What a checkpoint stores in ``burnish.pt``, in addition to the files of transformers.
 
-    ``ResumeState(loader={"epoch": 0, "step": 3, ...}, rows_per_step=32, token_budget=512, last={"nll": (81.5, 64.0)},
-    non_finite=(0, 0), logs={"metrics.jsonl": 1042}, start={})``
+    ``ResumeState(loader={"epoch": 0, "step": 3, ...}, rows_per_step=32, token_budget=512, pass_budget=512,
+    last={"nll": (81.5, 64.0)}, non_finite=(0, 0), logs={"metrics.jsonl": 1042}, start={})``
     """
 
     loader: dict[str, Any]
@@ -34,6 +34,8 @@ class ResumeState:
     """Rows of an optimizer step, over all processes."""
     token_budget: int | None
     """The maximum number of tokens in a micro-batch."""
+    pass_budget: int | None
+    """The same in passes without gradient (``Layout.pass_budget``). The default depends on the memory that is free."""
     last: dict[str, tuple[float, float]]
     """Sum and count of each term and metric of the last optimizer step, over all processes."""
     non_finite: tuple[int, int]

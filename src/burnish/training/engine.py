@@ -22,6 +22,7 @@ from burnish.models import collectives, sharding
 from burnish.models.forward import evaluating, unwrap
 from burnish.models.heads import Network
 from burnish.models.layout import Layout, silent
+from burnish.models.quantize import is_quantized
 from burnish.protocols import Method
 from burnish.training.terms import Metrics, Rows, add, add_rows, merged_rows
 from burnish.types import Example, MicroBatch
@@ -61,9 +62,11 @@ class Engine:
         self._prepared: nn.Module | None = None
         self.between: Callable[[], None] = lambda: None
         self._generation_model = network.policy
+        self._sampling_dtype = sampling_dtype(network.policy, accelerator.device, self.precision)
         if sharded:
             for model in network.models:
                 sharding.check_model(model)
+        if sharded or self._sampling_dtype is not None:
             # sharded modules cannot be copied, so this copy without weights is made while they are not
             self._generation_model = sharding.with_parameters(
                 network.policy, lambda p: torch.empty_like(p, device="meta")
@@ -110,7 +113,7 @@ class Engine:
                     sharding.shard_frozen(model, mesh)
         else:
             sharding.broadcast(module)
-        # Adds autocast, compiles, and keeps accelerate from wrapping the module in DistributedDataParallel later: its
+        # Adds autocast, and keeps accelerate from wrapping the module in DistributedDataParallel later: its
         # collectives in the last backward pass would leave the others waiting if memory runs out in one process.
         self._prepared = self.accelerator.prepare_model(module, evaluation_mode=True)
         return self._prepared
@@ -162,11 +165,11 @@ class Engine:
         with evaluating(self.network):
             for group, batch, results in self._passes(
                 "computing log-probabilities",
-                lambda batch: {name: x.flatten().double().cpu().numpy() for name, x in function(batch).items()},
+                lambda batch: _numbers(function(batch)),
                 examples,
             ):
-                before = batch.positions.flatten()[batch.starts].tolist()
-                places = zip(before, batch.starts.tolist(), batch.ends.tolist(), strict=True)
+                before = batch.positions.flatten()[batch.starts]
+                places = iter(torch.stack([before, batch.starts, batch.ends], dim=1).tolist())
                 for i in group:
                     mine[i] = [
                         {
@@ -214,10 +217,11 @@ class Engine:
                 return self.network(function, batch)
 
         processes = {"rank": self.rank, "world_size": self.world_size}
+        budget = min(self.gather(self.layout.limit(self.token_budget)))
         if self.sharded:
-            results = self.layout.passes_together(run, examples, self.token_budget, gather=self.gather, **processes)
+            results = self.layout.passes_together(run, examples, budget, gather=self.gather, **processes)
         else:
-            results = self.layout.passes(run, examples, self.token_budget, **processes)
+            results = self.layout.passes(run, examples, budget, **processes)
         done, total = 0, len(examples)
         for result in results:
             yield result
@@ -265,8 +269,11 @@ class Engine:
 
     def totals(self, sums: Metrics) -> dict[str, tuple[float, float]]:
         """Sums and counts over all processes."""
+        parts = [x.to(self.device, torch.float64) for one in sums.values() for x in (one.total, one.count)]
+        numbers = torch.stack(parts).tolist() if parts else []  # read together, since a GPU has to be waited for
+        mine = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         totals: dict[str, tuple[float, float]] = {}
-        for part in self.gather({name: (float(t.total), float(t.count)) for name, t in sums.items()}):
+        for part in self.gather(mine):
             for name, (total, count) in part.items():
                 old = totals.get(name, (0.0, 0.0))
                 totals[name] = (old[0] + total, old[1] + count)
@@ -276,7 +283,7 @@ class Engine:
 
     @property
     def generation_model(self) -> nn.Module:
-        """The model that generators sample from: the policy, or, if it is to be sharded, an unsharded copy.
+        """The model that generators sample from: the policy, or a copy that is not sharded, in ``sampling_dtype``.
 
         The first access makes the copy, in all processes, with the current weights. Generators load later ones from
         ``weights()``.
@@ -284,7 +291,10 @@ class Engine:
         model = self._generation_model
         if any(parameter.is_meta for parameter in model.parameters()):
             weights = zip(model.parameters(), self.network.policy.parameters(), strict=True)
-            copies = {id(empty): sharding.whole(weight.detach()).clone() for empty, weight in weights}
+            copies = {
+                id(empty): sharding.whole(weight.detach()).to(self._sampling_dtype or weight.dtype, copy=True)
+                for empty, weight in weights
+            }
             self._generation_model = sharding.with_parameters(model, lambda empty: copies[id(empty)])
         return self._generation_model
 
@@ -317,3 +327,22 @@ class Engine:
     def load(self, folder: str | Path) -> None:
         """Load what ``save`` wrote. Missing and unexpected weights are errors."""
         self.network.load_weights(folder)
+
+
+def sampling_dtype(policy: nn.Module, device: torch.device, precision: str) -> torch.dtype | None:
+    """The dtype in which generators sample, if it is not that of the policy's weights, so that they need a copy.
+
+    It is bfloat16 for float32 weights on a GPU whose passes are in bfloat16. Decoding reads all weights for each token,
+    and autocast would convert them each time.
+    """
+    model = unwrap(policy)
+    copied = device.type == "cuda" and precision == "bf16" and model.dtype == torch.float32 and not is_quantized(model)
+    return torch.bfloat16 if copied else None
+
+
+def _numbers(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Named tensors as flat arrays of float64, in one copy from the device."""
+    if not tensors:
+        return {}
+    flat = torch.stack([x.flatten().double() for x in tensors.values()]).cpu().numpy()
+    return dict(zip(tensors, flat, strict=True))

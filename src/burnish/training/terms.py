@@ -48,7 +48,7 @@ def add(sums: Metrics, terms: Terms, batch: MicroBatch) -> None:
     for name, part in terms.items():
         if isinstance(part, Term):
             _check_count(name, part, batch)
-            parts[name] = Metric(part.total.detach(), part.total.new_tensor(batch.counts[part.unit]))
+            parts[name] = Metric(part.total.detach(), part.total.new_full((), batch.counts[part.unit]))
         else:
             parts[name] = Metric(part.total.detach(), part.count.detach())
     merge(sums, parts)

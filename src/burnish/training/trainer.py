@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate.utils import DynamoBackend
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
@@ -28,6 +29,7 @@ from burnish.data import streaming
 from burnish.data.readers import Rows, load
 from burnish.errors import UserError, did_you_mean, is_out_of_memory
 from burnish.math.statistics import RowSums, paired_changes
+from burnish.models.compiled import compile_layers
 from burnish.models.dropout import key_dropout
 from burnish.models.forward import unwrap
 from burnish.models.heads import Network
@@ -59,8 +61,9 @@ class Trainer(transformers.Trainer):
         processing_class: the tokenizer, with its chat template.
         truncation: the maximum length of a sequence, and what happens to longer rows. By default nothing is truncated.
         token_budget: maximum number of tokens in a micro-batch, including padding. The default is 512 on a CPU, where
-            larger micro-batches are no faster, and no limit on a GPU. If the device runs out of memory, the budget is
-            halved and the step is repeated.
+            larger micro-batches are no faster. On a GPU, training steps have no limit, and that of passes without
+            gradient depends on the free memory. If the device runs out of memory, the budget is halved and the step is
+            repeated.
         padding_side: ``right`` or ``left``.
         pad_to: minimum width of a micro-batch, for kernels that are fastest at a fixed width.
         packed: put several sequences into one row, where they do not attend to each other. The default packs if the
@@ -123,6 +126,7 @@ class Trainer(transformers.Trainer):
                 args,
                 gradient_accumulation_steps=1,
                 ignore_data_skip=True,
+                logging_nan_inf_filter=False,  # on_non_finite decides; the filter would read every loss once more
                 remove_unused_columns=False,
                 max_steps=_max_steps(args, method),
             ),
@@ -144,6 +148,11 @@ class Trainer(transformers.Trainer):
             packed=packed,
             shared_prompts=shared_prompts and not args.neftune_noise_alpha,
         )
+        if args.torch_compile:
+            for trained in self.network.models:
+                compile_layers(trained, args.torch_compile_backend, args.torch_compile_mode)
+        dynamo: Any = self.accelerator.state.dynamo_plugin
+        dynamo.backend = DynamoBackend.NO  # accelerate would compile the method and the loss
         self.run = TrainerRun(self)
         self.loader: StepLoader | None = None
         self.last_sums: Metrics = {}
@@ -309,10 +318,10 @@ class Trainer(transformers.Trainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping. A step whose gradient is not finite is skipped."""
-        norm: Any = self.engine.clip(math.inf) if grad_norm is None else grad_norm
+        norm = float(self.engine.clip(math.inf) if grad_norm is None else grad_norm)
         # infinite gradients are normal with loss scaling (fp16): the scaler skips these steps
         if self.accelerator.scaler is None and not math.isfinite(norm):
-            self._skip(model, f"the norm of the gradient is {float(norm):g}")
+            self._skip(model, f"the norm of the gradient is {norm:g}")
         elif not self._skipped:
             self.non_finite.in_a_row = 0
         return norm
@@ -474,6 +483,7 @@ class Trainer(transformers.Trainer):
             loader=self.loader.state_dict(),
             rows_per_step=self.rows_per_step,
             token_budget=self.engine.token_budget,
+            pass_budget=self.engine.layout.pass_budget,
             last=self.engine.totals(self.last_sums),
             non_finite=(self.non_finite.total, self.non_finite.in_a_row),
             logs=self.recorder.offsets() if self.recorder is not None else {},
@@ -531,7 +541,7 @@ class Trainer(transformers.Trainer):
         if state.rows_per_step != self.rows_per_step:
             self.rows_per_step = state.rows_per_step
             warnings.warn(f"the run keeps its {self.rows_per_step} rows per optimizer step", stacklevel=2)
-        self.engine.token_budget = state.token_budget
+        self.engine.token_budget, self.engine.layout.pass_budget = state.token_budget, state.pass_budget
         self.non_finite.total, self.non_finite.in_a_row = state.non_finite
         self.start = {name: RowSums(**fields) for name, fields in state.start.items()}
         # these are sums over all processes, so only one process may count them
