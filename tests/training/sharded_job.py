@@ -94,6 +94,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "sft lora": (SFT, {"adapter": True}, ROWS),
     "sft checkpointing": (SFT, {}, ROWS),
     "sft lora checkpointing": (SFT, {"adapter": True}, ROWS),
+    "sft odd": (SFT, {}, ROWS[:5]),
     "pretrain": (Pretrain, {}, TEXTS),
     "dpo": (partial(DPO, nll_weight=0.1), {}, PAIRS),
     "dpo lora": (DPO, {"adapter": True}, PAIRS),
@@ -105,6 +106,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "step_value": (StepValue, {}, SOLUTIONS),
     "reinforce": (partial(Reinforce, advantage="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2"), {}, SCORED),
     "rloo": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS),
+    "rloo odd": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS[:5]),
     "grpo": (
         partial(
             Reinforce,
@@ -127,7 +129,11 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "ppo target_kl": (partial(ppo, "separate", epochs=2, mini_batches=2, target_kl=1e-3), {}, PROMPTS),
     "distill": (distill, {}, PROMPTS),
 }
-"""Method, settings of the model and rows; `NAME float64` is the same in that dtype."""
+"""Method, settings of the model and rows; `NAME float64` is the same in that dtype.
+
+``odd``: every second step has one row, which only one process has. ``ppo``: the policy has no weight in the first step.
+``reward``: a term of weight 0.
+"""
 STEPS = {"ppo target_kl": 6}
 LAYOUTS = ["one", "ddp", "fsdp2"]
 

@@ -1,15 +1,17 @@
 """Two processes give the results of one, with whole weights (DDP) and with sharded ones (FSDP2)."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
 from burnish import SFT, UserError
-from burnish.models import sharding
+from burnish.models import collectives, sharding
 from burnish.models.heads import VALUE_HEAD
 from burnish.models.sharding import check_model
 from burnish.types import Conversation
@@ -94,9 +96,11 @@ def test_if_one_process_runs_out_of_memory_all_of_them_repeat_the_step(tmp_path:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"optim": "adafactor"}, "optim must be one of adamw_torch, adamw_torch_fused, sgd"),
-        ({"torch_compile": True}, "torch_compile is not supported"),
-        ({}, "only one process"),
+        ({"optim": "adafactor"}, "sharded: optim adafactor does not work: use adamw_torch, adamw_torch_fused, sgd"),
+        ({"torch_compile": True}, "sharded: torch_compile does not work: remove it"),
+        ({"fp16": True}, "sharded: fp16 does not work: use bf16"),
+        ({"push_to_hub": True}, "sharded: push_to_hub does not work: remove it, and upload the finished folder"),
+        ({}, "sharded: there is only one process"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(
@@ -104,6 +108,15 @@ def test_what_cannot_be_sharded_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         make_trainer(SFT(), tiny_llama(), ROWS, own={"sharded": True}, **arguments)
+
+
+def test_only_public_names_of_torch_are_used() -> None:
+    """Of FSDP2 and of collectives, whose private parts change between versions of torch."""
+    for module in (sharding, collectives):
+        source = Path(module.__file__).read_text("utf-8")
+        assert not re.search(r"torch\.distributed[\w.]*\._", source)
+    used = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
+    assert all(callable(getattr(FSDPModule, name)) for name in used)
 
 
 def test_quantized_models_are_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

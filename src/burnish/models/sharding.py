@@ -128,3 +128,8 @@ def with_parameters(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) ->
     """A copy of a model with new parameters, each made from the original. Tied parameters stay tied."""
     made = {id(p): nn.Parameter(make(p), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, made)  # type: ignore[arg-type]
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters take no memory."""
+    return with_parameters(model, lambda p: torch.empty_like(p, device="meta"))
