@@ -54,15 +54,15 @@ def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> C
 def train(
     folder: Path, url: str, sharded: bool = False, adapter: bool = False, start: str | None = None
 ) -> dict[str, Any]:
-    """Four iterations of four and three prompts. Returns the weights, the scores, and what each process has sent."""
+    """One iteration of four prompts and one of three. Returns weights, scores, and what each process has sent."""
     processes, counts = int(os.environ.get("WORLD_SIZE", 1)), Counter({"requests": 0, "weights": 0})
     generator = partial(VllmGenerator, url=url, group=GlooBroadcast, wait=20.0, folder=f"{folder}-adapters")
-    method = GRPO(reward, Sampling(max_new_tokens=6, samples=3), generator)
+    method = GRPO(reward, Sampling(max_new_tokens=4, samples=3), generator)
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     distributed: dict[str, Any] = {"ddp_backend": "gloo"} if processes > 1 else {}
     trainer = Trainer(
         model=lora(llama()) if adapter else llama(),
-        args=arguments(folder, per_device_train_batch_size=4 // processes, **saving, **distributed),
+        args=arguments(folder, per_device_train_batch_size=4 // processes, num_train_epochs=1, **saving, **distributed),
         method=method,
         train_dataset=ROWS,
         processing_class=character_tokenizer(),

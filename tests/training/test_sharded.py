@@ -60,19 +60,19 @@ def test_saved_weights_load_with_transformers(out: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
 def test_every_layout_resumes_from_the_checkpoints_of_every_other(tmp_path: Path) -> None:
     """In the same layout with the same bytes. The first checkpoint of PPO has no optimizer state of the policy."""
-    alone: dict[Any, Any] = {(case, "one", None): job.resume(case, tmp_path, "one") for case in RESUMED}
-    ends = launch("resume", tmp_path, RESUMED)
+    ends: dict[Any, Any] = {(case, "one", None): job.resume(case, tmp_path, "one") for case in RESUMED}
+    ends |= launch("resume", tmp_path, RESUMED)
     for case in RESUMED:
-        alone |= {(case, "one", start): job.resume(case, tmp_path, "one", start) for start in job.LAYOUTS}
-    ends |= alone
+        ends |= {(case, "one", start): job.resume(case, tmp_path, "one", start) for start in job.LAYOUTS}
     assert len(ends) == len(RESUMED) * 3 * 4
-    for (case, layout, start), weights in ends.items():
+    for (case, layout, start), (rows, weights) in ends.items():
+        expected_rows, expected = ends[case, "one", None]
+        assert rows == expected_rows and len(rows) == 2
         for name, weight in weights.items():
             if start in (None, layout):
-                assert torch.equal(weight, ends[case, layout, None][name]), (case, layout, name)
+                assert torch.equal(weight, ends[case, layout, None][1][name]), (case, layout, name)
             within = tolerance(case)
-            expected = ends[case, "one", None][name]
-            torch.testing.assert_close(weight, expected, atol=within, rtol=within, msg=f"{case} {layout} {start}")
+            torch.testing.assert_close(weight, expected[name], atol=within, rtol=within, msg=f"{case} {layout} {start}")
 
 
 @pytest.mark.slow
