@@ -114,7 +114,7 @@ model: base
 reward: [{function: "rewards.py:score"}]
 data: {train: prompts.jsonl}
 generation: {max_new_tokens: 4, samples: 2}
-parallel: {processes: 2, timeout: 3}
+parallel: {processes: 2, timeout: 6}
 trainer: {per_device_train_batch_size: 2, max_steps: 2}
 """
 RAISES = "raise ValueError('broken on rank 1')"

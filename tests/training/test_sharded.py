@@ -113,7 +113,7 @@ def test_what_cannot_be_sharded_is_refused(
 def test_only_public_names_of_torch_are_used() -> None:
     """Of FSDP2 and of collectives, whose private parts change between versions of torch."""
     for module in (sharding, collectives):
-        source = Path(module.__file__).read_text("utf-8")
+        source = Path(str(module.__file__)).read_text("utf-8")
         assert not re.search(r"torch\.distributed[\w.]*\._", source)
     used = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
     assert all(callable(getattr(FSDPModule, name)) for name in used)
