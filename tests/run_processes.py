@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ class Run:
             "PYTHONHASHSEED": "random",
             "PYTHONPATH": str(Path(burnish.__file__).parents[1]),
         }
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        self._log, path = tempfile.mkstemp()
+        os.unlink(path)
+        weakref.finalize(self, os.close, self._log)
         self.process = subprocess.Popen(
             [*launcher, "burnish", "run", *arguments],
             cwd=cwd,
@@ -51,8 +54,7 @@ class Run:
     @property
     def output(self) -> str:
         """What the run has shown so far."""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
+        return os.pread(self._log, os.fstat(self._log).st_size, 0).decode("utf-8", "replace")
 
     def until(self, condition: str | Callable[[], bool]) -> None:
         """Wait for a pattern in the output, or until something holds. It is a failure if the run ends before."""
