@@ -175,7 +175,7 @@ def test_a_run_that_gets_sigterm_resumes_with_the_same_bytes(
 
     saves, ends = r"ended by SIGTERM after saving a checkpoint of step \d+; run", r"ended by SIGTERM; run"
     moments: list[tuple[Callable[[Run], None], str]] = [
-        (lambda run: run.until(r"\[sft\] step \d+/"), saves),
+        (lambda run: run.until(lambda: (stages / "sft" / "checkpoint-2").exists()), saves),
         (held("prompts-eval", lambda: True), ends),
         (held("prompts-eval", lambda: (stages / "ppo" / "checkpoint-3").exists()), saves),
         (lambda run: run.until(lambda: (stages / "ahead" / "checkpoint-3").exists()), saves),
