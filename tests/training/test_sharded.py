@@ -45,6 +45,7 @@ def test_saved_weights_load_with_transformers(out: Path) -> None:
     results = torch.load(out / "results.pt")["fsdp2"]
     folder = out / "fsdp2" / "ppo shared float64"
     saved = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied weights are saved once
     parts = {f"policy.{n}": p for n, p in saved.named_parameters()}
     parts |= {f"critic.{n}": x for n, x in load_file(folder / VALUE_HEAD).items()}
     weights = results["ppo shared float64"]["weights"]
