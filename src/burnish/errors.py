@@ -36,11 +36,11 @@ class LostProcessError(Exception):
     """
 
 
-class Terminated(BaseException):
+class Terminated(KeyboardInterrupt):
     """The run was ended by SIGTERM: ``Terminated(12)`` after it saved a checkpoint of step 12.
 
-    The command line says so and exits with code 143. Like KeyboardInterrupt, it is no Exception, since nothing should
-    handle it on the way.
+    The command line says so and exits with code 143. It is a KeyboardInterrupt, because asyncio and whatever calls the
+    user's code let only those through.
     """
 
     def __init__(self, step: int | None = None) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import burnish
 from burnish.config.yaml import read
-from burnish.report.metrics import is_timing
+from run_processes import PATIENCE, chunks, lines, results, unfinished, wait
 
 # What each process is killed at: some time after its start, a line of metrics, a chunk of rows, a folder being written.
 MOMENTS = {
@@ -28,7 +28,6 @@ MOMENTS = {
     # three times in the search of the first round and twice in that of the second
     "search": ["chunk", "chunk", "chunk", "line", "chunk", "chunk", "line", "write", "line", "write"],
 }
-PATIENCE = 600  # seconds; a process that takes longer hangs
 REWARDS = """\
 import random
 
@@ -98,35 +97,6 @@ def finish(folder: Path) -> None:
     assert start(folder).wait(timeout=PATIENCE) == 0, shown(folder)
 
 
-def found(folder: Path) -> list[Path]:
-    """All files and folders of the runs. Unlike a glob, this may pass a folder that is renamed meanwhile."""
-    walked = os.walk(folder / "runs")
-    return [Path(parent) / name for parent, folders, names in walked for name in (*folders, *names)]
-
-
-def lines(folder: Path) -> int:
-    """Lines of metrics that the stages have written."""
-    return sum(path.read_bytes().count(b"\n") for path in found(folder) if path.name == "metrics.jsonl")
-
-
-def chunks(folder: Path) -> set[int]:
-    """The times of the last chunk of every stage that makes rows, in nanoseconds."""
-    return {path.stat().st_mtime_ns for path in found(folder) if path.name == "progress.json"}
-
-
-def unfinished(folder: Path) -> set[tuple[str, int]]:
-    """Folders that are being written, or were when a process was killed, each with its last change in nanoseconds."""
-    contents = set()
-    for path in found(folder):
-        if not (path.name.startswith(".") and path.name.endswith(".partial")):
-            continue
-        try:
-            contents.add((path.name, path.stat().st_mtime_ns))
-        except FileNotFoundError:  # it took its name in between
-            continue
-    return contents
-
-
 def kill(folder: Path, moment: str, target: float, chance: random.Random) -> bool:
     """Start the run and kill it at a moment, where that is not its start after so many lines.
 
@@ -153,13 +123,6 @@ def kill(folder: Path, moment: str, target: float, chance: random.Random) -> boo
     return bool(unfinished(folder) - old)
 
 
-def wait(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
-    """Until something holds, or the process has ended or hangs."""
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None and not until() and time.monotonic() < deadline:
-        time.sleep(0.002)
-
-
 def rename(parent: Path, target: Path) -> None:
     """Move a working folder by a rename of the folder above it."""
     parent.rename(target)
@@ -170,29 +133,6 @@ def copy(parent: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", parent, target], check=True)
     shutil.rmtree(parent)
     shutil.rmtree(target / "work" / "cache", ignore_errors=True)
-
-
-def results(folder: Path) -> dict[str, Any]:
-    """What must be equal: all files of data, models and adapters, samples, metrics and the manifest without timings."""
-    (run,) = folder.glob("runs/*")
-    contents: dict[str, Any] = {}
-    for kind in ("data/**/*", "model/**/*", "adapter/**/*", "samples.jsonl"):
-        for path in sorted(path for path in run.glob(f"**/{kind}") if path.is_file()):
-            contents[str(path.relative_to(run))] = path.read_bytes()
-    for path in sorted(run.glob("**/metrics.jsonl")):
-        values = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        contents[str(path.relative_to(run))] = without_timings(values)
-    manifest = json.loads((run / "manifest.json").read_text("utf-8"))
-    del manifest["checksums"]  # they are known by the times when files changed
-    contents["manifest.json"] = without_timings(manifest)
-    return contents
-
-
-def without_timings(value: Any) -> Any:
-    """Plain values without what may differ between two equal runs."""
-    if isinstance(value, dict):
-        return {key: without_timings(item) for key, item in value.items() if not is_timing(key)}
-    return [without_timings(item) for item in value] if isinstance(value, list) else value
 
 
 def check(name: str, expected: dict[str, Any]) -> None:

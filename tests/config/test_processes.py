@@ -81,6 +81,26 @@ def test_one_process_does_not_shard() -> None:
         Processes.join().connect(Parallel(shard="fsdp2"))
 
 
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("trainer.optim=adafactor", "optim adafactor does not work: use adamw_torch, adamw_torch_fused, sgd"),
+        ("trainer.fp16=true", "fp16 does not work: use bf16"),
+        ("trainer.torch_compile=true", "torch_compile does not work: remove it"),
+        ("trainer.push_to_hub=true", "push_to_hub does not work: remove it, and upload the finished folder"),
+        ("adapter={quantize: nf4}", "adapter.quantize does not work: remove it, or remove parallel.shard"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_a_stage_starts(setting: str, message: str, run_folder: Path) -> None:
+    Path("small.yaml").write_text(RECIPE)
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    processes = Processes()
+    processes.sharded = True
+    with pytest.raises(UserError, match=f"stages.sft: with parallel.shard, {message}"):
+        pipeline.run(load("small.yaml", [setting]), processes=processes)
+    assert not Path("runs").exists()
+
+
 # --- who decides ---------------------------------------------------------------------------------------------------
 
 

@@ -578,7 +578,9 @@ def test_two_processes_of_different_speeds_give_the_same_bytes_and_resume(tmp_pa
     done = subprocess.run([*command, job, tmp_path], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     ends = torch.load(tmp_path / "end.pt")
-    for kind in ("completions", "rounds"):
+    for kind in ("completions", "rounds", "sharded"):
         straight, *others = (ends[kind, name] for name in ("straight", "other", "resumed"))
         assert all(torch.equal(weight, other[name]) for other in others for name, weight in straight.items())
+    for name, weight in ends["completions", "straight"].items():
+        torch.testing.assert_close(ends["sharded", "straight"][name], weight, atol=1e-5, rtol=1e-5)
     assert not torch.equal(ends["rounds", "other"]["lm_head.weight"], ends["completions", "other"]["lm_head.weight"])

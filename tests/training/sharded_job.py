@@ -10,7 +10,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "sft lora": (SFT, {"adapter": True}, ROWS),
     "sft checkpointing": (SFT, {}, ROWS),
     "sft lora checkpointing": (SFT, {"adapter": True}, ROWS),
+    "sft odd": (SFT, {}, ROWS[:5]),
     "pretrain": (Pretrain, {}, TEXTS),
     "dpo": (partial(DPO, nll_weight=0.1), {}, PAIRS),
     "dpo lora": (DPO, {"adapter": True}, PAIRS),
@@ -107,6 +108,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "reinforce": (partial(Reinforce, advantage="rloo", kl_coef=0.1, kl_in="loss", kl_estimate="k2"), {}, SCORED),
     "rloo": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS),
     "rloo continuous": (partial(Reinforce, reward, ODD, ContinuousGenerator, advantage="rloo"), {}, PROMPTS),
+    "rloo odd": (partial(Reinforce, reward, ODD, advantage="rloo"), {}, PROMPTS[:5]),
     "grpo": (
         partial(
             Reinforce,
@@ -129,7 +131,11 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "ppo target_kl": (partial(ppo, "separate", epochs=2, mini_batches=2, target_kl=1e-3), {}, PROMPTS),
     "distill": (distill, {}, PROMPTS),
 }
-"""Method, settings of the model and rows; `NAME float64` is the same in that dtype."""
+"""Method, settings of the model and rows; `NAME float64` is the same in that dtype.
+
+``odd``: every second step has one row, which only one process has. ``ppo``: the policy has no weight in the first step.
+``reward``: a term of weight 0.
+"""
 STEPS = {"ppo target_kl": 6}
 LAYOUTS = ["one", "ddp", "fsdp2"]
 
@@ -232,15 +238,29 @@ def train(case: str, folder: Path, sharded: bool = False) -> dict[str, Any]:
     return results
 
 
-def resume(case: str, out: Path, layout: str, start: str | None = None) -> dict[str, Tensor]:
+class End(NamedTuple):
+    """The rows of the second and the third step, and the weights after them."""
+
+    rows: list[list[str]]
+    weights: dict[str, Tensor]
+
+
+def resume(case: str, out: Path, layout: str, start: str | None = None) -> End:
     """Train from scratch, with a checkpoint after each step, or from the first checkpoint of a layout."""
     made, _ = trainer(case, out / layout / case / (start or ""), layout == "fsdp2", save=start is None)
+    rows: list[list[str]] = []
+
+    class Rows(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            rows.append(made._sources)
+
+    made.add_callback(Rows())
     made.train(resume_from_checkpoint=str(out / start / case / "checkpoint-1") if start else None)
-    return full(made)
+    return End(rows[-2:], full(made))
 
 
 def resume_all(out: Path, cases: list[str], layouts: list[str]) -> dict[tuple[str, str, str | None], Any]:
-    """The weights at the end by case, layout and the layout of the checkpoint, which is None in a run from scratch."""
+    """The ends by case, layout and the layout of the checkpoint, which is None in a run from scratch."""
     ends: dict[tuple[str, str, str | None], Any] = {
         (case, layout, None): resume(case, out, layout) for layout in layouts for case in cases
     }
@@ -300,7 +320,7 @@ def main(job: str, out: Path, cases: list[str]) -> None:
             for layout in LAYOUTS[1:]
         }
     else:
-        results = resume_all(out, cases, LAYOUTS[1:])
+        results = {key: tuple(end) for key, end in resume_all(out, cases, LAYOUTS[1:]).items()}
     if torch.distributed.get_rank() == 0:
         torch.save(results, out / "results.pt")
     torch.distributed.barrier()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from burnish import files, progress, user_functions
@@ -258,11 +259,7 @@ def _check_all(recipe: Recipe, processes: Processes) -> None:
         training = TrainingStage(recipe, stage, processes)
         arguments = training.arguments()
         if processes.sharded:
-            try:
-                check_sharded(arguments)
-            except UserError as error:
-                problem = str(error).removeprefix("sharded: ")
-                raise UserError(f"stages.{stage.name}: with parallel.shard, {problem}") from error
+            _check_sharded(stage, arguments)
         if stage.adapter is not None and (kind := stage.adapter.quantize) is not None:
             quantize.require(kind, f"stages.{stage.name}.adapter.quantize")
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore
@@ -274,6 +271,17 @@ def _check_all(recipe: Recipe, processes: Processes) -> None:
                     read.take(1)
         if len(splits) == len(training.splits):
             check_rewards(stage, splits)
+
+
+def _check_sharded(stage: Stage, arguments: TrainingArguments) -> None:
+    """Check that the weights of a stage can be sharded."""
+    try:
+        if stage.adapter is not None and stage.adapter.quantize is not None:
+            raise UserError("sharded: adapter.quantize does not work: remove it, or remove parallel.shard")
+        check_sharded(arguments)
+    except UserError as error:
+        problem = str(error).removeprefix("sharded: ")
+        raise UserError(f"stages.{stage.name}: with parallel.shard, {problem}") from error
 
 
 def _check_rows(making: RowStage) -> None:

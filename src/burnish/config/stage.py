@@ -140,8 +140,8 @@ class TrainingStage:
             inputs = self._inputs(stack, screen)
             trainer = self._trainer(inputs, None, screen)
             self._train(trainer, Path(checkpoint) if checkpoint else None, inputs.splits, screen)
-            if trainer.engine.sharded:
-                trainer.engine.state_dict()  # the part of each process in what the first one saves
+            trainer.engine.state_dict()  # the part of each process in what the first one saves
+            trainer.engine.whole_critic()
 
     def _inputs(self, stack: contextlib.ExitStack, screen: Display) -> _Inputs:
         """Load the model, the rows and the rewards, and create the method. ``stack`` closes them."""
@@ -359,11 +359,6 @@ class TrainingStage:
             show_samples=screen.samples,
             callbacks=shown,
         )
-        if trainer.engine.sharded and isinstance(trainer.network.critic, PeftModel):
-            raise UserError(
-                f"stages.{self.stage.name}: parallel.shard cannot merge the adapter of a separate critic: set critic: "
-                "shared in its method, or remove adapter or shard"
-            )
         trainer.rows_per_step = self.stage.trainer.per_device_train_batch_size  # for any number of processes
         trainer.remove_callback(PrinterCallback)
         if (limit := trainer.truncation.max_length) != self.data.max_length:
@@ -376,7 +371,7 @@ class TrainingStage:
         The config of a reward model stores the mean and standard deviation of its held-out scores. ``entry`` is the
         stage's entry in the manifest, from which the model cards are made.
         """
-        state_dict = trainer.engine.state_dict()
+        state_dict, adapted_critic = trainer.engine.state_dict(), trainer.engine.whole_critic()
         evaluated = entry["results"].get("after", {})
         network = trainer.accelerator.unwrap_model(trainer.model)
         if "eval_score_mean" in evaluated:
@@ -391,8 +386,11 @@ class TrainingStage:
             if state_dict is not None:
                 of_critic = {name: x for name, x in state_dict.items() if name.startswith("critic.")}
                 state_dict = {f"policy.{name}": x for name, x in network.policy.state_dict().items()} | of_critic
-        if isinstance(network.critic, PeftModel):
-            network.critic = network.critic.merge_and_unload()
+        if adapted_critic is not None:
+            network.critic = adapted_critic.merge_and_unload()
+            if state_dict is not None:
+                of_critic = {f"critic.{name}": x for name, x in network.critic.state_dict().items()}
+                state_dict = {name: x for name, x in state_dict.items() if name.startswith("policy.")} | of_critic
         with files.writing(self.folder / "model") as staging:
             if state_dict is None:
                 trainer.save_model(str(staging))

@@ -7,7 +7,7 @@ collectives that it had already made: so all processes end the pass, with useles
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from burnish.errors import is_out_of_memory
 
 T = TypeVar("T")
+
+# torch before 2.13 has only the old names, which 2.13 deprecates
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Pass:
@@ -40,24 +43,31 @@ _pass = _Pass()
 _roots: WeakSet[FSDPModule] = WeakSet()
 
 
-class _AllGather(DefaultAllGather):
+class _Collective:
+    """The buffers of FSDP2's collectives, an interface that ``torch.distributed.fsdp`` does not export."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if _pass.joins():
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         output_tensor.zero_()
         return None
 
 
-class _ReduceScatter(DefaultReduceScatter):
+class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op=False
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         if _pass.joins():
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[arg-type]
         output_tensor.zero_()
-        return None  # type: ignore[return-value]
+        return None
 
 
 def watch(root: torch.nn.Module) -> None:
@@ -66,8 +76,8 @@ def watch(root: torch.nn.Module) -> None:
     _roots.add(root)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_AllGather())
-            module.set_custom_reduce_scatter(_ReduceScatter())
+            module.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
 
 def attempt(function: Callable[[T], object], value: T, short: Callable[[], T]) -> str | None:
@@ -83,7 +93,8 @@ def attempt(function: Callable[[T], object], value: T, short: Callable[[], T]) -
     try:
         function(value)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        # FSDP2 could not repeat an interrupted pass before torch 2.13
+        if not is_out_of_memory(error) or not all(hasattr(root, "reset_iter_state") for root in _roots):
             raise
         problem = str(error)
     else:

@@ -103,16 +103,23 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_state_dict(module: nn.Module, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
     """The state dict of a module with full tensors, on the CPU of the first process. The others get an empty one.
 
+    Tied parameters are one tensor, so that transformers saves them once.
+
     Args:
         module: may be sharded.
         leave_out: the names of tensors that are not needed.
     """
     state: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict().items():
-        if name not in leave_out:
-            full = whole(tensor)
+    names: dict[int, str] = {}  # the first name of each tensor
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in leave_out:
+            continue
+        if (first := names.setdefault(id(tensor), name)) == name:
+            full = whole(tensor.detach())
             if dist.get_rank() == 0:
                 state[name] = full.cpu()
+        elif dist.get_rank() == 0:
+            state[name] = state[first]
     return state
 
 
@@ -128,3 +135,8 @@ def with_parameters(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) ->
     """A copy of a model with new parameters, each made from the original. Tied parameters stay tied."""
     made = {id(p): nn.Parameter(make(p), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, made)  # type: ignore[arg-type]
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters take no memory."""
+    return with_parameters(model, lambda p: torch.empty_like(p, device="meta"))

@@ -540,15 +540,22 @@ def check_generation_config(model: Any) -> None:
 
 
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+NOT_SHARDED = {
+    "fp16": "use bf16",
+    "torch_compile": "remove it",
+    "push_to_hub": "remove it, and upload the finished folder of the model",
+}
+"""Arguments with which the weights cannot be sharded, and what works instead."""
 
 
 def check_sharded(args: TrainingArguments) -> None:
     """Raise a UserError for arguments with which the weights cannot be sharded."""
     if args.optim not in SHARDED_OPTIMIZERS:
-        raise UserError(f"sharded: optim must be one of {', '.join(SHARDED_OPTIMIZERS)}")
-    for name in ("fp16", "torch_compile", "push_to_hub"):
+        name = getattr(args.optim, "value", args.optim)
+        raise UserError(f"sharded: optim {name} does not work: use {', '.join(SHARDED_OPTIMIZERS)}")
+    for name, instead in NOT_SHARDED.items():
         if getattr(args, name):
-            raise UserError(f"sharded: {name} is not supported yet: remove one of the two")
+            raise UserError(f"sharded: {name} does not work: {instead}")
     if args.world_size == 1:
         raise UserError(
             "sharded: there is only one process: start several with torchrun --nproc-per-node N, or remove it"

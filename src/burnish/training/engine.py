@@ -63,14 +63,15 @@ class Engine:
         self.between: Callable[[], None] = lambda: None
         self._generation_model = network.policy
         self._sampling_dtype = sampling_dtype(network.policy, accelerator.device, self.precision)
+        self._empty_critic: nn.Module | None = None
         if sharded:
             for model in network.models:
                 sharding.check_model(model)
+            if isinstance(network.critic, PeftModel):
+                self._empty_critic = sharding.without_weights(network.critic)
         if sharded or self._sampling_dtype is not None:
             # sharded modules cannot be copied, so this copy without weights is made while they are not
-            self._generation_model = sharding.with_parameters(
-                network.policy, lambda p: torch.empty_like(p, device="meta")
-            )
+            self._generation_model = sharding.without_weights(network.policy)
 
     @property
     def rank(self) -> int:
@@ -297,6 +298,22 @@ class Engine:
             }
             self._generation_model = sharding.with_parameters(model, lambda empty: copies[id(empty)])
         return self._generation_model
+
+    def whole_critic(self) -> PeftModel | None:
+        """A separate critic with an adapter; if it is sharded, an unsharded copy on the CPU of the first process.
+
+        None if there is no such critic, or it is sharded and this is another process.
+        """
+        critic = self.network.critic
+        if not isinstance(critic, PeftModel) or self._empty_critic is None:
+            return critic if isinstance(critic, PeftModel) else None
+        state = sharding.whole_state_dict(critic)
+        if self.rank > 0:
+            return None
+        copy = sharding.with_parameters(self._empty_critic, lambda p: torch.empty_like(p, device="cpu"))
+        copy.load_state_dict(state)
+        assert isinstance(copy, PeftModel)
+        return copy
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's trained weights by name, one at a time, as full tensors in every process."""
