@@ -193,6 +193,24 @@ def inspect(
 
 
 @app.command()
+def plan(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: this machine.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, show_default="of this machine", help="GiB of each GPU, or of the machine.")
+    ] = None,
+) -> None:
+    """Show the memory that each stage will need, and what to change if it does not fit. This loads no weights."""
+    from burnish.config import load
+
+    load(recipe, overrides or [])  # first, because what follows imports torch
+    from burnish.commands import plan as planning
+
+    planning.show(recipe, overrides or [], gpus, memory, _console(soft_wrap=not sys.stdout.isatty()))
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: runs/NAME.")]) -> None:
     """Write a self-contained HTML report of a run: curves, samples before and after, and the manifest."""
     from burnish.config.manifest import MANIFEST, read_manifest

@@ -1,4 +1,4 @@
-"""Shows a recipe's plan, and its rows as the model sees them: tokens, loss masks, lengths, memory and time."""
+"""Shows a recipe's outline, and its rows as the model sees them: tokens, loss masks, lengths, memory and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from burnish.commands.plan import episode_facts, is_shown, show_plan
+from burnish.commands.outline import episode_facts, is_shown, show_outline
 from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
 from burnish.config.resolve import environments_of, model_reference
 from burnish.config.row_stage import RowStage
@@ -58,14 +58,14 @@ CHECKPOINTED = 2
 
 
 def show(recipe: Recipe, row: int | None, console: Console) -> None:
-    """Print every stage whose inputs exist, and the missing inputs of the others. If there are loops, also the plan.
+    """Print every stage whose inputs exist, and the missing inputs of the others. If there are loops, also the outline.
 
     Raises:
         UserError: if rows or a tokenizer cannot be read, or there is no row ``row``.
     """
     if recipe.loops:
-        console.rule("plan", align="left")
-        show_plan(recipe, console)
+        console.rule("outline", align="left")
+        show_outline(recipe, console)
     shown: list[Stage] = []
     waiting: list[str] = []
     for stage in recipe.stages:

@@ -1,4 +1,4 @@
-"""The plan that ``burnish inspect`` prints of a recipe with loops, and the rows of stages that make rows."""
+"""The outline that ``burnish inspect`` prints of a recipe with loops, and the rows of stages that make rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from burnish import cli
-from burnish.commands.plan import plan
+from burnish.commands.outline import outline
 from burnish.config import load
 from burnish.recipes.tiny import prepare
 
@@ -46,7 +46,7 @@ stages:
     model: {stage: improve}
     data: {train: {stage: grow, file: samples.jsonl}}
 """
-PLAN = """\
+OUTLINE = """\
 prepare: burnish.recipes.tiny:prepare, seed 7
 loop: 20 rounds, or until score of grow is above 0.9; keeps the models of the last round
   round 1 of 20
@@ -106,14 +106,14 @@ def inspect(*arguments: str) -> str:
     return result.stdout
 
 
-def test_the_plan_names_what_every_stage_of_a_round_reads(folder: Path) -> None:
-    assert "".join(f"{line}\n" for line in plan(load("rest.yaml"))) == PLAN
+def test_the_outline_names_what_every_stage_of_a_round_reads(folder: Path) -> None:
+    assert "".join(f"{line}\n" for line in outline(load("rest.yaml"))) == OUTLINE
 
 
 @pytest.mark.parametrize(("rounds", "left_out"), [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)])
 def test_rounds_between_the_second_and_the_last_are_left_out(folder: Path, rounds: int, left_out: int) -> None:
     rates = f"stages.loop.stages.improve.by_round={{trainer.learning_rate: {[1e-5] * rounds}}}"
-    lines = list(plan(load("rest.yaml", [f"stages.loop.rounds={rounds}", rates])))
+    lines = list(outline(load("rest.yaml", [f"stages.loop.rounds={rounds}", rates])))
     assert sum("like round 2" in line for line in lines) == left_out
     assert sum(f" of {rounds}" in line for line in lines) == min(rounds, 3)
     assert f"  model: loop/{rounds}/improve" in lines
@@ -121,7 +121,7 @@ def test_rounds_between_the_second_and_the_last_are_left_out(folder: Path, round
 
 def test_stages_whose_rows_are_not_there_yet_are_listed_once(folder: Path) -> None:
     shown = inspect()
-    assert PLAN.splitlines()[3] in shown
+    assert OUTLINE.splitlines()[3] in shown
     assert "needed by loop/1/grow, loop/1/few, loop/1/improve, loop/2/grow," in shown
     assert "loop/20/improve, last" in shown and "loop/3" not in shown
 
@@ -139,10 +139,10 @@ def test_the_input_of_stages_that_make_rows_is_shown(folder: Path) -> None:
     assert "needed by loop/1/improve, loop/2/improve, loop/20/improve, last" in shown
 
 
-def test_the_plan_names_environments_tools_and_limits(folder: Path) -> None:
+def test_the_outline_names_environments_tools_and_limits(folder: Path) -> None:
     recipe = RECIPE.replace("RATES", str([1e-3] * 20))
     acts = 'tools: ["mine.py:short"]\n        environment: {class: "mine.py:short", max_tokens: 99}'
     acts += "\n        generation: {samples"
     Path("acts.yaml").write_text(recipe.replace("generation: {samples", acts), "utf-8")
-    lines = "\n".join(plan(load("acts.yaml")))
+    lines = "\n".join(outline(load("acts.yaml")))
     assert "environment: mine.py:short\n      tools: mine.py:short\n      limits: max_turns 8, max_tokens 99," in lines
