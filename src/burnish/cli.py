@@ -196,18 +196,37 @@ def inspect(
 def plan(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: this machine.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, show_default="this machine", help="Number of GPUs.")] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0.1, show_default="of this machine", help="GiB of each GPU, or of the machine.")
+        float | None,
+        typer.Option(min=0.1, show_default="this machine's", help="GiB of each GPU, or of each process on a CPU."),
+    ] = None,
+    row_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="as many as possible", help="Tokens of rows that do not exist yet."),
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Show only this stage, such as ppo or loop/1/improve.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Simulate the time with more workers, from this finished run.")
+    ] = None,
+    rollout_workers: Annotated[
+        str | None, typer.Option(metavar="N,N", help="With --profile: processes that sample. The other GPUs train.")
+    ] = None,
+    staleness: Annotated[
+        str | None, typer.Option(metavar="N,N", show_default="0,1,2", help="With --profile: method.max_staleness.")
     ] = None,
 ) -> None:
-    """Show the memory that each stage will need, and what to change if it does not fit. This loads no weights."""
+    """Show the memory that each stage needs, and what to change if it does not fit. No weights are loaded."""
     from burnish.config import load
 
+    for option, given in {"--rollout-workers": rollout_workers, "--staleness": staleness}.items():
+        if given is not None and profile is None:
+            raise UserError(f"{option} would have no effect without --profile, the folder of a finished run")
     load(recipe, overrides or [])  # first, because what follows imports torch
     from burnish.commands import plan as planning
 
-    planning.show(recipe, overrides or [], gpus, memory, _console(soft_wrap=not sys.stdout.isatty()))
+    options = planning.Options(gpus, memory, row_tokens, stage, profile, rollout_workers, staleness)
+    planning.show(recipe, overrides or [], options, _console(soft_wrap=not sys.stdout.isatty()))
 
 
 @app.command()

@@ -1,9 +1,12 @@
-"""Shows what a recipe needs before it runs: the memory of each process, and what to change if it does not fit."""
+"""Shows what a recipe needs before it runs: memory, what to change if it does not fit, and time with more workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -11,56 +14,65 @@ from rich.table import Table
 from burnish.commands.outline import is_shown
 from burnish.config import Recipe, load
 from burnish.config.loading import document
-from burnish.errors import UserError
+from burnish.errors import UserError, did_you_mean
 from burnish.plan.advice import changes
 from burnish.plan.models import NotMadeYet
+from burnish.plan.profile import read_profile
+from burnish.plan.simulation import scaled, simulate
 from burnish.plan.stage import CUDA_RESERVED, Machine, StagePlan, plan_stage, this_machine
 from burnish.report.rounds import round_of
 
 GIB = 2**30
 
 
-def machine_of(recipe: Recipe, gpus: int | None, memory: float | None) -> Machine:
+class Options(NamedTuple):
+    """The options of ``burnish plan``: ``Options(gpus=64, memory=80, workers="8,16", profile=Path("runs/ppo"))``."""
+
+    gpus: int | None = None
+    memory: float | None = None
+    row_tokens: int | None = None
+    stage: str | None = None
+    profile: Path | None = None
+    workers: str | None = None
+    staleness: str | None = None
+
+
+def machine_of(recipe: Recipe, options: Options) -> Machine:
     """The devices that the user named, or those of this machine.
 
     Raises:
         UserError: if GPUs are named without their memory, and this machine has none.
     """
-    here = this_machine(recipe, resident_bytes())
-    if gpus is None:
-        return here if memory is None else Machine(here.processes, int(memory * GIB), here.gpu, here.reserved)
-    if memory is None and not here.gpu:
+    here = this_machine(recipe)
+    size = here.memory if options.memory is None else int(options.memory * GIB)
+    if options.gpus is None:
+        return replace(here, memory=size)
+    if options.memory is None and not here.gpu:
         raise UserError("--gpus needs --memory, the GiB of each GPU: --gpus 8 --memory 80")
-    return Machine(gpus, here.memory if memory is None else int(memory * GIB), True, CUDA_RESERVED)
+    return Machine(options.gpus, size, True, CUDA_RESERVED)
 
 
-def resident_bytes() -> int:
-    """The memory in bytes that this process takes with what it has imported."""
-    statm = Path("/proc/self/statm")
-    if not statm.is_file():
-        return 0
-    import os
-
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def show(reference: str, overrides: Sequence[str], gpus: int | None, memory: float | None, console: Console) -> None:
-    """Print a table for each stage that trains or samples.
+def show(reference: str, overrides: Sequence[str], options: Options, console: Console) -> None:
+    """Print a table of memory for each stage that trains or samples, and one of time if there is a profile.
 
     Raises:
-        UserError: if the recipe is wrong, or a model or rows cannot be read.
+        UserError: if the recipe is wrong, or a model, rows or the profile cannot be read.
     """
     recipe = load(reference, overrides)
-    machine = machine_of(recipe, gpus, memory)
+    machine = machine_of(recipe, options)
+    simulated = None if options.profile is None else simulation(recipe, options)
+    names = [stage.name for stage in recipe.stages]
+    if options.stage is not None and options.stage not in names:
+        raise UserError(f"--stage {options.stage}: no such stage{did_you_mean(options.stage, names)}")
     console.print(_machine(machine))
     several = "stages" in document(reference)[0].value
     for stage in recipe.stages:
-        if stage.run or not is_shown(recipe, stage):
+        if stage.run or not (is_shown(recipe, stage) if options.stage is None else stage.name == options.stage):
             continue
         assert stage.method is not None
         console.rule(f"{stage.name}: {stage.method.name}", align="left")
         try:
-            plan = plan_stage(recipe, stage, machine)
+            plan = plan_stage(recipe, stage, machine, options.row_tokens)
         except NotMadeYet as made:
             console.print(f"unknown until burnish run has made the model of stage {made.stage}", markup=False)
             continue
@@ -68,11 +80,17 @@ def show(reference: str, overrides: Sequence[str], gpus: int | None, memory: flo
             console.print("uses no model")
             continue
         console.print(table(plan, machine))
-        for note in notes(plan, machine):
+        for note in notes(plan):
             console.print(note, markup=False)
         if plan.memory.peak > machine.memory:
-            loader: Callable[[list[str]], Recipe] = lambda more: load(reference, [*overrides, *more])  # noqa: E731
-            console.print(advice(loader, _prefix(stage.name, several), plan, machine))
+            console.print(advice(partial(_changed, reference, overrides), _prefix(stage.name, several), plan, machine))
+    if simulated is not None:
+        console.rule("time", align="left")
+        console.print(simulated)
+
+
+def _changed(reference: str, overrides: Sequence[str], more: Sequence[str]) -> Recipe:
+    return load(reference, [*overrides, *more])
 
 
 def _prefix(stage: str, several: bool) -> str:
@@ -109,13 +127,16 @@ def table(plan: StagePlan, machine: Machine) -> Table:
     return shown
 
 
-def notes(plan: StagePlan, machine: Machine) -> Iterator[str]:
+def notes(plan: StagePlan) -> Iterator[str]:
     """What the numbers stand for."""
     if plan.batch is not None:
         count = f"{plan.batch.count} x " if plan.batch.count > 1 else ""
         yield f"micro-batches of a process in a step: {count}up to {plan.batch.tokens:,} tokens"
     if plan.lengths is not None and not plan.lengths.known:
-        yield f"the rows do not exist yet: each is assumed to have {plan.lengths.longest:,} tokens (data.max_length)"
+        yield (
+            f"the rows do not exist yet: each is assumed to have {plan.lengths.longest:,} tokens; --row-tokens sets "
+            "another number"
+        )
 
 
 def advice(load: Callable[[list[str]], Recipe], prefix: str, plan: StagePlan, machine: Machine) -> Table:
@@ -126,3 +147,53 @@ def advice(load: Callable[[list[str]], Recipe], prefix: str, plan: StagePlan, ma
     if not found.row_count:
         found.add_row("none of the known changes helps", "", "")
     return found
+
+
+def simulation(recipe: Recipe, options: Options) -> Table:
+    """The time of an iteration with these numbers of workers and values of staleness.
+
+    Raises:
+        UserError: if the profile cannot be read, or no GPU is left for training.
+    """
+    assert options.profile is not None
+    stage, profile = read_profile(options.profile, options.stage)
+    workers = counts("--rollout-workers", options.workers or str(profile.workers), 1)
+    many = counts("--staleness", options.staleness or "0,1,2", 0)
+    if options.gpus is not None and options.gpus <= max(workers):
+        raise UserError(f"--rollout-workers {max(workers)}: no GPU of {options.gpus} is left for training")
+    measured = simulate(*_repeated(profile.sampling, profile.updating), 0).seconds_per_iteration
+    title = f"{stage} of {options.profile}: {measured:.3g} s per iteration"
+    columns = ("workers", "training processes", "staleness", "s per iteration", "speedup", "trainer waits")
+    shown = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+    for column in shown.columns:
+        column.justify = "right"
+    for count in workers:
+        trainers = recipe.parallel.processes if options.gpus is None else options.gpus - count
+        durations = _repeated(*scaled(profile, count, trainers))
+        for staleness in many:
+            found = simulate(*durations, staleness)
+            seconds = found.seconds_per_iteration
+            cells = (f"{count}", f"{trainers}", f"{staleness}", f"{seconds:.3g}", f"{measured / seconds:.2f}")
+            shown.add_row(*cells, f"{found.waiting:.0%}")
+    return shown
+
+
+SIMULATED = 100
+"""At least so many iterations are simulated."""
+
+
+def _repeated(sampling: Sequence[float], updating: Sequence[float]) -> tuple[list[float], list[float]]:
+    times = -(-SIMULATED // len(sampling))
+    return [*sampling] * times, [*updating] * times
+
+
+def counts(option: str, text: str, least: int) -> list[int]:
+    """Numbers that are separated by commas: ``counts("--staleness", "0,1", 0)`` is ``[0, 1]``.
+
+    Raises:
+        UserError: if one of them is no number, or less than ``least``.
+    """
+    numbers = [int(part) if part.strip().isascii() and part.strip().isdigit() else -1 for part in text.split(",")]
+    if min(numbers) < least:
+        raise UserError(f"{option} {text}: expected numbers of at least {least}, separated by commas, such as 1,2,4")
+    return numbers

@@ -1,14 +1,16 @@
 """What a forward pass keeps for the backward pass, counted in a pass that computes shapes but no numbers.
 
-The pass runs the model's own code on fake tensors, so the count is exact for every architecture, precision and adapter.
-For a Llama layer in float32, with hidden size H, intermediate size I, and key and value heads of total size K, it gives
-what is to be expected (Korthikanti et al. 2022 count the same for GPT): per token, 4 bytes of each of these.
+The pass runs the model's own code on fake tensors, so it counts any architecture, precision and adapter. For a token in
+a Llama layer, with hidden size H, intermediate size I, and K for all key heads, it gives the number of values below
+(Korthikanti et al. 2022 count the same for GPT).
 
-======================================  =======================================================
-two norms                               2 x (input H, normalized H and its weighting H) + 2
-queries, keys, values, and attention    H + 2 K, turned by positions: 2 H and K each, output 2 H
-gate, up, activation and product        4 I
-======================================  =======================================================
+==============================================  ======================================================
+two norms                                       6 H + 2: input, normalized input, output; root mean square
+query, key, value and output of the attention   2 H + 2 K, or on a CPU, where keys are repeated, 4 H
+input of the attention's last product           0, or on a CPU, where it is a copy of the output, H
+normalizers of the attention                    one in float32 for each head
+gate, its activation, up, and their product     4 I
+==============================================  ======================================================
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ def _flash_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
     """An attention implementation for transformers: states (1, T, heads, size), and no weights."""
-    return _Flash.apply(query, key, value).transpose(1, 2), None  # type: ignore[union-attr]
+    return _Flash.apply(query, key, value), None  # type: ignore[return-value]
 
 
 class _Flash(torch.autograd.Function):
@@ -170,7 +172,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)
+        output = query.new_empty(query.transpose(1, 2).shape)
         ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
 

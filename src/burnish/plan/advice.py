@@ -55,7 +55,7 @@ def changes(load: Load, prefix: str, plan: StagePlan, machine: Machine) -> list[
     def state(overrides: list[str], machine: Machine, plan: StagePlan | None = None) -> _State:
         recipe = load(overrides)
         stage = next(stage for stage in recipe.stages if stage.name == name)
-        found = plan_stage(recipe, stage, machine, lengths) if plan is None else plan
+        found = plan_stage(recipe, stage, machine, lengths=lengths) if plan is None else plan
         return _State(overrides, stage, machine, recipe.parallel.shard == "fsdp2", found)
 
     name, lengths = plan.stage, plan.lengths

@@ -7,7 +7,7 @@ in memory in the other one, since nothing is offloaded in between.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from burnish.models.forward import LOGITS_AT_ONCE
 
@@ -79,9 +79,9 @@ class Needs:
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of a process by part, in each phase: ``Memory({"training": {"policy": 538e6, "gradients": 538e6}})``."""
+    """The bytes of a process by phase and part: ``Memory({"training": {"policy": 538e6, "gradients": 538e6}})``."""
 
-    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    phases: Mapping[str, Mapping[str, int]]
 
     @property
     def totals(self) -> dict[str, int]:
@@ -128,9 +128,10 @@ def _step(needs: Needs) -> dict[str, int]:
     """What an optimizer step adds at its peak.
 
     With gradients G, activations A, weights C that were cast, logits L and embeddings E, this is the larger of two
-    moments of the backward pass: its start, A + C + L + G, and its end, G + k E. Gradients do not exist at the start of the only micro-batch of a step,
-    so G counts there only if there are several. Before the gradient E of a pass is added to the existing one, it needs
-    memory of its own, once for the head and once for the embeddings: k = 2 if these are tied, else 1.
+    moments of the backward pass: its start, A + C + L + G, and its end, G + k E. In the only micro-batch of a step,
+    gradients do not exist at the start, so G counts there only if there are several. Before the gradient E of a pass is
+    added to the existing one, it needs memory of its own, once for the head and once for the embeddings: k = 2 if these
+    are tied, else 1.
 
     FSDP2 keeps shards of gradients, G / n. It gathers the weights outside of the layers during the whole pass, and two
     layers at a time: one that runs, and the next one. Their whole gradients exist until they are summed over

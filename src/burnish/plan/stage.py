@@ -1,4 +1,4 @@
-"""What a stage of a recipe needs: its models, its micro-batches, and what it samples, read from the recipe's settings."""
+"""What a stage of a recipe needs: its models, its micro-batches, and what it samples, as its settings say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config import Recipe, Stage, StageData, method_spec, sources
 from burnish.config.resolve import REWARD_DTYPE, environments_of
-from burnish.config.row_stage import RowStage
+from burnish.config.row_stage import CHUNK, RowStage
 from burnish.config.schema import RewardFromModel, any_spec
 from burnish.data import readers
 from burnish.generate.kv_cache import BLOCK
@@ -23,6 +23,7 @@ from burnish.generate.session import PREFILL_TOKENS
 from burnish.generate.settings import CLASSES
 from burnish.machine import memory_bytes
 from burnish.methods.settings import PolicyGradientConfig
+from burnish.mistakes import Keys
 from burnish.models import loading
 from burnish.models.forward import unwrap
 from burnish.models.heads import Network
@@ -49,6 +50,9 @@ from burnish.types import Sequence as TokenSequence
 
 CUDA_RESERVED = 2**30
 """Bytes that a process takes of a GPU besides tensors: CUDA's context and kernels, workspaces, and NCCL's buffers."""
+CPU_RESERVED = 560 * 10**6
+"""Bytes that a process on a CPU takes besides tensors: Python, its packages, and oneDNN's kernels. This is the peak of a
+run whose model has 61,000 parameters."""
 DECODED = 4
 """Copies of the logits of a decoding step: those of the head, of the sampling distribution, and to draw from it."""
 
@@ -65,6 +69,14 @@ class Machine:
     """Whether the devices are GPUs; otherwise the processes share a CPU."""
     reserved: int
     """Bytes that a process takes before it loads a model."""
+
+
+def this_machine(recipe: Recipe) -> Machine:
+    """The machine that this process runs on: its GPUs, or its CPU, which all processes share."""
+    processes = recipe.parallel.processes
+    if torch.cuda.is_available():
+        return Machine(processes, torch.cuda.get_device_properties(0).total_memory, True, CUDA_RESERVED)
+    return Machine(processes, memory_bytes() // processes, False, CPU_RESERVED)
 
 
 @dataclass(frozen=True)
@@ -84,21 +96,32 @@ class StagePlan:
         return memory(self.needs)
 
 
-def plan_stage(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths | None = None) -> StagePlan:
-    """The needs of a stage with a method. Its rows are read, unless their lengths are given.
+def plan_stage(
+    recipe: Recipe, stage: Stage, machine: Machine, row_tokens: int | None = None, lengths: Lengths | None = None
+) -> StagePlan:
+    """The needs of a stage with a method.
+
+    Args:
+        recipe: the recipe.
+        stage: the stage.
+        machine: the devices.
+        row_tokens: the length of rows that do not exist yet, with their completions; by default, as long as possible.
+        lengths: the lengths of the rows; by default, the rows are read.
 
     Raises:
         NotMadeYet: if a function of the recipe will make one of its models.
         UserError: if a model, a tokenizer or rows cannot be read.
     """
     plan = _row_stage if stage.makes_rows else _training
-    return plan(recipe, stage, machine, lengths)
+    return plan(recipe, stage, machine, row_tokens, lengths)
 
 
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-def _training(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths | None) -> StagePlan:
+def _training(
+    recipe: Recipe, stage: Stage, machine: Machine, row_tokens: int | None, lengths: Lengths | None
+) -> StagePlan:
     assert stage.method is not None
     tokenizer = tokenizer_of(recipe, stage)
     method = method_of(recipe, stage, machine.gpu)
@@ -107,7 +130,7 @@ def _training(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths |
     settings = any_spec(stage.method.name).config(**stage.method.settings)
     limits = limits_of(unwrap(network.policy).config, tokenizer)
     if lengths is None:
-        lengths = training_lengths(recipe, stage, method, tokenizer, limits)
+        lengths = training_lengths(recipe, stage, method, tokenizer, limits, row_tokens)
     rows = trainer.per_device_train_batch_size * (samples if lengths.prompt else 1)
     if isinstance(settings, PolicyGradientConfig):
         rows //= settings.mini_batches if lengths.prompt else 1
@@ -115,6 +138,7 @@ def _training(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths |
     batch = largest(lengths, max(rows, 1), budget, machine.processes, samples if lengths.prompt else 1)
     sharded = recipe.parallel.shard == "fsdp2" and machine.processes > 1
     trained = tuple(_trained(stage, network))
+    kept, casts = _passes(stage, network, batch, lengths.longest, machine)
     needs = Needs(
         trained=trained,
         whole=tuple(_rewards(recipe, stage)),
@@ -123,7 +147,8 @@ def _training(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths |
         processes=machine.processes,
         sharded=sharded,
         reserved=machine.reserved,
-        **_passes(stage, network, batch, lengths.longest, machine),
+        activations=kept,
+        casts=casts,
     )
     needs = replace(needs, frozen=tuple(_frozen(method, network, needs, machine)))
     if lengths.prompt:
@@ -159,21 +184,31 @@ def _frozen(method: Method, network: Network, needs: Needs, machine: Machine) ->
 
 def _rewards(recipe: Recipe, stage: Stage) -> Iterator[ModelSize]:
     """Reward models and judges, which every process loads."""
-    for (key, *rest), source in stage.models.items():
-        if key == "reward":
-            judged = rest[-1] == "model" and len(rest) > 2
-            yield _other(recipe, stage, source, "judge" if judged else "reward model", judged)
+    for keys, source in stage.models.items():
+        if keys[0] == "reward":
+            yield _other(recipe, stage, source, _role(keys))
 
 
-def _other(recipe: Recipe, stage: Stage, source: ModelSource, name: str, language_model: bool) -> ModelSize:
-    dtype = loading.choose_dtype(stage.dtype) if language_model else REWARD_DTYPE
+def _role(keys: Keys) -> str:
+    """What a model is for, by the keys that name it."""
+    if keys[0] == "model":
+        return "policy"
+    if "judge" in keys:
+        return "judge"
+    return "reward model" if keys[0] == "reward" else str(keys[-1])
+
+
+def _other(recipe: Recipe, stage: Stage, source: ModelSource, role: str) -> ModelSize:
+    """The sizes of a model that is not trained."""
+    scores = role == "reward model"
+    dtype = REWARD_DTYPE if scores else loading.choose_dtype(stage.dtype)
     steps = any(isinstance(r, RewardFromModel) and r.model == source and r.steps for r in stage.reward)
-    task = "CAUSAL_LM" if language_model or steps else "SEQ_CLS"
-    return model_size(name, without_weights(recipe, stage, source, dtype, task).requires_grad_(False))
+    task = "SEQ_CLS" if scores and not steps else "CAUSAL_LM"
+    return model_size(role, without_weights(recipe, stage, source, dtype, task).requires_grad_(False))
 
 
-def _passes(stage: Stage, network: Network, batch: MicroBatch, longest: int, machine: Machine) -> dict[str, int]:
-    """What autograd keeps of the passes of a micro-batch, with and without the weights that autocast casts."""
+def _passes(stage: Stage, network: Network, batch: MicroBatch, longest: int, machine: Machine) -> tuple[int, int]:
+    """The bytes that autograd keeps of the passes of a micro-batch, and those of weights that autocast casts."""
     trainer = stage.trainer
     autocast = torch.bfloat16 if trainer.bf16 else torch.float16 if trainer.fp16 else None
     precision = Precision(machine.gpu, autocast)
@@ -188,7 +223,7 @@ def _passes(stage: Stage, network: Network, batch: MicroBatch, longest: int, mac
             width = unwrap(model).config.get_text_config().hidden_size * size
             of_model = checkpointed_bytes(of_model, len(layers_of(model)), batch.tokens, width)
         kept, casts = kept + of_model, casts + cast
-    return {"activations": kept, "casts": casts}
+    return kept, casts
 
 
 def _logits(stage: Stage, method: Method, network: Network, batch: MicroBatch) -> int:
@@ -237,7 +272,9 @@ def _class(reference: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _row_stage(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths | None) -> StagePlan:
+def _row_stage(
+    recipe: Recipe, stage: Stage, machine: Machine, row_tokens: int | None, lengths: Lengths | None
+) -> StagePlan:
     """The needs of a stage that makes rows, which runs in one process."""
     assert stage.method is not None and stage.data is not None
     machine = replace(machine, processes=1)
@@ -245,17 +282,16 @@ def _row_stage(recipe: Recipe, stage: Stage, machine: Machine, lengths: Lengths 
     sampling = None
     spec = any_spec(stage.method.name)
     for (key, *rest), source in stage.models.items():
-        scores = key == "reward" and len(rest) == 2
         if key == "model" and stage.method.name == "score":
             continue  # only its tokenizer is used
-        name = "reward model" if scores else "policy" if key == "model" else rest[-1] if key == "method" else "judge"
-        found.append(_other(recipe, stage, source, name, not scores))
+        name = _role((key, *rest))
+        found.append(_other(recipe, stage, source, name))
     if stage.model is not None and "generation" in getattr(spec, "takes", ()):
         model = without_weights(recipe, stage, stage.model, loading.choose_dtype(stage.dtype)).requires_grad_(False)
         tokenizer = tokenizer_of(recipe, stage)
         if lengths is None:
-            lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer))
-        wanted = 64 * stage.generation.samples
+            lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer), row_tokens)
+        wanted = CHUNK * stage.generation.samples
         sampling = _sampling(stage, model, found[0], wanted, lengths, machine, sharded=False)
     needs = Needs(whole=tuple(found), sampling=sampling, reserved=machine.reserved)
     return StagePlan(stage.name, needs, lengths, None)
@@ -284,14 +320,19 @@ def rows_missing(recipe: Recipe, stage: Stage) -> str | None:
 
 
 def training_lengths(
-    recipe: Recipe, stage: Stage, method: Method, tokenizer: PreTrainedTokenizerBase, limits: Limits
+    recipe: Recipe,
+    stage: Stage,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    row_tokens: int | None = None,
 ) -> Lengths:
     """The lengths of a stage's training rows, or the longest that its settings allow."""
     assert stage.data is not None and stage.method is not None
     spec = method_spec(stage.method.name)
     if rows_missing(recipe, stage):
         count = 2 if set(spec.kinds) & {Preference, Ranking} else 1
-        return _assumed(stage, limits, prompts=Prompt in spec.kinds, sequences=count)
+        return _assumed(stage, limits, row_tokens, prompts=Prompt in spec.kinds, sequences=count)
     if stage.data.stream:
         stream = sources.stream(stage.data, recipe.folder, spec.kinds)
         read = readers.Rows(*stream.take(stage.data.shuffle_buffer))
@@ -303,14 +344,16 @@ def training_lengths(
     return lengths_of(examples, sampled_tokens(stage, prompts), stage.packed is not False)
 
 
-def row_lengths(recipe: Recipe, stage: Stage, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Lengths:
+def row_lengths(
+    recipe: Recipe, stage: Stage, tokenizer: PreTrainedTokenizerBase, limits: Limits, row_tokens: int | None = None
+) -> Lengths:
     """The lengths of the prompts of a stage that samples, with their completions."""
     if rows_missing(recipe, stage):
-        return _assumed(stage, limits, prompts=True)
+        return _assumed(stage, limits, row_tokens, prompts=True)
     rows = RowStage(recipe, stage).read().rows
     prompts = [row for row in rows if isinstance(row, Prompt)]
     if not prompts:
-        return _assumed(stage, limits, prompts=True)
+        return _assumed(stage, limits, row_tokens, prompts=True)
     environments = environments_of(stage, recipe.locate)
     ids = Renderer(tokenizer).prompts(with_tools(prompts, environments, tokenizer))
     examples = [
@@ -319,10 +362,10 @@ def row_lengths(recipe: Recipe, stage: Stage, tokenizer: PreTrainedTokenizerBase
     return lengths_of(examples, sampled_tokens(stage, True), packed=True)
 
 
-def _assumed(stage: Stage, limits: Limits, *, prompts: bool, sequences: int = 1) -> Lengths:
+def _assumed(stage: Stage, limits: Limits, row_tokens: int | None, *, prompts: bool, sequences: int = 1) -> Lengths:
     """The longest rows that the settings and the model allow."""
     assert stage.data is not None
-    longest = min(size for size in (stage.data.max_length, limits.longest, NO_LIMIT) if size is not None)
+    longest = min(size for size in (row_tokens, stage.data.max_length, limits.longest, NO_LIMIT) if size is not None)
     sampled = min(sampled_tokens(stage, prompts), longest - 1)
     share = sampled / longest if prompts else 1.0
     return Lengths((sequences * longest,) * ENOUGH, longest, share, longest - sampled if prompts else 0, known=False)
@@ -332,11 +375,3 @@ NO_LIMIT = 8192
 """Tokens that are assumed for rows of unknown length of a model that reads any length."""
 ENOUGH = 4096
 """More rows than an optimizer step has."""
-
-
-def this_machine(recipe: Recipe, reserved: int) -> Machine:
-    """The machine that this process runs on: its GPUs, or its CPU, which all processes share."""
-    processes = recipe.parallel.processes
-    if torch.cuda.is_available():
-        return Machine(processes, torch.cuda.get_device_properties(0).total_memory, True, CUDA_RESERVED)
-    return Machine(processes, memory_bytes() // processes, False, reserved)
