@@ -152,13 +152,22 @@ def _load_in(recipe: Recipe, stage: Stage, gpu: bool) -> Callable[[ModelSource],
 
 
 def network_of(recipe: Recipe, stage: Stage, method: Method, tokenizer: PreTrainedTokenizerBase, gpu: bool) -> Network:
-    """What a stage trains, on the meta device: its model and what the method adds, such as a critic."""
+    """What a stage trains, on the meta device: its model and what the method adds, such as a critic.
+
+    Raises:
+        NotMadeYet: if a function of the recipe will make the model.
+        UserError: if there is no such model, or a method of the user needs its weights.
+    """
     assert stage.model is not None and stage.method is not None
     spec = any_spec(stage.method.name)
     assert isinstance(spec, MethodSpec)
     model = without_weights(recipe, stage, stage.model, dtype_of(stage, gpu), spec.task, stage.adapter)
-    with torch.device("meta"):
-        return method.prepare(model, tokenizer)
+    try:
+        with torch.device("meta"):
+            return method.prepare(model, tokenizer)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"method {spec.name}: cannot be planned, since prepare reads weights: {reason}") from error
 
 
 def reference_of(method: Method) -> Reference | None:

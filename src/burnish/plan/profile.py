@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burnish.config.manifest import MANIFEST, read_manifest
+from burnish.config.manifest import FORMAT, MANIFEST, read_manifest
 from burnish.errors import UserError
 from burnish.plan.simulation import Profile
 from burnish.report.metrics import read_metrics
@@ -24,7 +24,10 @@ def read_profile(run: Path, stage: str | None = None) -> tuple[str, Profile]:
     """
     if not (run / MANIFEST).is_file():
         raise UserError(f"--profile {run}: not the folder of a run: {MANIFEST} is missing")
-    recipe = read_manifest(run / MANIFEST)["recipe"]
+    manifest = read_manifest(run / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"--profile {run}: a run of another version of Burnish: profile a run of this one")
+    recipe = manifest["recipe"]
     lines = {one["name"]: read_metrics(run / one["name"]) for one in recipe["stages"]}
     sampling = [name for name, of in lines.items() if any("generation_seconds" in line for line in of)]
     if stage is None and len(sampling) == 1:
@@ -39,9 +42,9 @@ def read_profile(run: Path, stage: str | None = None) -> tuple[str, Profile]:
             f"--profile {run}: stage {stage} sampled while it trained, so its times overlap: profile a run with "
             "max_staleness: 0"
         )
-    sampled, updated = _iterations(lines[stage])
+    sampled, updated = iterations(lines[stage])
     skipped = int(len(sampled) > 1)
-    processes = recipe["parallel"]["processes"]
+    processes = next(one for one in manifest["stages"] if one["name"] == stage).get("processes", 1)
     return stage, Profile(
         sampling=tuple(sampled[skipped:]),
         updating=tuple(updated[skipped:]),
@@ -51,7 +54,7 @@ def read_profile(run: Path, stage: str | None = None) -> tuple[str, Profile]:
     )
 
 
-def _iterations(lines: list[dict[str, float]]) -> tuple[list[float], list[float]]:
+def iterations(lines: list[dict[str, float]]) -> tuple[list[float], list[float]]:
     """The seconds of sampling and the other seconds of each iteration. A line without sampling belongs to the last."""
     sampled: list[float] = []
     updated: list[float] = []

@@ -51,8 +51,8 @@ from burnish.types import Sequence as TokenSequence
 CUDA_RESERVED = 2**30
 """Bytes that a process takes of a GPU besides tensors: CUDA's context and kernels, workspaces, and NCCL's buffers."""
 CPU_RESERVED = 560 * 10**6
-"""Bytes that a process on a CPU takes besides tensors: Python, its packages, and oneDNN's kernels. This is the peak of a
-run whose model has 61,000 parameters."""
+"""Bytes that a process on a CPU takes besides tensors: Python, its packages, and oneDNN's kernels. A run with a
+model of 26,000 parameters took as much."""
 DECODED = 4
 """Copies of the logits of a decoding step: those of the head, of the sampling distribution, and to draw from it."""
 
