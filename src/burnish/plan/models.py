@@ -5,13 +5,15 @@ A model that an earlier stage will make has the sizes of the model which that st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from burnish.config import Recipe, Stage, StageModel, method_class, method_spec
 from burnish.config.resolve import environments_of, model_reference
@@ -62,7 +64,11 @@ def tokenizer_of(recipe: Recipe, stage: Stage) -> PreTrainedTokenizerBase:
     reference, template = origin(recipe, stage)
     if reference is None:
         raise NotMadeYet(_maker(recipe, stage))
-    tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
+    place = loading.locate(reference)
+    if isinstance(place, Path):
+        tokenizer = copy.deepcopy(_gguf_tokenizer(place))
+    else:
+        tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
     if template is not None:
         set_template(tokenizer, template)
     prepare_template(tokenizer)
@@ -103,8 +109,11 @@ def without_weights(
     reference, _ = origin(recipe, reading)
     if reference is None:
         raise NotMadeYet(_maker(recipe, reading))
-    place = loading.resolve(reference)
-    config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
+    place = loading.locate(reference)
+    if isinstance(place, Path):  # a GGUF file: a run converts it, but its config is enough here
+        config: Any = copy.deepcopy(_gguf_config(place))
+    else:
+        config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
     kind: Any = AutoModelForCausalLM
     if task == "SEQ_CLS":
         kind, config.num_labels = AutoModelForSequenceClassification, 1
@@ -115,11 +124,23 @@ def without_weights(
         raise UserError(f"{reference}: cannot be used as {kind.__name__}: {str(error).splitlines()[0]}") from error
     if adapter is not None:
         return add_adapter(model, adapter, task)  # type: ignore[arg-type]
-    if loading.is_adapter(place):
+    if isinstance(place, str) and loading.is_adapter(place):
         stored: peft.PeftConfig = loading.adapter_config(place)
         if (stored.task_type == peft.TaskType.SEQ_CLS) == (task == "SEQ_CLS"):
             return wrap(model, stored)
     return model
+
+
+@lru_cache(maxsize=8)
+def _gguf_config(file: Path) -> Any:
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+
+
+@lru_cache(maxsize=8)
+def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    tokenizer = loading.stored_tokenizer(str(file.parent), gguf_file=file.name)
+    loading.choose_pad_token(tokenizer)
+    return tokenizer
 
 
 def dtype_of(stage: Stage, gpu: bool) -> torch.dtype:
