@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from burnish.plan.memory import ModelSize, Needs, Sampling, logits_bytes, memory, state_bytes
@@ -60,7 +62,7 @@ def test_shards() -> None:
     needs = Needs(
         trained=(POLICY, CRITIC), frozen=(REFERENCE,), whole=(REWARD,), activations=50, micro_batches=3, processes=4
     )
-    whole, shards = memory(needs), memory(Needs(**(vars(needs) | {"sharded": True})))
+    whole, shards = memory(needs), memory(replace(needs, sharded=True))
     assert whole.phases["training"]["policy"] == 1000
     assert shards.phases["training"] == {
         "policy": 250,

@@ -62,6 +62,31 @@ def kept_bytes(model: nn.Module, rows: int, width: int, precision: Precision) ->
     Raises:
         UserError: if the model's code needs numbers.
     """
+    body = backbone(model)
+    packed = rows == 1 and can_pack(model)
+    key = (*_signature(model, body), rows, width, packed, precision)
+    if key not in _known:
+        _known[key] = _kept(model, body, rows, width, packed, precision)
+    return _known[key]
+
+
+_known: dict[tuple[Any, ...], int] = {}
+"""Bytes of passes that were counted before. A critic has the layers of its policy, and advice tries many settings."""
+
+
+def _signature(model: nn.Module, body: nn.Module) -> tuple[Any, ...]:
+    """What decides which tensors a pass has: the code, the config without its labels, and the weights."""
+    config = unwrap(model).config.to_dict()
+    settings = repr({key: value for key, value in config.items() if key not in ("architectures", *LABELS)})
+    weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in body.named_parameters())
+    return type(body), settings, weights
+
+
+LABELS = ("id2label", "label2id", "problem_type")
+"""Keys of a config that only a head reads."""
+
+
+def _kept(model: nn.Module, body: nn.Module, rows: int, width: int, packed: bool, precision: Precision) -> int:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -69,8 +94,7 @@ def kept_bytes(model: nn.Module, rows: int, width: int, precision: Precision) ->
         storages[storage._cdata] = storage  # which keeps the key from being used again
         return tensor
 
-    body = backbone(model)
-    with FakeTensorMode(), _attention(model, rows == 1 and can_pack(model), precision):
+    with FakeTensorMode(), _attention(model, packed, precision):
         own = _fakes(body)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", precision.autocast or torch.bfloat16, precision.autocast is not None):
