@@ -30,8 +30,8 @@ RECIPES = {
 def write(folder: Path) -> None:
     """Write the recipes, the model and the rows."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 16000}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    model = llama(**sizes, **heads, max_position_embeddings=1024, initializer_range=0.02, tie_word_embeddings=True)
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model = llama(**sizes, max_position_embeddings=1024, initializer_range=0.02, tie_word_embeddings=True)
     model.save_pretrained(folder / "model")
     character_tokenizer().save_pretrained(folder / "model")
     draw = random.Random(0)

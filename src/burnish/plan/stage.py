@@ -22,6 +22,7 @@ from burnish.generate.kv_cache import BLOCK
 from burnish.generate.session import PREFILL_TOKENS
 from burnish.generate.settings import CLASSES
 from burnish.machine import memory_bytes
+from burnish.methods.dpo import DPO
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.mistakes import Keys
 from burnish.models import loading
@@ -177,7 +178,7 @@ def _frozen(method: Method, network: Network, needs: Needs, machine: Machine) ->
     reference = reference_of(method)
     if reference is None or reference.frozen is None:
         return
-    once = getattr(getattr(method, "settings", None), "reference", None) == "precomputed"
+    once = isinstance(method, DPO) and method.settings.reference == "precomputed"
     if not (once and machine.gpu and not needs.sharded):
         yield model_size("reference", reference.frozen)
 
@@ -219,9 +220,9 @@ def _passes(stage: Stage, network: Network, batch: MicroBatch, longest: int, mac
         cast = kept_bytes(model, 1, 1, precision) if autocast else 0
         of_model = kept_bytes(model, rows, width, precision) - cast
         if trainer.activation_checkpointing:
-            size = unwrap(model).dtype.itemsize
-            width = unwrap(model).config.get_text_config().hidden_size * size
-            of_model = checkpointed_bytes(of_model, len(layers_of(model)), batch.tokens, width)
+            width = unwrap(model).config.get_text_config().hidden_size * unwrap(model).dtype.itemsize
+            layers = len(layers_of(model))
+            of_model, cast = checkpointed_bytes(of_model, layers, batch.tokens, width), cast // layers
         kept, casts = kept + of_model, casts + cast
     return kept, casts
 
@@ -284,10 +285,9 @@ def _row_stage(
     for (key, *rest), source in stage.models.items():
         if key == "model" and stage.method.name == "score":
             continue  # only its tokenizer is used
-        name = _role((key, *rest))
-        found.append(_other(recipe, stage, source, name))
+        found.append(_other(recipe, stage, source, _role((key, *rest))))
     if stage.model is not None and "generation" in getattr(spec, "takes", ()):
-        model = without_weights(recipe, stage, stage.model, loading.choose_dtype(stage.dtype)).requires_grad_(False)
+        model = without_weights(recipe, stage, stage.model, loading.choose_dtype(stage.dtype))
         tokenizer = tokenizer_of(recipe, stage)
         if lengths is None:
             lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer), row_tokens)
