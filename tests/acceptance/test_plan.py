@@ -38,7 +38,7 @@ method: {{name: grpo, max_staleness: {staleness}}}
 model: model
 data: {{train: prompts.jsonl}}
 reward: [{{function: 'my_reward.py:score'}}]
-generation: {{max_new_tokens: 48, length_range: [48, 48], samples: 2}}
+generation: {{max_new_tokens: 32, samples: 2}}
 generator: {{name: process}}
 token_budget: 128
 trainer: {{per_device_train_batch_size: 8, num_train_epochs: 5}}
