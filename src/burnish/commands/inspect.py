@@ -28,7 +28,7 @@ from burnish.models import loading
 from burnish.models.batching import shared_length
 from burnish.models.limits import limits_of
 from burnish.plan.micro_batches import lengths_of
-from burnish.plan.models import dtype_of, origin, tokenizer_of, without_weights
+from burnish.plan.models import NotMadeYet, dtype_of, origin, tokenizer_of, without_weights
 from burnish.plan.stage import plan_stage, rows_missing, sampled_tokens, this_machine
 from burnish.render.encode import account
 from burnish.render.renderer import Renderer
@@ -400,7 +400,7 @@ def _cost(recipe: Recipe, stage: Stage, examples: list[Example]) -> Iterator[Tab
     lengths = lengths_of(examples, sampled_tokens(stage, prompts), stage.packed is not False)
     try:
         yield table(plan_stage(recipe, stage, machine, lengths=lengths), machine)
-    except UserError as error:
+    except (UserError, NotMadeYet) as error:
         yield str(error)
     if not prompts and stage.model is not None:
         dtype = dtype_of(stage, machine.gpu)

@@ -74,7 +74,7 @@ def show(reference: str, overrides: Sequence[str], options: Options, console: Co
         try:
             plan = plan_stage(recipe, stage, machine, options.row_tokens)
         except NotMadeYet as made:
-            console.print(f"unknown until burnish run has made the model of stage {made.stage}", markup=False)
+            console.print(str(made), markup=False)
             continue
         if not plan.needs.trained and not plan.needs.whole:
             console.print("uses no model")

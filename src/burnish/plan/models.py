@@ -35,8 +35,7 @@ class NotMadeYet(Exception):
     """A model is made by a function of the recipe, so its sizes are not known before burnish run has called it."""
 
     def __init__(self, stage: str) -> None:
-        super().__init__(stage)
-        self.stage = stage
+        super().__init__(f"unknown until burnish run has made the model of stage {stage}")
 
 
 def origin(recipe: Recipe, stage: Stage) -> tuple[str | None, str | None]:
