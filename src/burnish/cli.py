@@ -193,6 +193,43 @@ def inspect(
 
 
 @app.command()
+def plan(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, show_default="this machine", help="Number of GPUs.")] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0.1, show_default="this machine's", help="GiB of each GPU, or of each process on a CPU."),
+    ] = None,
+    row_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="as many as possible", help="Tokens of rows that do not exist yet."),
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Show only this stage, such as ppo or loop/1/improve.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Simulate the time with more workers, from this finished run.")
+    ] = None,
+    rollout_workers: Annotated[
+        str | None, typer.Option(metavar="N,N", help="With --profile: processes that sample. The other GPUs train.")
+    ] = None,
+    staleness: Annotated[
+        str | None, typer.Option(metavar="N,N", show_default="0,1,2", help="With --profile: method.max_staleness.")
+    ] = None,
+) -> None:
+    """Show the memory that each stage needs, and what to change if it does not fit. No weights are loaded."""
+    from burnish.config import load
+
+    for option, given in {"--rollout-workers": rollout_workers, "--staleness": staleness}.items():
+        if given is not None and profile is None:
+            raise UserError(f"{option} would have no effect without --profile, the folder of a finished run")
+    load(recipe, overrides or [])  # first, because what follows imports torch
+    from burnish.commands import plan as planning
+
+    options = planning.Options(gpus, memory, row_tokens, stage, profile, rollout_workers, staleness)
+    planning.show(recipe, overrides or [], options, _console(soft_wrap=not sys.stdout.isatty()))
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: runs/NAME.")]) -> None:
     """Write a self-contained HTML report of a run: curves, samples before and after, and the manifest."""
     from burnish.config.manifest import MANIFEST, read_manifest

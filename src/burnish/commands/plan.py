@@ -1,155 +1,199 @@
-"""Shows the resolved plan of a recipe with loops: what every stage of every round starts from and reads."""
+"""Shows what a recipe needs before it runs: memory, what to change if it does not fit, and time with more workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 
-from burnish.config import Recipe, Stage, StageData
-from burnish.config.rounds import Loop
-from burnish.config.schema import Part
-from burnish.data.selection import Select
-from burnish.mistakes import find
-from burnish.models.settings import ModelSource, PackageModel, StageModel
+from burnish.commands.outline import is_shown
+from burnish.config import Recipe, load
+from burnish.config.loading import document
+from burnish.errors import UserError, did_you_mean
+from burnish.plan.advice import changes
+from burnish.plan.models import NotMadeYet
+from burnish.plan.profile import read_profile
+from burnish.plan.simulation import scaled, simulate
+from burnish.plan.stage import CUDA_RESERVED, Machine, StagePlan, plan_stage, this_machine
 from burnish.report.rounds import round_of
-from burnish.rl.settings import Limits
 
-LISTED = 4
-"""More rounds of a source than this are shown as a range."""
+GIB = 2**30
 
 
-def shown_rounds(loop: Loop) -> list[int]:
-    """The rounds that are shown in full: the first two and the last one."""
-    return sorted({1, min(2, loop.rounds), loop.rounds})
+class Options(NamedTuple):
+    """The options of ``burnish plan``: ``Options(gpus=64, memory=80, workers="8,16", profile=Path("runs/ppo"))``."""
+
+    gpus: int | None = None
+    memory: float | None = None
+    row_tokens: int | None = None
+    stage: str | None = None
+    profile: Path | None = None
+    workers: str | None = None
+    staleness: str | None = None
 
 
-def is_shown(recipe: Recipe, stage: Stage) -> bool:
-    """Whether a stage is outside of loops, or in a round that is shown in full."""
-    place = round_of(stage.name)
-    return place is None or place[1] in shown_rounds(recipe.loops[place[0]])
+def machine_of(recipe: Recipe, options: Options) -> Machine:
+    """The devices that the user named, or those of this machine.
+
+    Raises:
+        UserError: if GPUs are named without their memory, and this machine has none.
+    """
+    here = this_machine(recipe)
+    size = here.memory if options.memory is None else int(options.memory * GIB)
+    if options.gpus is None:
+        return replace(here, memory=size)
+    if options.memory is None and not here.gpu:
+        raise UserError("--gpus needs --memory, the GiB of each GPU: --gpus 8 --memory 80")
+    return Machine(options.gpus, size, True, CUDA_RESERVED)
 
 
-def show_plan(recipe: Recipe, console: Console) -> None:
-    """Print every stage, in order. Of a long loop, the rounds between the second and the last one are left out."""
-    for line in plan(recipe):
-        console.print(line, markup=False, highlight=False)
+def show(reference: str, overrides: Sequence[str], options: Options, console: Console) -> None:
+    """Print a table of memory for each stage that trains or samples, and one of time if there is a profile.
 
-
-def plan(recipe: Recipe) -> Iterator[str]:
-    """The lines of the plan."""
-    for loop, stages in groupby(recipe.stages, lambda stage: (round_of(stage.name) or ("",))[0]):
-        if not loop:
-            for stage in stages:
-                yield from _stage(recipe, stage, 0)
+    Raises:
+        UserError: if the recipe is wrong, or a model, rows or the profile cannot be read.
+    """
+    recipe = load(reference, overrides)
+    machine = machine_of(recipe, options)
+    simulated = None if options.profile is None else simulation(recipe, options)
+    names = [stage.name for stage in recipe.stages]
+    if options.stage is not None and options.stage not in names:
+        raise UserError(f"--stage {options.stage}: no such stage{did_you_mean(options.stage, names)}")
+    console.print(_machine(machine))
+    several = "stages" in document(reference)[0].value
+    for stage in recipe.stages:
+        if stage.run or not (is_shown(recipe, stage) if options.stage is None else stage.name == options.stage):
             continue
-        yield f"{loop}: {_loop(recipe.loops[loop])}"
-        shown = shown_rounds(recipe.loops[loop])
-        for number, stages_of_round in groupby(stages, lambda stage: (round_of(stage.name) or ("", 0))[1]):
-            if number in shown:
-                yield f"  round {number} of {recipe.loops[loop].rounds}"
-                for stage in stages_of_round:
-                    yield from _stage(recipe, stage, 4)
-            elif number == shown[1] + 1:
-                left_out = f"rounds {number} to {shown[-1] - 1}" if number < shown[-1] - 1 else f"round {number}"
-                yield f"  {left_out}: like round {shown[1]}, but with other rows, models and settings"
+        assert stage.method is not None
+        console.rule(f"{stage.name}: {stage.method.name}", align="left")
+        try:
+            plan = plan_stage(recipe, stage, machine, options.row_tokens)
+        except NotMadeYet as made:
+            console.print(str(made), markup=False)
+            continue
+        if not plan.needs.trained and not plan.needs.whole:
+            console.print("uses no model")
+            continue
+        console.print(table(plan, machine))
+        for note in notes(plan):
+            console.print(note, markup=False)
+        if plan.memory.peak > machine.memory:
+            console.print(advice(partial(_changed, reference, overrides), _prefix(stage.name, several), plan, machine))
+    if simulated is not None:
+        console.rule("time", align="left")
+        console.print(simulated)
 
 
-def _loop(loop: Loop) -> str:
-    parts = [f"{loop.rounds} round{'s' * (loop.rounds > 1)}"]
-    if (until := loop.until) is not None:
-        bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
-        parts[0] += f", or until {until.metric} of {until.stage} is {bound}"
-    kept = "all rounds" if loop.keep == "all" else "the last round"
-    return "; ".join([*parts, f"keeps the models of {kept}"])
+def _changed(reference: str, overrides: Sequence[str], more: Sequence[str]) -> Recipe:
+    return load(reference, [*overrides, *more])
 
 
-def _stage(recipe: Recipe, stage: Stage, indent: int) -> Iterator[str]:
-    what = stage.method.name if stage.method else stage.run
-    yield f"{'':{indent}}{stage.name}: {what}, seed {recipe.seed_of(stage)}"
-    for name, value in _facts(recipe, stage):
-        yield f"{'':{indent}}  {name}: {value}"
+def _prefix(stage: str, several: bool) -> str:
+    """What comes before a key of a stage in an override."""
+    if not several:
+        return ""
+    place = round_of(stage)
+    return f"stages.{stage}." if place is None else f"stages.{place[0]}.stages.{place[2]}."
 
 
-def _facts(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, str]]:
-    """The models, rows and settings that a stage uses in its round."""
-    for (key, *rest), model in stage.models.items():
-        yield f"method.{rest[0]}" if key == "method" else str(key), _model(model)
-    if stage.data is not None:
-        for split in stage.data.splits:
-            yield split, _sources(stage.data.parts(split))
-        if stage.data.select is not None:
-            yield "select", _select(stage.data.select)
-    if stage.acts:
-        yield from episode_facts(stage)
-    for key, value in _by_round(recipe, stage).items():
-        yield key, f"{_plain(value)} (by_round)"
+def _machine(machine: Machine) -> str:
+    each = "GPU" if machine.gpu else "process on a CPU"
+    return f"{machine.processes} x {each} with {gib(machine.memory)}"
 
 
-def episode_facts(stage: Stage) -> Iterator[tuple[str, str]]:
-    """What answers the model in a stage's episodes, and their limits."""
-    settings = stage.environment
-    if settings.classes:
-        kind = "environment" if settings.turns is None else "turn environment"
-        named = (f"{name}: {reference}" if name else reference for name, reference in settings.classes.items())
-        yield kind, ", ".join(named)
-    if stage.tools:
-        yield "tools", ", ".join(stage.tools)
-    limits = settings.model_dump(include=set(Limits.model_fields), exclude_none=True)
-    yield "limits", ", ".join(f"{name} {_plain(limits[name])}" for name in Limits.model_fields if name in limits)
+def gib(size: float) -> str:
+    """A size in GiB: ``gib(2**30)`` is ``1.00 GiB``."""
+    return f"{size / GIB:,.2f} GiB" if size < 100 * GIB else f"{size / GIB:,.0f} GiB"
 
 
-def _model(source: ModelSource) -> str:
-    if isinstance(source, StageModel):
-        return source.stage
-    return f"package {source.package}" if isinstance(source, PackageModel) else str(source)
+def table(plan: StagePlan, machine: Machine) -> Table:
+    """The parts of a process's memory, a column for each phase, with their sums."""
+    phases = plan.memory.phases
+    shown = Table("each process", *phases, box=None, pad_edge=False)
+    for phase in shown.columns[1:]:
+        phase.justify = "right"
+    names = list(dict.fromkeys(name for parts in phases.values() for name in parts))
+    names.sort(key=lambda name: name == "reserved")
+    for name in names:
+        shown.add_row(name, *(gib(parts[name]) if name in parts else "" for parts in phases.values()))
+    totals = plan.memory.totals.values()
+    shown.add_row("total", *(gib(total) for total in totals), style="bold")
+    shown.add_row("", *("fits" if total <= machine.memory else "does not fit" for total in totals))
+    return shown
 
 
-def _sources(parts: list[Part]) -> str:
-    """The sources of a split. Many rounds of one stage are a range: ``loop/1 to 20/grow/samples.jsonl``."""
-    named = []
-    for (loop, rest), group in groupby(parts, _without_round):
-        same = list(group)
-        places = [round_of(part.source.stage) for part in same if isinstance(part.source, StageData)]
-        numbers = [place[1] for place in places if place]
-        weight = f" (weight {same[0].weight:g}{' each' * (len(same) > 1)})" if same[0].weight is not None else ""
-        if len(numbers) > LISTED:
-            named.append(f"{loop}/{numbers[0]} to {numbers[-1]}/{rest}{weight}")
-        else:
-            named.append(", ".join(_name(part) for part in same) + weight)
-    return ", ".join(named)
+def notes(plan: StagePlan) -> Iterator[str]:
+    """What the numbers stand for."""
+    if plan.batch is not None:
+        count = f"{plan.batch.count} x " if plan.batch.count > 1 else ""
+        yield f"micro-batches of a process in a step: {count}up to {plan.batch.tokens:,} tokens"
+    if plan.lengths is not None and not plan.lengths.known:
+        yield (
+            f"the rows do not exist yet: each is assumed to have {plan.lengths.longest:,} tokens; --row-tokens sets "
+            "another number"
+        )
 
 
-def _without_round(part: Part) -> tuple[str, str]:
-    """The loop of a source and the rest of its name, without the round; of a source outside of loops, no loop."""
-    source = part.source
-    place = round_of(source.stage) if isinstance(source, StageData) else None
-    if place is None or not isinstance(source, StageData):
-        return "", _name(part)
-    return place[0], f"{place[2]}/{source.file}"
+def advice(load: Callable[[list[str]], Recipe], prefix: str, plan: StagePlan, machine: Machine) -> Table:
+    """Changes that make the stage fit, each on top of those before it."""
+    found = Table("change, on top of those before", "total", "", box=None, pad_edge=False)
+    for change in changes(load, prefix, plan, machine):
+        found.add_row(change.text, gib(change.peak), "fits" if change.fits else "")
+    if not found.row_count:
+        found.add_row("none of the known changes helps", "", "")
+    return found
 
 
-def _name(part: Part) -> str:
-    source = part.source
-    return f"{source.stage}/{source.file}" if isinstance(source, StageData) else str(source)
+def simulation(recipe: Recipe, options: Options) -> Table:
+    """The time of an iteration with these numbers of workers and values of staleness.
+
+    Raises:
+        UserError: if the profile cannot be read, or no GPU is left for training.
+    """
+    assert options.profile is not None
+    stage, profile = read_profile(options.profile, options.stage)
+    workers = counts("--rollout-workers", options.workers or str(profile.workers), 1)
+    many = counts("--staleness", options.staleness or "0,1,2", 0)
+    if options.gpus is not None and options.gpus <= max(workers):
+        raise UserError(f"--rollout-workers {max(workers)}: no GPU of {options.gpus} is left for training")
+    measured = simulate(*_repeated(profile.sampling, profile.updating), 0).seconds_per_iteration
+    title = f"{stage} of {options.profile}: {measured:.3g} s per iteration"
+    columns = ("workers", "training processes", "staleness", "s per iteration", "speedup", "trainer waits")
+    shown = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+    for column in shown.columns:
+        column.justify = "right"
+    for count in workers:
+        trainers = recipe.parallel.processes if options.gpus is None else options.gpus - count
+        durations = _repeated(*scaled(profile, count, trainers))
+        for staleness in many:
+            found = simulate(*durations, staleness)
+            seconds = found.seconds_per_iteration
+            cells = (f"{count}", f"{trainers}", f"{staleness}", f"{seconds:.3g}", f"{measured / seconds:.2f}")
+            shown.add_row(*cells, f"{found.waiting:.0%}")
+    return shown
 
 
-def _select(select: Select) -> str:
-    """The keys of a selection that are set: ``distinct, above 0.7, at_most 4``."""
-    parts = select.model_dump(exclude_defaults=True)
-    return ", ".join(key if value is True else f"{key} {_plain(value)}" for key, value in parts.items())
+SIMULATED = 100
+"""At least so many iterations are simulated."""
 
 
-def _by_round(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """The settings that ``by_round:`` gives to a stage."""
-    if (place := round_of(stage.name)) is None:
-        return {}
-    loop, number, inner = place
-    written = next(one for one in recipe.loops[loop].stages if one["name"] == inner)
-    return {key: values[number - 1] for key, values in (find(written, ("by_round",)) or {}).items()}
+def _repeated(sampling: Sequence[float], updating: Sequence[float]) -> tuple[list[float], list[float]]:
+    times = -(-SIMULATED // len(sampling))
+    return [*sampling] * times, [*updating] * times
 
 
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def counts(option: str, text: str, least: int) -> list[int]:
+    """Numbers that are separated by commas: ``counts("--staleness", "0,1", 0)`` is ``[0, 1]``.
+
+    Raises:
+        UserError: if one of them is no number, or less than ``least``.
+    """
+    numbers = [int(part) if part.strip().isascii() and part.strip().isdigit() else -1 for part in text.split(",")]
+    if min(numbers) < least:
+        raise UserError(f"{option} {text}: expected numbers of at least {least}, separated by commas, such as 1,2,4")
+    return numbers

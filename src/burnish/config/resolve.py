@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
 from burnish.config.schema import (
@@ -33,6 +35,9 @@ from burnish.rewards.steps import StepReward
 from burnish.rl.environment import Environments
 from burnish.rl.settings import Limits
 from burnish.types import Reward
+
+REWARD_DTYPE = torch.float32
+"""The dtype of reward models."""
 
 NO_LIMIT = 1e6
 """Seconds for a call of a service, which limits each of its requests itself."""
@@ -83,10 +88,10 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     if source.template is not None:
         set_template(tokenizer, source.template)
     if source.steps is not None:
-        network = loading.load_value_model(reference).to(device)
+        network = loading.load_value_model(reference, dtype=REWARD_DTYPE).to(device)
         scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
     else:
-        model = loading.load_reward_model(reference, labels=None).to(device)
+        model = loading.load_reward_model(reference, dtype=REWARD_DTYPE, labels=None).to(device)
         scorer = ModelReward(model, tokenizer, label=source.label, normalize=source.normalize)
     return NamedReward(source.title, source.weight, scorer)
 

@@ -106,9 +106,12 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_fresh(model: peft.PeftModel) -> bool:
-    """Whether an adapter is untrained and so changes nothing: the second factor of every layer is 0."""
+    """Whether an adapter is untrained and so changes nothing: the second factor of every layer is 0.
+
+    On the meta device, where weights have no values, an adapter counts as untrained.
+    """
     factors = [p for name, p in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
-    return bool(factors) and not any(torch.any(whole(p) != 0) for p in factors)
+    return bool(factors) and not any(torch.any(whole(p) != 0) for p in factors if not p.is_meta)
 
 
 class Reference:

@@ -54,17 +54,18 @@ LONGEST_REASON = 500  # characters of an error message of transformers
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def choose_dtype(name: DType, *, adapter: bool = False) -> torch.dtype:
+def choose_dtype(name: DType, *, adapter: bool = False, bf16: bool | None = None) -> torch.dtype:
     """The dtype to load weights in.
 
     ``auto`` means float32, because small updates would be lost in fewer bits. The exception is a frozen base under an
-    adapter: it is kept in bfloat16 on a GPU that supports it.
+    adapter: it is kept in bfloat16 on a GPU that supports it. ``bf16`` says whether there is such a GPU; by default,
+    that of this machine decides.
     """
     if name != "auto":
         return getattr(torch, name)
-    if adapter and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
+    if bf16 is None:
+        bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if adapter and bf16 else torch.float32
 
 
 def package_folder(name: str) -> Path | None:

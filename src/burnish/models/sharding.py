@@ -58,11 +58,16 @@ def shard_frozen(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_layers(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    names = unwrap(model)._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = layers_of(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     return layers
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformers model, as it names their classes."""
+    names = unwrap(model)._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def broadcast(module: nn.Module) -> None:

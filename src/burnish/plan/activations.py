@@ -1,0 +1,206 @@
+"""What a forward pass keeps for the backward pass, counted in a pass that computes shapes but no numbers.
+
+The pass runs the model's own code on fake tensors, so it counts any architecture, precision and adapter. For a token in
+a Llama layer, with hidden size H, intermediate size I, and K for all key heads, it gives the number of values below
+(Korthikanti et al. 2022 count the same for GPT).
+
+==============================================  ======================================================
+two norms                                       6 H + 2: input, normalized input, output; root mean square
+query, key, value and output of the attention   2 H + 2 K, or on a CPU, where keys are repeated, 4 H
+input of the attention's last product           0, or on a CPU, where it is a copy of the output, H
+normalizers of the attention                    one in float32 for each head
+gate, its activation, up, and their product     4 I
+==============================================  ======================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
+
+from burnish import kernels
+from burnish.errors import UserError
+from burnish.kernels import attention
+from burnish.models.forward import backbone, layer_types, unwrap
+from burnish.types import Segments
+
+FLASH = "burnish-plan-flash"
+"""The name of an attention implementation that keeps what a flash kernel of a GPU keeps."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a pass computes: ``Precision(gpu=True, autocast=torch.bfloat16)``."""
+
+    gpu: bool
+    """Whether on a GPU, which has a flash kernel, instead of a CPU."""
+    autocast: torch.dtype | None = None
+    """The dtype of autocast; None without autocast."""
+
+
+def kept_bytes(model: nn.Module, rows: int, width: int, precision: Precision) -> int:
+    """The bytes that autograd keeps of a forward pass over rows of tokens, without those of the weights.
+
+    Logits are not included, since they are computed from the hidden states at learned tokens only.
+
+    Args:
+        model: a transformers model or a peft model around one, on the meta device.
+        rows: number of rows; 1 if sequences are packed into one row.
+        width: number of tokens of a row.
+        precision: how it computes.
+
+    Raises:
+        UserError: if the model's code needs numbers.
+    """
+    body = backbone(model)
+    packed = rows == 1 and can_pack(model)
+    key = (*_signature(model, body), rows, width, packed, precision)
+    if key not in _known:
+        _known[key] = _kept(model, body, rows, width, packed, precision)
+    return _known[key]
+
+
+_known: dict[tuple[Any, ...], int] = {}
+"""Bytes of passes that were counted before. A critic has the layers of its policy, and advice tries many settings."""
+
+
+def _signature(model: nn.Module, body: nn.Module) -> tuple[Any, ...]:
+    """What decides which tensors a pass has: the code, the config without its labels, and the weights."""
+    config = unwrap(model).config.to_dict()
+    settings = repr({key: value for key, value in config.items() if key not in ("architectures", *LABELS)})
+    weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in body.named_parameters())
+    return type(body), settings, weights
+
+
+LABELS = ("id2label", "label2id", "problem_type")
+"""Keys of a config that only a head reads."""
+
+
+def _kept(model: nn.Module, body: nn.Module, rows: int, width: int, packed: bool, precision: Precision) -> int:
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage  # which keeps the key from being used again
+        return tensor
+
+    with FakeTensorMode(), _attention(model, packed, precision):
+        own = _fakes(body)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", precision.autocast or torch.bfloat16, precision.autocast is not None):
+            _run(model, body, own, rows, width)
+        weights = {tensor.untyped_storage()._cdata for tensor in own.values()}
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
+
+
+def checkpointed_bytes(kept: int, layers: int, tokens: int, hidden_bytes: int) -> int:
+    """The bytes that autograd keeps with activation checkpointing: the input of each layer, and all of one layer.
+
+    Args:
+        kept: what it keeps without (``kept_bytes``).
+        layers: number of layers L.
+        tokens: number of tokens T.
+        hidden_bytes: bytes of the hidden state of one token h.
+
+    Returns:
+        L T h + kept / L (Chen et al. 2016).
+    """
+    return layers * tokens * hidden_bytes + kept // layers
+
+
+def cache_bytes(model: nn.Module) -> int:
+    """The bytes of the keys and values of one token in all layers."""
+    body = backbone(model)
+    cache = DynamicCache(config=unwrap(model).config.get_text_config(decoder=True))
+    with FakeTensorMode(), torch.no_grad():
+        _run(model, body, _fakes(body), 1, 1, past_key_values=cache, use_cache=True)
+    return sum(
+        layer.keys.nbytes + layer.values.nbytes  # type: ignore[union-attr]
+        for layer in cache.layers
+    )
+
+
+def _fakes(body: nn.Module) -> dict[str, Tensor]:
+    """Fake tensors on the CPU in place of the weights and buffers, by name."""
+    weights = {
+        name: torch.empty(w.shape, dtype=w.dtype, requires_grad=w.requires_grad) for name, w in body.named_parameters()
+    }
+    return weights | {name: torch.empty(x.shape, dtype=x.dtype) for name, x in body.named_buffers()}
+
+
+def _run(model: nn.Module, body: nn.Module, own: dict[str, Tensor], rows: int, width: int, **more: Any) -> None:
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, width, dtype=torch.long)}
+    if _decodes(model):
+        # given a mask of four dimensions, transformers makes none of its own
+        mask: dict[str, Any] = {"attention_mask": torch.zeros(rows, 1, width, width)}
+        if unwrap(model).config._attn_implementation in (attention.NAME, FLASH):
+            mask = {"attention_mask": torch.empty(rows, 1, 0, 0), "segments": Segments((width,), (None,))}
+        inputs |= {"position_ids": torch.arange(width).repeat(rows, 1), "use_cache": False, **mask}
+    try:
+        functional_call(body, own, (), inputs | more)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{type(unwrap(model)).__name__}: its memory cannot be planned: {reason}") from error
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether sequences can be packed into one row, by what the model is; a run also tries it."""
+    base = unwrap(model)
+    full = "sliding_attention" not in layer_types(base.config.get_text_config(decoder=True))
+    return bool(
+        base.config._attn_implementation == "sdpa" and base._supports_attention_backend and _decodes(model) and full
+    )
+
+
+def _decodes(model: nn.Module) -> bool:
+    """Whether a model reads positions, as language models do, in contrast to encoders."""
+    base = unwrap(model)
+    return hasattr(base, "score") or base.get_output_embeddings() is not None
+
+
+@contextmanager
+def _attention(model: nn.Module, packed: bool, precision: Precision) -> Iterator[None]:
+    """Within the context, the model attends as it would in training, to one packed row or to padded ones."""
+    config = unwrap(model).config
+    before = config._attn_implementation
+    if packed:
+        kernels.prepare_process()
+        AttentionInterface.register(FLASH, _flash_attention)
+        AttentionMaskInterface.register(FLASH, sdpa_mask)
+        config._attn_implementation = FLASH if precision.gpu else attention.NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """An attention implementation for transformers: states (1, T, heads, size), and no weights."""
+    return _Flash.apply(query, key, value), None  # type: ignore[return-value]
+
+
+class _Flash(torch.autograd.Function):
+    """Keeps what FlashAttention does (Dao et al. 2022): its inputs, its output, and a number per head and token."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(query.transpose(1, 2).shape)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("no gradient is computed")
