@@ -141,7 +141,10 @@ def run(
     with processes.one_message():
         loaded = load(recipe, overrides or [])  # first, because what follows imports torch
         if count := processes.to_start(loaded.parallel):
-            from burnish.config.launch import launch
+            if loaded.parallel.launcher == "ray":
+                from burnish.config.ray_launch import launch
+            else:
+                from burnish.config.launch import launch
 
             options = [*(["--fresh"] if fresh else []), *(["--from", start] if start is not None else [])]
             raise typer.Exit(launch(loaded.parallel, count, ["run", *options, "--", recipe, *(overrides or [])]))
