@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -26,9 +27,9 @@ sys.stdin.read()
 
 
 class Cluster(NamedTuple):
-    """The address of a cluster, and that of its server for jobs."""
+    """The variables with which runs join a cluster, and the address of its server for jobs."""
 
-    address: str
+    environment: dict[str, str]
     jobs: str
 
 
@@ -39,18 +40,24 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "BURNISH_CACHE": str(tmp_path_factory.mktemp("cache")),
-        "RAY_USAGE_STATS_ENABLED": "0",
     }
+    # a token of its own, without which others who reach its ports could run code
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     command = [sys.executable, "-c", CLUSTER]
     with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment | token,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stdin is not None
         line = process.stdout.readline().split()
         if len(line) != 2:
             process.kill()
             pytest.fail(f"no cluster: {process.communicate()[1]}")
-        yield Cluster(line[0], f"http://{line[1]}")
+        yield Cluster({"RAY_ADDRESS": line[0]} | token, f"http://{line[1]}")
         process.communicate()
 
 
@@ -72,6 +79,7 @@ def test_a_job_with_its_sampler_and_reward_in_the_cluster_gives_the_results_of_o
     overrides = [*SMALL, f"out={tmp_path / 'run'}", "stages.ppo.generator={name: ray, workers: 2}"]
     done = subprocess.run(
         [*command, sys.executable, "-m", "burnish", "run", "tiny", *overrides],
+        env=os.environ | cluster.environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -83,7 +91,7 @@ def test_a_job_with_its_sampler_and_reward_in_the_cluster_gives_the_results_of_o
 
 @pytest.mark.acceptance
 def test_processes_of_ray_train_give_the_results_of_one(cluster: Cluster, one: Path, tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", TWO, RAY, RAY_ADDRESS=cluster.address)
+    run = finished(tmp_path / "run", TWO, RAY, **cluster.environment)
     assert results(tmp_path / "run") == pytest.approx(results(one), abs=1e-5)
     assert run.output.splitlines()[-1].startswith("report: ")
     strange = [line for line in run.output.splitlines() if re.search(r"Ray|raylet|pid=|WARNING|Traceback", line)]
@@ -92,10 +100,10 @@ def test_processes_of_ray_train_give_the_results_of_one(cluster: Cluster, one: P
 
 @pytest.mark.acceptance
 def test_an_error_of_a_process_is_shown_once_with_its_exit_code(cluster: Cluster, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", TWO, RAY, "stages.sft.model=nothing/there", RAY_ADDRESS=cluster.address)
+    run = Run(tmp_path / "run", TWO, RAY, "stages.sft.model=nothing/there", **cluster.environment)
     assert run.end() == 2
     assert run.output.count("error:") == 1 and "Traceback" not in run.output
-    run = Run(tmp_path / "run", "parallel.processes=9", RAY, RAY_ADDRESS=cluster.address)
+    run = Run(tmp_path / "run", "parallel.processes=9", RAY, **cluster.environment)
     assert run.end() == 2
     assert "error: parallel.launcher: the Ray cluster is too small for 9 workers with 1 CPU, 0 GPUs each" in run.output
 
@@ -103,7 +111,7 @@ def test_an_error_of_a_process_is_shown_once_with_its_exit_code(cluster: Cluster
 @pytest.mark.acceptance
 @pytest.mark.parametrize("whom", ["rank 1", "command", "SIGTERM"])
 def test_a_killed_run_in_a_cluster_ends_and_resumes(cluster: Cluster, whom: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", TWO, RAY, *LONG, RAY_ADDRESS=cluster.address)
+    run = Run(tmp_path / "run", TWO, RAY, *LONG, **cluster.environment)
     run.until(r"sft\] step \d+/160")
     ranks = ranks_of(tmp_path / "run")
     assert sorted(ranks) == [0, 1]
@@ -124,7 +132,7 @@ def test_a_killed_run_in_a_cluster_ends_and_resumes(cluster: Cluster, whom: str,
             break
         time.sleep(0.1)
     assert not any(map(is_running, ranks.values()))
-    again = finished(tmp_path / "run", TWO, RAY, *LONG, RAY_ADDRESS=cluster.address)
+    again = finished(tmp_path / "run", TWO, RAY, *LONG, **cluster.environment)
     assert whom != "SIGTERM" or "resumes after step" in again.output
 
 

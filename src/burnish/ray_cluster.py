@@ -46,8 +46,6 @@ def join(address: str | None, several: bool = False) -> Any:
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray otherwise announces with a warning
     own: dict[str, Any] = {"include_dashboard": False} if address is None else {}
-    if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics over the network
     try:
         with _own_handler():
             ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)

@@ -132,7 +132,7 @@ def test_one_actor_gives_the_bytes_of_local_and_two_the_same_each_time(ray_clust
     two.close()
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_sent_as_tensors_or_as_files(ray_cluster: Any, tmp_path: Path) -> None:
     def adapted(seed: int) -> Any:
@@ -176,7 +176,7 @@ def test_a_cluster_without_room_is_named(ray_cluster: Any) -> None:
 PROMPTS = [Prompt(({"role": "user", "content": f"{i} + 1"},), {}, f"prompts:{i}") for i in range(12)]
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_training_ends_with_the_same_bytes_if_a_worker_is_killed(
     ray_cluster: Any, make_trainer: Any, tiny_llama: Any, weights: Any, tmp_path: Path
 ) -> None:

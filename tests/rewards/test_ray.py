@@ -90,7 +90,7 @@ def test_a_missing_ray_names_the_reward(code: Any, monkeypatch: pytest.MonkeyPat
         function(code, "drawn", TWO)
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_functions_score_in_actors_as_here(code: Any, ray_cluster: Any) -> None:
     for name in ("drawn", "of_tokens", "later"):
         reward, here = function(code, name, TWO), function(code, name)
@@ -110,7 +110,7 @@ def test_functions_score_in_actors_as_here(code: Any, ray_cluster: Any) -> None:
         close([reward])
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_an_actor_that_dies_is_replaced(code: Any, ray_cluster: Any) -> None:
     reward = function(code, "process", TWO)
     first, second = (int(scored(reward).totals[0]) for _ in range(2))
