@@ -18,10 +18,14 @@ from burnish.types import Config
 
 LOGS = "/tmp/ray/session_latest/logs"
 """Where Ray writes its own logs and those of actors, on each machine."""
+LOCAL = "local"
+"""The address of a cluster of this machine that is started for this run."""
+_joined: str | None = None
+"""The address of the cluster that this process has joined."""
 
 
 def join(address: str | None, several: bool = False) -> Any:
-    """Join a Ray cluster and return the module ``ray``. In a process that has joined one, this has no effect.
+    """Join a Ray cluster and return the module ``ray``. A process joins only one.
 
     Args:
         address: address of the cluster; ``auto`` for one that was started on this machine. Default: the environment
@@ -30,29 +34,36 @@ def join(address: str | None, several: bool = False) -> Any:
         several: whether several processes have to join the same cluster, so that none of them may start one.
 
     Raises:
-        UserError: if Ray is not installed, or there is no such cluster.
+        UserError: if Ray is not installed, there is no such cluster, or this process has joined another one.
     """
+    global _joined
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed: run pip install 'burnish[ray]'")
     import ray
 
     if ray.is_initialized():
+        if _joined is not None and address not in (None, _joined) and (address != "auto" or _joined == LOCAL):
+            raise UserError(
+                f"address: {address}: this run has already joined another Ray cluster, {_joined}: use one address in "
+                "the whole recipe"
+            )
         return ray
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address is None and several:
+    address = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    if address == LOCAL and several:
         raise UserError(
             "several processes need a Ray cluster that is already running: start one with ray start --head, and set "
             "address: auto or the environment variable RAY_ADDRESS"
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray otherwise announces with a warning
-    own: dict[str, Any] = {"include_dashboard": False} if address is None else {}
+    own: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     try:
         with _own_handler():
-            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        where = f"at {address}" if address else "on this machine"
+        where = "on this machine" if address == LOCAL else f"at {address}"
         raise UserError(f"cannot join the Ray cluster {where}: {reason}: check ray status, and the address") from error
+    _joined = address
     return ray
 
 
@@ -60,9 +71,11 @@ def join(address: str | None, several: bool = False) -> Any:
 def _own_handler() -> Iterator[None]:
     """Keep the handler of SIGTERM, with which a run saves a checkpoint. Ray would replace it."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def room(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:

@@ -10,7 +10,7 @@ import time
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,41 @@ def test_without_ray_there_is_one_message(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^generator: Ray is not installed: run pip install 'burnish\[ray\]'$"):
         RayGenerator(llama(), PAD)
+
+
+def test_a_run_joins_only_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[str] = []
+    ray: Any = ModuleType("ray")
+    ray.is_initialized = lambda: bool(joined)
+    ray.init = lambda address, **_: joined.append(address)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: ray)
+    monkeypatch.setattr(clusters, "_joined", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=r"several processes need a Ray cluster that is already running.*RAY_ADDRESS"):
+        clusters.join(None, several=True)
+    monkeypatch.setenv("RAY_ADDRESS", "a:6379")
+    before = signal.getsignal(signal.SIGTERM)
+    for address in (None, "a:6379", "auto"):
+        assert clusters.join(address, several=True) is ray
+    assert joined == ["a:6379"] and signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(UserError, match=r"^address: b:6379: this run has already joined another Ray cluster, a:6379"):
+        clusters.join("b:6379")
+    monkeypatch.setattr(clusters, "_joined", "local")
+    with pytest.raises(UserError, match=r"^address: auto: this run has already joined another Ray cluster, local"):
+        clusters.join("auto")
+
+
+def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(**_: Any) -> None:
+        raise ConnectionError("could not find any running Ray instance.\nMore.")
+
+    ray: Any = ModuleType("ray")
+    ray.is_initialized, ray.init = lambda: False, nobody
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: ray)
+    with pytest.raises(UserError, match=r"^generator: cannot join the Ray cluster at auto: could not find any running"):
+        RayGenerator(llama(), PAD, address="auto")
 
 
 # --- with one ------------------------------------------------------------------------------------------------------

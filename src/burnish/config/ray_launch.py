@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.config.parallel import Parallel
 from burnish.config.processes import CODE, LAUNCHER, MESSAGE, OUTCOME
 from burnish.config.termination import Termination
 from burnish.errors import LostProcessError, Terminated
@@ -39,7 +38,7 @@ class Failure(NamedTuple):
     message: str
 
 
-def launch(settings: Parallel, count: int, arguments: Sequence[str]) -> int:
+def launch(count: int, arguments: Sequence[str]) -> int:
     """Run ``burnish ARGUMENTS`` in several processes of a Ray cluster, and return the exit code.
 
     What the processes write appears on this one's stdout. Of their errors, the first one's message is shown. If this
@@ -186,7 +185,7 @@ def run_process(job: Mapping[str, Any]) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         ranks = {name: os.environ[name] for name in names}
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets it
-        own = {LAUNCHER: str(os.getpid()), OUTCOME: outcome}
+        own = {LAUNCHER: str(os.getpid()), OUTCOME: outcome, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         process = subprocess.Popen(
             [sys.executable, "-m", "burnish", *job["arguments"]],
             cwd=job["folder"],
