@@ -125,7 +125,7 @@ def test_a_killed_run_in_a_cluster_ends_and_resumes(cluster: Cluster, whom: str,
         run.end()
     else:
         run.process.terminate()
-        assert run.end() == 143
+        assert run.end() == 143, run.output
         assert re.search(r"^ended by SIGTERM after saving a checkpoint of step \d+; run", run.output, re.MULTILINE)
     for _ in range(150):
         if not any(map(is_running, ranks.values())):

@@ -59,8 +59,8 @@ def join(address: str | None, several: bool = False) -> Any:
     try:
         with _own_handler():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "on this machine" if address == LOCAL else f"at {address}"
         raise UserError(f"cannot join the Ray cluster {where}: {reason}: check ray status, and the address") from error
     _joined = address

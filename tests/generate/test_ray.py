@@ -90,6 +90,7 @@ def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyP
 
     ray: Any = ModuleType("ray")
     ray.is_initialized, ray.init = lambda: False, nobody
+    ray.exceptions = SimpleNamespace(RayError=KeyError)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: ray)
     with pytest.raises(UserError, match=r"^generator: cannot join the Ray cluster at auto: could not find any running"):

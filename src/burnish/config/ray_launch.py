@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from burnish.config.processes import CODE, LAUNCHER, MESSAGE, OUTCOME
 from burnish.config.termination import Termination
-from burnish.errors import LostProcessError, Terminated
+from burnish.errors import LostProcessError
 from burnish.ray_cluster import Actors, Reservation, join, last_words
 
 POLL_SECONDS = 0.2
@@ -56,12 +56,12 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="burnish-ray-") as folder:
         job = {"arguments": list(arguments), "folder": os.getcwd(), "environment": _environment(), "console": console}
         fitting = _Fitting(job, count, gpus, folder)
-        with Termination().handled():
-            try:
-                _follow(fitting, console, ray)
-            except Terminated:
-                ray.get(console.stop.remote())  # the processes save a checkpoint
-                _follow(fitting, console, ray)
+        termination = Termination()
+        with termination.handled(), termination.deferred():
+            while fitting.running(POLL_SECONDS):
+                _show(ray.get(console.read.remote()))
+                if termination.requested:
+                    ray.get(console.stop.remote())  # the processes save a checkpoint, and end
         _show(ray.get(console.read.remote()))
         failures = [Failure(*failure) for failure in ray.get(console.failures.remote())]
     if fitting.error is None:
@@ -73,12 +73,6 @@ def _environment() -> dict[str, str]:
     """The variables of this process that its processes get too. Others, such as tokens, are those of their machine."""
     names = [name for name in os.environ if name.startswith("OMP_") or name == "BURNISH_CACHE"]
     return {name: os.environ[name] for name in names} | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def _follow(fitting: _Fitting, console: Any, ray: Any) -> None:
-    """Show what the processes write until they have ended."""
-    while fitting.running(POLL_SECONDS):
-        _show(ray.get(console.read.remote()))
 
 
 def _show(text: str) -> None:

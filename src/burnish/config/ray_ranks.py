@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import ray.train
 from ray.train.backend import Backend
@@ -25,7 +26,7 @@ class RanksConfig(TorchConfig):
 class _Ranks(Backend):
     share_cuda_visible_devices = True  # LOCAL_RANK chooses one of them
 
-    def on_start(self, worker_group, backend_config) -> None:
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
         address, port = worker_group.execute_single(0, _free_address)
         worker_group.execute(_describe, address, port)
 
