@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def byte_tokenizer() -> Callable[..., Any]:
 def ray_cluster() -> Iterator[Any]:
     """Ray, with a cluster of four CPUs. It starts in some 16 seconds."""
     ray = pytest.importorskip("ray")
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": ERROR}
     ray.init(address="local", num_cpus=4, **quiet)
     yield ray
     ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -39,8 +40,7 @@ def join(address: str | None, several: bool = False) -> Any:
     global _joined
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed: run pip install 'burnish[ray]'")
-    import ray
-
+    ray: Any = importlib.import_module("ray")
     if ray.is_initialized():
         if _joined is not None and address not in (None, _joined) and (address != "auto" or _joined == LOCAL):
             raise UserError(

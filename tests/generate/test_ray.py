@@ -150,6 +150,7 @@ def test_one_actor_gives_the_bytes_of_local_and_two_the_same_each_time(ray_clust
     for ours, expected in zip(first, local, strict=True):
         assert ours.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+        assert ours.values is not None and expected.values is not None
         np.testing.assert_allclose(ours.values, expected.values, atol=1e-4, rtol=0)
     # a worker dies in the middle
     other = llama(seed=1)
