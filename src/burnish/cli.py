@@ -141,10 +141,15 @@ def run(
     with processes.one_message():
         loaded = load(recipe, overrides or [])  # first, because what follows imports torch
         if count := processes.to_start(loaded.parallel):
+            options = [*(["--fresh"] if fresh else []), *(["--from", start] if start is not None else [])]
+            arguments = ["run", *options, "--", recipe, *(overrides or [])]
+            if loaded.parallel.launcher == "ray":
+                from burnish.config.ray_launch import launch as launch_with_ray
+
+                raise typer.Exit(launch_with_ray(count, arguments))
             from burnish.config.launch import launch
 
-            options = [*(["--fresh"] if fresh else []), *(["--from", start] if start is not None else [])]
-            raise typer.Exit(launch(loaded.parallel, count, ["run", *options, "--", recipe, *(overrides or [])]))
+            raise typer.Exit(launch(loaded.parallel, count, arguments))
         processes.connect(loaded.parallel)
         from burnish.config import run as pipeline
         from burnish.machine import use_one_gpu

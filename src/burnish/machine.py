@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
-OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU"}
+OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU", "ray": "rollouts, rewards and processes on other machines"}
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

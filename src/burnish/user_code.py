@@ -53,7 +53,7 @@ def user_code(
 
     Raises:
         UserCodeError: if the code raises an exception of any class, calls ``sys.exit``, or exceeds its time limit.
-            ``UserError`` and ``KeyboardInterrupt`` pass through.
+            ``UserError``, ``UserCodeError`` and ``KeyboardInterrupt`` pass through.
     """
     with reported(what, during, timeout), isolated(keep_environment):
         if seed is not None:
@@ -67,7 +67,7 @@ def reported(what: str, during: str, timeout: float | None) -> Iterator[None]:
     """Convert exceptions of the user's code to ``UserCodeError``. Arguments are as in ``user_code``."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, GeneratorExit):  # the last one closes a coroutine
+    except (UserError, UserCodeError, KeyboardInterrupt, GeneratorExit):  # the last one closes a coroutine
         raise
     except TimeLimitExceeded as error:
         message = " ".join(part for part in (what, f"exceeded its time limit of {timeout:g} seconds", during) if part)

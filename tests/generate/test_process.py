@@ -54,30 +54,35 @@ class Mortal(ProcessGenerator):
     dies_at: int | None = None
     died = 0
 
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        start = self._place.start
+        self._place.start = lambda index: self._mortal(start(index))  # type: ignore[method-assign]
+
+    @property
+    def child(self) -> Any:
+        return self._posts[0].worker
+
     def kill(self) -> None:
-        assert self._child is not None and self._child.process.pid is not None
-        self._child.process.kill()
-        self._child.process.join()
+        self._kill(self.child)
+
+    def _kill(self, child: Any) -> None:
+        child.process.kill()
+        child.process.join()
         self.died += 1
 
-    def _send_weights(self) -> None:
-        assert self._child is not None
-        send, count = self._child.send, 0
+    def _mortal(self, child: Any) -> Any:
+        send = child.send
 
-        def counted(*message: Any) -> None:
-            nonlocal count
-            if count == self.dies_at:
-                self.dies_at = None
-                self.kill()
-            count += 1
-            send(*message)
+        def counted(messages: Any) -> None:
+            if messages[0][0] == "update" and self.dies_at is not None:
+                send(messages[: self.dies_at])
+                messages, self.dies_at = messages[self.dies_at :], None
+                self._kill(child)
+            send(messages)
 
-        self._child.send = counted  # type: ignore[method-assign]
-        try:
-            super()._send_weights()
-        finally:
-            if self._child is not None:
-                self._child.send = send  # type: ignore[method-assign]
+        child.send = counted
+        return child
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +145,13 @@ def test_errors_of_the_child_are_raised_with_their_message(generator: Mortal) ->
 
 def test_a_child_that_always_dies_is_an_error() -> None:
     class Doomed(Mortal):
-        def _start_and_sync(self) -> None:
-            super()._start_and_sync()
-            self.kill()
+        def _mortal(self, child: Any) -> Any:
+            self._kill(child)
+            return child
 
     # the child is killed right after its start, before it imports torch for seconds
     generator = Doomed(llama(), PAD)
-    with pytest.raises(RuntimeError, match=r"died 3 times in a row, last with exit code -9"):
+    with pytest.raises(RuntimeError, match=r"3 workers of the generator died in a row, the last one: exit code -9"):
         generator.submit(requests(1), 0)
         generator.poll(None)
     generator.close()
@@ -182,7 +187,7 @@ if __name__ == "__main__":
     long = t.Sampling(max_new_tokens=100, min_new_tokens=100)
     wanted = [t.Request((9, 10), i, long) for i in range(64)]
     generator.submit(wanted, 0)
-    print(generator._child.process.pid, flush=True)
+    print(generator._posts[0].worker.process.pid, flush=True)
     while True:
         generator.poll(None) or generator.submit(wanted, 0)
 """

@@ -53,11 +53,15 @@ def test_a_stage_chooses_its_generator(tmp_path: Path) -> None:
     [
         (
             "generator: {name: proces}",
-            r"generator.name: expected 'local', 'continuous', 'process' or 'vllm', .*did you mean",
+            r"generator.name: expected 'local', 'continuous', 'process', 'ray' or 'vllm', .*did you mean",
         ),
         ("generator: local", "generator: expected a block"),
         ("generator: {name: local, page_size: 16}", "page_size applies only to {name: continuous}"),
-        ("generator: {name: local, url: 'http://a:8000', wait: 3}", "url, wait applies only to {name: vllm}"),
+        ("generator: {name: local, url: 'http://a:8000', wait: 3}", "url applies only to {name: vllm}"),
+        ("generator: {name: ray, url: 'http://a:8000'}", "url applies only to {name: vllm}"),
+        ("generator: {name: local, timeout: 3}", "timeout applies only to {name: ray} and {name: vllm}"),
+        ("generator: {name: ray, workers: 0}", "generator.workers: "),
+        ("generator: {name: ray, cpus: 0}", "generator.cpus: "),
         ("generator: {name: vllm}", "vllm needs url:, the address of a vLLM server"),
         ("generator: {name: vllm, url: 'http://me:word@a:8000'}", "expected an address without a password"),
         ("generator: {name: vllm, url: 'http://a:8000/v1'}", "expected an address without /v1"),
@@ -70,9 +74,9 @@ def test_invalid_generator_settings_are_refused(tmp_path: Path, line: str, messa
 
 
 def test_a_run_may_resume_with_a_server_elsewhere_but_not_with_another_generator() -> None:
-    for key in ("url", "key", "timeout", "wait", "folder"):
+    for key in ("url", "key", "timeout", "wait", "folder", "address"):
         assert key in GeneratorSettings.model_fields and manifest.MAY_CHANGE.match(f"stages.3.generator.{key} was 1")
-    for key in ("name", "slots"):
+    for key in ("name", "slots", "workers", "cpus", "gpus"):
         assert not manifest.MAY_CHANGE.match(f"stages.3.generator.{key} was 1")
 
 

@@ -27,7 +27,7 @@ FORMAT = 1
 """The format version of a run's folder."""
 MAY_CHANGE = re.compile(
     r"parallel(\.\w+)? was |stages\.\d+\."
-    r"(reward\.\d+\.(url|token|timeout|retries|concurrency)|method\.(wait|host|port)"
+    r"(reward\.\d+\.(url|token|timeout|retries|concurrency|ray\.(address|timeout))|method\.(wait|host|port)"
     rf"|generator\.({'|'.join(generate.MAY_CHANGE)})"
     rf"|(method|reward\.\d+)\.judge\.({'|'.join(judges.MAY_CHANGE)})) was "
 )

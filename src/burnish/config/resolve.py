@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from burnish import user_functions
 from burnish.config.evaluation import Evaluation
@@ -13,6 +15,7 @@ from burnish.config.schema import (
     Recipe,
     RewardFromFunction,
     RewardFromJudge,
+    RewardFromModel,
     RewardFromURL,
     RewardSource,
     Stage,
@@ -30,7 +33,9 @@ from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
 from burnish.rewards.judge import JudgeReward
 from burnish.rewards.model import ModelReward
+from burnish.rewards.ray import RayReward
 from burnish.rewards.remote import RemoteReward, token_of
+from burnish.rewards.scoring import values_of
 from burnish.rewards.steps import StepReward
 from burnish.rl.environment import Environments
 from burnish.rl.settings import Limits
@@ -71,7 +76,16 @@ def environments_of(source: Stage | Evaluation, locate: Callable[[str], str]) ->
 
 
 def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path, device: str) -> NamedReward:
-    """Load a reward with its name and weight. ``folder`` is the run's folder, which contains the stages."""
+    """Load a reward with its name and weight. ``folder`` is the run's folder, which contains the stages.
+
+    Raises:
+        UserError: if the reward cannot be loaded, or its Ray cluster has no room for it.
+    """
+    if isinstance(source, RewardFromFunction | RewardFromModel) and source.ray is not None:
+        load = partial(named_reward, source.model_copy(update={"ray": None}), recipe, folder)
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        actors = RayReward(load, values_of, source.ray, f"reward {source.title}: ray", processes)
+        return NamedReward(source.title, source.weight, actors, timeout=NO_LIMIT)
     if isinstance(source, RewardFromFunction):
         function = user_functions.load(recipe.locate(source.function))
         return NamedReward(source.title, source.weight, function, source.function, source.timeout or TIMEOUT)

@@ -26,6 +26,7 @@ from burnish.methods.settings import BLOCKS, JudgeConfig
 from burnish.mistakes import Keys
 from burnish.models.settings import AdapterConfig, ModelSource, StageModel, kind_of_source
 from burnish.protocols import MethodSpec, RowMethodSpec
+from burnish.ray_cluster import Actors
 from burnish.render.truncate import Truncation
 from burnish.rl.settings import EnvironmentSettings
 from burnish.training.arguments import TrainerConfig
@@ -212,6 +213,8 @@ class RewardFromModel(RewardPart):
     steps: Literal["differences", "raw"] | None = None
     """Reward each reasoning step at its end, using a step-value model. differences: the change in value; raw: the value
     itself."""
+    ray: Actors | None = None
+    """Score in actors of a Ray cluster, each of which loads the model: {workers: 2, gpus: 1}."""
 
     @property
     def title(self) -> str:
@@ -234,6 +237,8 @@ class RewardFromFunction(RewardPart):
     """file.py:name (beside the recipe) or package.module:name."""
     timeout: float | None = Field(default=None, gt=0, le=threading.TIMEOUT_MAX)
     """Time limit in seconds for one call of the function. A longer call stops the run. Default: 600."""
+    ray: Actors | None = None
+    """Call the function in actors of a Ray cluster, each of which loads it: {workers: 2}."""
 
     @property
     def title(self) -> str:

@@ -34,6 +34,7 @@ from burnish.protocols import Engine, Method, Run, StepLoader
 from burnish.render.truncate import Truncation
 from burnish.rewards.functions import NamedReward
 from burnish.rewards.model import ModelReward
+from burnish.rewards.ray import RayReward
 from burnish.rl.environment import Environments
 from burnish.rl.loader import RolloutLoader, Sampler, are_prompts
 from burnish.types import Config, Encoded, Example, MicroBatch, Prompt, Reward, Row, Term, Terms
@@ -250,6 +251,8 @@ class PolicyGradient(Method):
         """
         for reward in self.sampler.rewards if self.critic and self.critic.start == "auto" else []:
             scorer = reward.function
+            if isinstance(scorer, RayReward):  # the actors have it, and this process needs its weights once
+                scorer = scorer.load("cpu").function
             if not isinstance(scorer, ModelReward) or scorer.tokenizer.get_vocab() != tokenizer.get_vocab():
                 continue
             if hasattr(scorer.model, "score") and type(unwrap(scorer.model).config) is type(policy.config):

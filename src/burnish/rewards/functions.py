@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from burnish.errors import UserError, did_you_mean
 from burnish.rewards.judge import JudgeReward
 from burnish.rewards.model import ModelReward
+from burnish.rewards.ray import RayReward
 from burnish.rewards.remote import RemoteReward
 from burnish.rewards.steps import StepReward
 from burnish.types import Columns, Reward, Trajectory
@@ -55,6 +56,9 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
         if not inspect.isawaitable(scores):
             return scores
         return user_tasks().start(scores, what=f"reward {reward.name}", during="", seed=0, timeout=NO_TIMEOUT)
+    if isinstance(reward.function, RayReward):  # the actor copies, isolates and limits the call
+        scores = reward.function(trajectories, seed)
+        return user_tasks().start(scores, what=f"reward {reward.name}", during="", seed=0, timeout=NO_TIMEOUT)
     own = [_copied(trajectory) for trajectory in trajectories]
     what = f"reward {reward.name}" + (f" ({reward.reference})" if reward.reference else "")
     first, last = trajectories[0].source, trajectories[-1].source
@@ -70,9 +74,9 @@ def call(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, .
 
 
 def close(rewards: Iterable[NamedReward]) -> None:
-    """Close the connections of rewards that have some."""
+    """Close the connections and end the actors of rewards that have some."""
     for reward in rewards:
-        if isinstance(reward.function, JudgeReward | RemoteReward):
+        if isinstance(reward.function, JudgeReward | RemoteReward | RayReward):
             reward.function.close()
 
 

@@ -103,6 +103,15 @@ def score(trajectories: list[Trajectory], rewards: list[NamedReward], seed: tupl
         return scorer.finish()[0]
 
 
+def values_of(reward: NamedReward, trajectories: list[Trajectory], seed: tuple[int, ...]) -> Values:
+    """Call a reward with the seed of a call, whose last part is the number of the group, and wait for its values."""
+    *before, group = seed
+    with Scorer([reward], tuple(before)) as scorer:
+        scorer.add(group, trajectories)
+        scorer.finish()
+        return scorer.values[group, reward.name]
+
+
 def combined(trajectories: list[Trajectory], values: list[tuple[NamedReward, Values]]) -> Scores:
     """Weighted sums of rewards: total_i = sum_r weight_r * value_ri, in the order of the trajectories.
 
