@@ -69,7 +69,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_a_job_with_its_sampler_and_reward_in_the_cluster_gives_the_results_of_one_process(
     cluster: Cluster, one: Path, tmp_path: Path
 ) -> None:
