@@ -102,6 +102,19 @@ def test_shards_on_several_gpus_are_smaller(folder: Path) -> None:
     assert shards["activations"] == whole["activations"] and shards["gathered layers"] > 0
 
 
+def test_on_a_gpu_the_sampler_of_a_run_in_bf16_has_a_copy_of_half_the_size(folder: Path) -> None:
+    machine = Machine(1, 2**30, gpu=True, reserved=0)
+
+    def planned(*overrides: str) -> dict[str, int]:
+        recipe = load("run.yaml", overrides)
+        (ppo,) = (one for one in recipe.stages if one.name == "ppo")
+        return dict(plan_stage(recipe, ppo, machine).memory.phases["sampling"])
+
+    assert "generation copy" not in planned()
+    half = planned("stages.ppo.trainer.bf16=true")
+    assert half["generation copy"] == half["policy"] // 2
+
+
 def test_adapters_critics_and_optimizers_are_those_of_the_run(folder: Path) -> None:
     machine = Machine(1, 2**30, gpu=False, reserved=CPU_RESERVED)
 

@@ -144,7 +144,10 @@ def _run(model: nn.Module, body: nn.Module, own: dict[str, Tensor], rows: int, w
         # given a mask of four dimensions, transformers makes none of its own
         mask: dict[str, Any] = {"attention_mask": torch.zeros(rows, 1, width, width)}
         if unwrap(model).config._attn_implementation in (attention.NAME, FLASH):
-            mask = {"attention_mask": torch.empty(rows, 1, 0, 0), "segments": Segments((width,), (None,))}
+            mask = {
+                "attention_mask": torch.empty(rows, 1, 0, 0),
+                "segments": attention.Packed(Segments((width,), (None,))),
+            }
         inputs |= {"position_ids": torch.arange(width).repeat(rows, 1), "use_cache": False, **mask}
     try:
         functional_call(body, own, (), inputs | more)

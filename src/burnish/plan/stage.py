@@ -46,6 +46,7 @@ from burnish.plan.sizes import model_size
 from burnish.protocols import Method
 from burnish.render.renderer import Renderer
 from burnish.rl.collect import with_tools
+from burnish.training.engine import sampling_dtype
 from burnish.types import Example, Preference, Prompt, Ranking
 from burnish.types import Sequence as TokenSequence
 
@@ -250,10 +251,14 @@ def _sampling(
 ) -> Sampling:
     """What the stage's generator needs, to decode as many of the wanted completions together as it has slots."""
     generator = stage.generator
-    copy = size.weights if sharded else 0
+    device = torch.device("cuda" if machine.gpu else "cpu")
+    # a copy has the dtype in which it samples; stages that only sample have no training precision
+    sampled = sampling_dtype(model, device, "bf16" if stage.trainer.bf16 else "no")
+    weights = size.weights if sampled is None else size.weights * sampled.itemsize // unwrap(model).dtype.itemsize
+    copy = weights if sharded or sampled is not None else 0
     if generator.name == "process":
-        copy += size.weights + size.trained + machine.reserved
-    if generator.name == "vllm":
+        copy += weights + size.trained + machine.reserved
+    if generator.name in ("vllm", "ray"):  # their weights and caches are elsewhere
         return Sampling(0, 0, copy)
     options = inspect.signature(_class(CLASSES[generator.name])).parameters
     slots = generator.slots or options["slots"].default
