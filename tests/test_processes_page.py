@@ -31,9 +31,9 @@ def names(folder: Path) -> set[str]:
     return {re.sub(r"rng_state\w*", "rng_state", str(path.relative_to(folder))) for path in folder.rglob("*")}
 
 
-def tiny(out: Path, *overrides: str, launcher: list[str] = PYTHON) -> Run:
+def tiny(out: Path, *overrides: str, launcher: list[str] = PYTHON, **variables: str) -> Run:
     """A run of the recipe tiny that has ended without an error."""
-    return finished("tiny", *SMALL, f"out={out}", *overrides, launcher=launcher)
+    return finished("tiny", *SMALL, f"out={out}", *overrides, launcher=launcher, **variables)
 
 
 @pytest.fixture(scope="module")

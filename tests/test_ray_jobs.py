@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from test_processes_page import LONG, SMALL, TWO, Run, finished, is_running, results
+from run_processes import TWO, Run, environment_of, is_running, table
+from test_processes_page import LONG, SMALL, tiny
 
 RAY = "parallel.launcher=ray"
 CLUSTER = """
@@ -29,7 +30,7 @@ sys.stdin.read()
 class Cluster(NamedTuple):
     """The variables with which runs join a cluster, and the address of its server for jobs."""
 
-    environment: dict[str, Any]
+    environment: dict[str, str]
     jobs: str
 
 
@@ -65,7 +66,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, without Ray."""
     out = tmp_path_factory.mktemp("one") / "run"
-    finished(out)
+    tiny(out)
     return out
 
 
@@ -86,13 +87,13 @@ def test_a_job_with_its_sampler_and_reward_in_the_cluster_gives_the_results_of_o
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"done: {tmp_path / 'run'}" in done.stdout
-    assert results(tmp_path / "run") == pytest.approx(results(one), abs=1e-5)
+    assert table(tmp_path / "run") == pytest.approx(table(one), abs=1e-5)
 
 
 @pytest.mark.acceptance
 def test_processes_of_ray_train_give_the_results_of_one(cluster: Cluster, one: Path, tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", TWO, RAY, **cluster.environment)
-    assert results(tmp_path / "run") == pytest.approx(results(one), abs=1e-5)
+    run = tiny(tmp_path / "run", TWO, RAY, **cluster.environment)
+    assert table(tmp_path / "run") == pytest.approx(table(one), abs=1e-5)
     assert run.output.splitlines()[-1].startswith("report: ")
     strange = [line for line in run.output.splitlines() if re.search(r"Ray|raylet|pid=|WARNING|Traceback", line)]
     assert not strange, strange
@@ -100,10 +101,12 @@ def test_processes_of_ray_train_give_the_results_of_one(cluster: Cluster, one: P
 
 @pytest.mark.acceptance
 def test_an_error_of_a_process_is_shown_once_with_its_exit_code(cluster: Cluster, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", TWO, RAY, "stages.sft.model=nothing/there", **cluster.environment)
+    run = Run(
+        "tiny", *SMALL, f"out={tmp_path / 'run'}", TWO, RAY, "stages.sft.model=nothing/there", **cluster.environment
+    )
     assert run.end() == 2
     assert run.output.count("error:") == 1 and "Traceback" not in run.output
-    run = Run(tmp_path / "run", "parallel.processes=9", RAY, **cluster.environment)
+    run = Run("tiny", *SMALL, f"out={tmp_path / 'run'}", "parallel.processes=9", RAY, **cluster.environment)
     assert run.end() == 2
     assert "error: parallel.launcher: the Ray cluster is too small for 9 workers with 1 CPU, 0 GPUs each" in run.output
 
@@ -111,7 +114,7 @@ def test_an_error_of_a_process_is_shown_once_with_its_exit_code(cluster: Cluster
 @pytest.mark.acceptance
 @pytest.mark.parametrize("whom", ["rank 1", "command", "SIGTERM"])
 def test_a_killed_run_in_a_cluster_ends_and_resumes(cluster: Cluster, whom: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", TWO, RAY, *LONG, **cluster.environment)
+    run = Run("tiny", *SMALL, f"out={tmp_path / 'run'}", TWO, RAY, *LONG, **cluster.environment)
     run.until(r"sft\] step \d+/160")
     ranks = ranks_of(tmp_path / "run")
     assert sorted(ranks) == [0, 1]
@@ -132,21 +135,19 @@ def test_a_killed_run_in_a_cluster_ends_and_resumes(cluster: Cluster, whom: str,
             break
         time.sleep(0.1)
     assert not any(map(is_running, ranks.values()))
-    again = finished(tmp_path / "run", TWO, RAY, *LONG, **cluster.environment)
+    again = tiny(tmp_path / "run", TWO, RAY, *LONG, **cluster.environment)
     assert whom != "SIGTERM" or "resumes after step" in again.output
 
 
 def ranks_of(folder: Path) -> dict[int, int]:
     """The process of each rank of a run."""
     ranks = {}
-    for path in Path("/proc").glob("[0-9]*"):
+    for process in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         try:
-            arguments = (path / "cmdline").read_bytes().split(b"\0")
-            environment = dict(
-                part.split(b"=", 1) for part in (path / "environ").read_bytes().split(b"\0") if b"=" in part
-            )
-        except OSError:
+            arguments = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        except OSError:  # it has just ended
             continue
-        if b"RANK" in environment and f"out={folder}".encode() in arguments and b"burnish" in arguments:
-            ranks[int(environment[b"RANK"])] = int(path.name)
+        environment = environment_of(process)
+        if f"out={folder}" in arguments and "burnish" in arguments and "RANK" in environment:
+            ranks[int(environment["RANK"])] = process
     return ranks
