@@ -90,6 +90,15 @@ def test_a_causal_reward_model_scores_the_prompt_the_answer_and_eos(budget):
     assert len({round(value, 4) for value in expected}) == len(PAIRS)
 
 
+def test_a_reward_model_in_bfloat16_has_its_scores_in_float32():
+    expected = ModelReward(causal(), letters(encoder=False))(answers(*PAIRS))
+    model = causal().bfloat16()
+    scores = ModelReward(model, letters(encoder=False))(answers(*PAIRS))
+    assert model.dtype == torch.bfloat16 and model.score.weight.dtype == torch.float32
+    assert scores == pytest.approx(expected, abs=0.05 * max(map(abs, expected)))
+    assert any(torch.tensor(score).bfloat16().item() != score for score in scores)
+
+
 def test_a_classifier_scores_by_the_raw_logit_of_the_named_label():
     model = encoder()
     expected = [

@@ -41,9 +41,6 @@ from burnish.rl.environment import Environments
 from burnish.rl.settings import Limits
 from burnish.types import Reward
 
-REWARD_DTYPE = torch.float32
-"""The dtype of reward models."""
-
 NO_LIMIT = 1e6
 """Seconds for a call of a service, which limits each of its requests itself."""
 
@@ -101,11 +98,12 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
         set_template(tokenizer, source.template)
+    dtype = getattr(torch, source.dtype)
     if source.steps is not None:
-        network = loading.load_value_model(reference, dtype=REWARD_DTYPE).to(device)
+        network = loading.load_value_model(reference, dtype=dtype).to(device)
         scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
     else:
-        model = loading.load_reward_model(reference, dtype=REWARD_DTYPE, labels=None).to(device)
+        model = loading.load_reward_model(reference, dtype=dtype, labels=None).to(device)
         scorer = ModelReward(model, tokenizer, label=source.label, normalize=source.normalize)
     return NamedReward(source.title, source.weight, scorer)
 

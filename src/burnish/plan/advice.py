@@ -118,8 +118,7 @@ def _fewer_slots(now: _State) -> Iterator[str]:
 
 def _sharding(now: _State) -> Iterator[str]:
     quantized = now.stage.adapter is not None and now.stage.adapter.quantize is not None
-    unfit = quantized or (now.stage.adapter is not None and _separate_critic(now))
-    fit = now.stage.trainer.optim in SHARDED_OPTIMIZERS and not now.stage.trainer.fp16 and not unfit
+    fit = now.stage.trainer.optim in SHARDED_OPTIMIZERS and not now.stage.trainer.fp16 and not quantized
     if _trains(now) and now.machine.processes > 1 and not now.sharded and fit:
         yield "parallel.shard=fsdp2"
 
@@ -135,7 +134,7 @@ def _shared_critic(now: _State) -> Iterator[str]:
 
 
 def _lora(now: _State) -> Iterator[str]:
-    if _trains(now) and now.stage.adapter is None and not (now.sharded and _separate_critic(now)):
+    if _trains(now) and now.stage.adapter is None:
         yield "adapter={r: 16}"
 
 

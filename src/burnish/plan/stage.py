@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config import Recipe, Stage, StageData, method_spec, sources
-from burnish.config.resolve import REWARD_DTYPE, environments_of
+from burnish.config.resolve import environments_of
 from burnish.config.row_stage import CHUNK, RowStage
 from burnish.config.schema import RewardFromModel, any_spec
 from burnish.data import readers
@@ -202,10 +202,11 @@ def _role(keys: Keys) -> str:
 
 def _other(recipe: Recipe, stage: Stage, source: ModelSource, role: str) -> ModelSize:
     """The sizes of a model that is not trained."""
-    scores = role == "reward model"
-    dtype = REWARD_DTYPE if scores else loading.choose_dtype(stage.dtype)
-    steps = any(isinstance(r, RewardFromModel) and r.model == source and r.steps for r in stage.reward)
-    task = "SEQ_CLS" if scores and not steps else "CAUSAL_LM"
+    rewards = [r for r in stage.reward if isinstance(r, RewardFromModel) and r.model == source]
+    if role != "reward model":
+        rewards = []
+    dtype = getattr(torch, rewards[0].dtype) if rewards else loading.choose_dtype(stage.dtype)
+    task = "SEQ_CLS" if rewards and rewards[0].steps is None else "CAUSAL_LM"
     return model_size(role, without_weights(recipe, stage, source, dtype, task).requires_grad_(False))
 
 

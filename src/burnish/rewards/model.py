@@ -54,6 +54,8 @@ class ModelReward:
                 and std to normalize by.
         """
         self.model = kernels.enable(model).eval().requires_grad_(False)
+        if hasattr(base := unwrap(model), "score"):
+            base.score.to(torch.promote_types(base.dtype, torch.float32))  # scores in bfloat16 would have two digits
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Truncation(
