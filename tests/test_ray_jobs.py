@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,7 +30,7 @@ sys.stdin.read()
 class Cluster(NamedTuple):
     """The variables with which runs join a cluster, and the address of its server for jobs."""
 
-    environment: dict[str, str]
+    environment: dict[str, Any]
     jobs: str
 
 
