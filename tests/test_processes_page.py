@@ -93,7 +93,7 @@ def test_other_launchers_and_shards_give_the_results_of_one(
     assert table(tmp_path / "run") == pytest.approx(table(one), abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_a_killed_rank_is_named_and_its_run_resumes_in_one_process(tmp_path: Path) -> None:
     run = Run("tiny", *SMALL, *LONG, f"out={tmp_path / 'run'}", TWO)
     run.until(r"sft\] step \d+/160")
@@ -121,14 +121,22 @@ RAISES = "raise ValueError('broken on rank 1')"
 HANGS = "__import__('time').sleep(600)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "does, message",
     [
-        (RAISES, r"error: reward score .*raised ValueError .*: broken on rank 1"),
-        (HANGS, r"error: rank 0 on \S+ waited for the other processes until the time limit, parallel\.timeout: one of"),
+        pytest.param(
+            RAISES,
+            r"error: reward score .*raised ValueError .*: broken on rank 1",
+            marks=pytest.mark.slow,
+            id="raises",
+        ),
+        pytest.param(
+            HANGS,
+            r"error: rank 0 on \S+ waited for the other processes until the time limit, parallel\.timeout: one of",
+            marks=pytest.mark.acceptance,
+            id="hangs",
+        ),
     ],
-    ids=["raises", "hangs"],
 )
 def test_an_error_in_one_process_ends_all_with_one_message(
     does: str, message: str, tiny_folder: Path, tmp_path: Path
@@ -172,7 +180,7 @@ os.execv(sys.executable, [sys.executable, "-m", "burnish", "run", "tiny", *overr
 """
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_the_slurm_script_saves_requeues_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script,) = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     tools = {"srun": SRUN, "scontrol": SCONTROL, "burnish": BURNISH}
