@@ -92,7 +92,7 @@ RECIPES = {
         [
             "r.yaml:16: stages.ppo.reward.1.wieght",
             "mean 'weight'?",
-            "keys here are function, name, timeout, weight",
+            "keys here are function, name, ray, timeout, weight",
         ],
     ),
     "unknown field of TrainingArguments": (

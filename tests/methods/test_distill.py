@@ -280,7 +280,7 @@ def test_a_recipe_names_a_stage_as_the_teacher(run_folder: Path) -> None:
         assert "teacher/model/model.safetensors" in made[stage]["inputs"]
     assert {"eval_reverse_kl", "eval_forward_kl_low"} <= made["on"]["results"]["after"].keys()
     inspected = CliRunner().invoke(cli.app, ["inspect", "two.yaml"]).stdout
-    assert len(re.findall(r"^teacher \(0\.0 M parameters\)", inspected, re.MULTILINE)) == 2
+    assert len(re.findall(r"^teacher +0\.00 GiB", inspected, re.MULTILINE)) == 2
     Path("two.yaml").write_text(RECIPE.replace("teacher: {stage: teacher}}", "teacher: {stage: off}}"), "utf-8")
     with pytest.raises(UserError, match=r"method\.teacher\.stage: 'off' is not an earlier stage"):
         load("two.yaml")

@@ -235,7 +235,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_settings_on_its_page_are_valid() -> None:
     parts = [read(block, "docs").value for block in blocks("yaml")]
-    methods = [part["method"] for part in parts if "name" not in part]
+    methods = [part["method"] for part in parts if "method" in part and "name" not in part]
     names = [method.pop("name") for method in methods]
     assert names == ["reinforce", "rloo", "grpo", "reinforce"]
     settings: list[Any] = [METHODS[name].config(**method) for name, method in zip(names, methods, strict=True)]

@@ -282,7 +282,8 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
     base = unwrap(model)
     if hasattr(base, "score"):
         last = hidden_states(model, batch).flatten(0, 1)[batch.ends]
-        logits = base.score(last.to(next(base.score.parameters()).dtype))
+        dtype = next((p.dtype for p in base.score.parameters()), last.dtype)
+        logits = base.score(last.to(dtype))
     else:
         if batch.packed or bool(
             (batch.positions != torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
