@@ -256,13 +256,12 @@ def test_the_actors_end_with_the_run(number: signal.Signals, tmp_path: Path) -> 
     pytest.importorskip("ray")
     (tmp_path / "job.py").write_text(DRIVER)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    job = subprocess.Popen(
-        [sys.executable, str(tmp_path / "job.py")], env=environment, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert job.stdout is not None
-    (actor,) = map(int, job.stdout.readline().split())
-    os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
-    assert job.wait(60) != 0
+    command = [sys.executable, str(tmp_path / "job.py")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as job:
+        assert job.stdout is not None
+        (actor,) = map(int, job.stdout.readline().split())
+        os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
+        assert job.wait(60) != 0
     for _ in range(100):
         if not Path(f"/proc/{actor}").exists():
             break
