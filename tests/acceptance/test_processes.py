@@ -90,7 +90,7 @@ def test_every_layout_gives_the_results_of_one_process(name: str, straight: Call
     ]
     assert samples[0] == samples[1] and len(samples[0]) > 300
     files = [path.relative_to(one) for path in one.glob("*/model/**/*.safetensors")]
-    assert Path("ppo/model/critic/model.safetensors") in files and len(files) == 4
+    assert Path("ppo/model/critic/model.safetensors") in files and len(files) == 5
     for path in files:
         expected, got = load_file(one / path), load_file(several / path)
         assert expected.keys() == got.keys()
