@@ -214,7 +214,7 @@ class RewardFromModel(RewardPart):
     """Reward each reasoning step at its end, using a step-value model. differences: the change in value; raw: the value
     itself."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the model's weights. bfloat16 takes half of the memory, with scores that differ by about 1 %."""
+    """The dtype of the model's weights. bfloat16 takes half of the memory, but rounding changes the scores."""
     ray: Actors | None = None
     """Score in actors of a Ray cluster, each of which loads the model: {workers: 2, gpus: 1}."""
 
