@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.errors import UserError
 from burnish.generate.continuous import ContinuousGenerator, check_top_p
 from burnish.generate.local import LocalGenerator
-from burnish.generate.protocol import Completion, Request, complete
+from burnish.generate.protocol import Request, complete
 from burnish.generate.sampling import Sampling
 from burnish.math.tensors import token_logprobs, warp
-
-ENDS = frozenset({3, 5, 8})
+from generating import ENDS, llama, plain, requests
 
 
 class Letters:
@@ -31,27 +28,14 @@ class Letters:
 
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    made: Any = LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.3))
+    made = llama(max_position_embeddings=64)
     # the model's own generation config is not used
     made.generation_config.update(top_k=2, temperature=0.1, repetition_penalty=3.0)
-    return made.eval()
+    return made
 
 
 def make(model: Any) -> ContinuousGenerator:
     return ContinuousGenerator(model, Letters(), slots=6, page_size=16, max_batch_tokens=64)
-
-
-def requests(n: int = 16, ends: frozenset[int] = ENDS, **sampling: Any) -> list[Request]:
-    length: dict[str, Any] = {} if "length_range" in sampling else {"max_new_tokens": 20}
-    settings = Sampling(**length, **sampling)
-    return [Request(tuple(range(9, 12 + i % 7)), i, settings, ends) for i in range(n)]
-
-
-def plain(completions: list[Completion]) -> list[Any]:
-    return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
 
 
 def test_equal_plans_give_equal_bytes_and_global_state_is_restored(model: Any) -> None:

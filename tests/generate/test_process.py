@@ -8,44 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import astuple
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.errors import UserError
 from burnish.generate.local import LocalGenerator
 from burnish.generate.process import ProcessGenerator
-from burnish.generate.protocol import Completion, Request, complete
-from burnish.generate.sampling import Sampling
-from burnish.models import adapters
+from burnish.generate.protocol import Request, complete
 from burnish.models.heads import SharedCritic
-
-PAD = SimpleNamespace(pad_token_id=0)
-ENDS = frozenset({3, 5, 8})
-
-
-def llama(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.3)).eval()
-
-
-def requests(n: int = 12, values: bool = False, **sampling: Any) -> list[Request]:
-    settings = Sampling(max_new_tokens=20, **sampling)
-    return [Request(tuple(range(9, 11 + i % 5)), i, settings, ENDS, values) for i in range(n)]
-
-
-def plain(completions: list[Completion]) -> list[Any]:
-    """Completions as plain values, for an exact comparison."""
-    return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
+from generating import PAD, check_adapters, environment_with_tests, llama, plain, requests
 
 
 class Mortal(ProcessGenerator):
@@ -160,24 +133,7 @@ def test_a_child_that_always_dies_is_an_error() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_sent_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
-    def adapted(seed: int) -> Any:
-        base = llama()
-        torch.manual_seed(seed)
-        lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-        return peft.get_peft_model(base, lora).eval()
-
-    first, second = adapted(0), adapted(1)
-    wanted = requests(4)
-    expected = plain(complete(LocalGenerator(second, PAD), wanted))
-    adapters.save(second, tmp_path)
-    generator = ProcessGenerator(first, PAD)
-    assert plain(complete(generator, wanted)) != expected
-    generator.update_weights(0, ((n, p) for n, p in second.named_parameters() if p.requires_grad))
-    assert plain(complete(generator, wanted)) == expected
-    generator.update_weights(0, ((n, p) for n, p in first.named_parameters() if p.requires_grad))
-    generator.update_weights(0, tmp_path)
-    assert plain(complete(generator, wanted)) == expected
-    generator.close()
+    check_adapters(lambda model: ProcessGenerator(model, PAD), tmp_path)
 
 
 SCRIPT = """
@@ -207,10 +163,9 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_child_ends_with_its_parent(number: signal.Signals, tmp_path: Any) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     job = subprocess.Popen(
         [sys.executable, str(tmp_path / "job.py")],
-        env=environment,
+        env=environment_with_tests(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish import GRPO
 from burnish import ray_cluster as clusters
@@ -27,13 +26,10 @@ from burnish.generate.process import ProcessGenerator
 from burnish.generate.protocol import Completion, Generator, Request, complete
 from burnish.generate.ray import RayGenerator
 from burnish.generate.sampling import Sampling
-from burnish.models import adapters
 from burnish.models.heads import SharedCritic
 from burnish.ray_cluster import Actors, described, last_words, room
 from burnish.types import Prompt
-
-PAD = SimpleNamespace(pad_token_id=0)
-
+from generating import PAD, check_adapters, environment_with_tests, llama, plain, requests
 
 # --- without a cluster ---------------------------------------------------------------------------------------------
 
@@ -100,23 +96,6 @@ def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyP
 # --- with one ------------------------------------------------------------------------------------------------------
 
 
-def llama(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.3)).eval()
-
-
-def requests(n: int = 12, tokens: int = 20, values: bool = False) -> list[Request]:
-    settings = Sampling(max_new_tokens=tokens)
-    return [Request(tuple(range(9, 11 + i % 5)), i, settings, frozenset({3, 5, 8}), values) for i in range(n)]
-
-
-def plain(completions: list[Completion]) -> list[Any]:
-    """Completions as plain values, for an exact comparison."""
-    return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
-
-
 def actors() -> list[int]:
     """The processes of our actors."""
     found = []
@@ -172,24 +151,7 @@ def test_one_actor_gives_the_bytes_of_local_and_two_the_same_each_time(ray_clust
 @pytest.mark.acceptance
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_sent_as_tensors_or_as_files(ray_cluster: Any, tmp_path: Path) -> None:
-    def adapted(seed: int) -> Any:
-        base = llama()
-        torch.manual_seed(seed)
-        lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-        return peft.get_peft_model(base, lora).eval()
-
-    first, second = adapted(0), adapted(1)
-    wanted = requests(4)
-    expected = plain(complete(LocalGenerator(second, PAD), wanted))
-    adapters.save(second, tmp_path)
-    generator = RayGenerator(first, PAD, cpus=0.5)
-    assert plain(complete(generator, wanted)) != expected
-    generator.update_weights(0, ((n, p) for n, p in second.named_parameters() if p.requires_grad))
-    assert plain(complete(generator, wanted)) == expected
-    generator.update_weights(0, ((n, p) for n, p in first.named_parameters() if p.requires_grad))
-    generator.update_weights(0, tmp_path)
-    assert plain(complete(generator, wanted)) == expected
-    generator.close()
+    check_adapters(lambda model: RayGenerator(model, PAD, cpus=0.5), tmp_path)
 
 
 @pytest.mark.slow
@@ -213,28 +175,41 @@ def test_a_cluster_without_room_is_named(ray_cluster: Any) -> None:
 PROMPTS = [Prompt(({"role": "user", "content": f"{i} + 1"},), {}, f"prompts:{i}") for i in range(12)]
 
 
+KILLS = 5
+
+
 @pytest.mark.acceptance
-def test_training_ends_with_the_same_bytes_if_a_worker_is_killed(
+def test_training_gives_the_same_bytes_if_workers_are_killed_at_random_moments(
     ray_cluster: Any, make_trainer: Any, tiny_llama: Any, weights: Any, tmp_path: Path
 ) -> None:
+    chance, killed = random.Random(0), []
+
+    def kill_workers(trainer: Any) -> None:
+        while len(killed) < KILLS:
+            step = trainer.state.global_step
+            while trainer.state.global_step <= step:  # every worker makes progress between two kills
+                time.sleep(0.005)
+            time.sleep(chance.uniform(0, 0.5))
+            killed.append(chance.choice(actors()))
+            os.kill(killed[-1], signal.SIGKILL)
+
     def trained(name: str, kill: bool = False) -> Any:
         def score(answers: Any) -> list[float]:
-            nonlocal kill
-            if kill and method.sampler.generator is not None and trainer.state.global_step == 2:
-                os.kill(actors()[0], signal.SIGKILL)
-                kill = False
             return [sum(answer.tokens) % 9 / 4 - 1 for answer in answers]
 
         generator = partial(RayGenerator, workers=2, slots=2)
         method = GRPO(score, Sampling(max_new_tokens=12, samples=32), generator, max_staleness=1)
-        trainer = make_trainer(method, tiny_llama(), PROMPTS, batch=4, lr=1e-2, output_dir=str(tmp_path / name))
+        folder = str(tmp_path / name)
+        trainer = make_trainer(method, tiny_llama(), PROMPTS, batch=4, output_dir=folder, num_train_epochs=10)
+        if kill:
+            threading.Thread(target=kill_workers, args=(trainer,), daemon=True).start()
         trainer.train()
         method.close()
-        assert not kill or name == "whole"
         return trainer
 
-    whole, killed = trained("whole"), trained("killed", kill=True)
-    assert weights(whole.network.policy) == weights(killed.network.policy) != weights(tiny_llama())
+    whole, disturbed = trained("whole"), trained("disturbed", kill=True)
+    assert len(set(killed)) == KILLS
+    assert weights(whole.network.policy) == weights(disturbed.network.policy) != weights(tiny_llama())
     staleness = [line["staleness"] for line in whole.state.log_history if "staleness" in line]
     assert staleness[0] == 0 and 1 in staleness
 
@@ -255,9 +230,8 @@ while True:
 def test_the_actors_end_with_the_run(number: signal.Signals, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     (tmp_path / "job.py").write_text(DRIVER)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, str(tmp_path / "job.py")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as job:
+    with subprocess.Popen(command, env=environment_with_tests(), stdout=subprocess.PIPE, start_new_session=True) as job:
         assert job.stdout is not None
         (actor,) = map(int, job.stdout.readline().split())
         os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import astuple
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.errors import UserError
 from burnish.generate import remote
@@ -22,24 +19,7 @@ from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import Completion, Request, complete
 from burnish.generate.remote import LostWorkerError, RemoteGenerator, serve, shares
 from burnish.generate.sampling import Sampling
-
-PAD = SimpleNamespace(pad_token_id=0)
-
-
-def llama(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.3)).eval()
-
-
-def requests(n: int) -> list[Request]:
-    settings = Sampling(max_new_tokens=6)
-    return [Request(tuple(range(9, 11 + i % 3)), i, settings, frozenset({3, 5, 8})) for i in range(n)]
-
-
-def plain(completions: list[Completion]) -> list[Any]:
-    return [tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in astuple(c)) for c in completions]
+from generating import PAD, llama, plain, requests
 
 
 class Thread:
