@@ -153,7 +153,7 @@ def test_killed_at_ten_moments_ends_with_the_same_bytes(pipeline: str, tmp_path:
         assert got[name] == value, name
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_killed_while_a_batch_is_sampled_ahead_ends_with_the_same_bytes(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "ahead.yaml").write_text(AHEAD.replace("FOLDER", str(tmp_path)), "utf-8")
     (tmp_path / "brevity.py").write_text("def brevity(answers):\n    return [-len(a.tokens) / 9 for a in answers]\n")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from burnish.config import load, run
 from burnish.errors import UserError
 from fake_vllm import serving
+from run_processes import TWO, finished
 from tiny_runs import run_until
 
 RECIPE = """
@@ -31,20 +32,34 @@ stages:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_run_continues_on_another_server(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def served(run_folder: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer that servers start with, and beside them what the recipe needs."""
     Path("rewards.py").write_text("def length(answers): return [sum(a.tokens) % 5 / 2 for a in answers]")
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1"}) + "\n" for i in range(6)))
-    model, tokenizer = hf.LlamaForCausalLM.from_pretrained("base"), hf.AutoTokenizer.from_pretrained("base")
+    return hf.LlamaForCausalLM.from_pretrained("base"), hf.AutoTokenizer.from_pretrained("base")
 
-    def recipe(out: str, generator: str) -> Any:
-        Path("recipe.yaml").write_text(RECIPE.replace("GENERATOR", generator))
-        return load("recipe.yaml", [f"out={out}"])
 
-    def at(url: str, **settings: str | int) -> str:
-        return json.dumps({"name": "vllm", "url": url, **settings})
+def recipe(out: str, generator: str) -> Any:
+    Path("recipe.yaml").write_text(RECIPE.replace("GENERATOR", generator))
+    return load("recipe.yaml", [f"out={out}"])
 
+
+def at(url: str, **settings: str | int) -> str:
+    return json.dumps({"name": "vllm", "url": url, **settings})
+
+
+def check_equal(run: str, expected: str) -> None:
+    """Check that two runs trained the same adapter, up to rounding."""
+    ours, theirs = (load_file(f"{name}/train/adapter/adapter_model.safetensors") for name in (run, expected))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_run_continues_on_another_server(served: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = served
     monkeypatch.setenv("VLLM_KEY", "sk-secret")
     with serving(model, tokenizer) as first:
         run_until(lambda: run.run(recipe("remote", at(first.url))), "train", 2, monkeypatch)
@@ -55,9 +70,18 @@ def test_a_run_continues_on_another_server(run_folder: Path, monkeypatch: pytest
         assert len(second.bodies) == 1 + 2 * 2  # the probe, and the last of three batches of two prompts
         assert not list(Path("adapters").iterdir())
     run.run(recipe("local", "{name: local}"))
-    ours, local = (load_file(f"{name}/train/adapter/adapter_model.safetensors") for name in ("remote", "local"))
-    for name, tensor in local.items():
-        torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=0)
+    check_equal("remote", "local")
     assert not any("sk-secret" in path.read_text(errors="ignore") for path in Path("remote").rglob("*.json*"))
     with pytest.raises(UserError, match=r"generator.slots was .*start over"):
         run.run(recipe("remote", at(second.url, slots=3)))
+
+
+@pytest.mark.acceptance
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_run_of_two_processes_uses_one_server(served: tuple[Any, Any]) -> None:
+    run.run(recipe("local", "{name: local}"))
+    with serving(*served) as server:
+        recipe("two", at(server.url))
+        finished("recipe.yaml", "out=two", TWO, cwd=Path.cwd())
+        assert server.calls.count("/v1/load_lora_adapter") == 3
+    check_equal("two", "local")

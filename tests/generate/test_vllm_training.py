@@ -83,7 +83,7 @@ def test_a_server_that_dies_in_an_update_changes_nothing_in_one_process(
     assert all(torch.equal(weight, died["weights"][name]) for name, weight in whole["weights"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
 def test_two_processes_sample_and_learn_what_one_does(servers: dict[str, Serving], tmp_path: Path) -> None:
     with serving(llama(), character_tokenizer()) as tensors, serving(llama(), character_tokenizer()) as files:

@@ -570,7 +570,7 @@ def test_a_policy_learns_from_stale_batches(run: Run) -> None:
     assert math.fsum(scores[-3:]) / 3 > math.fsum(scores[:3]) / 3 + 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_two_processes_of_different_speeds_give_the_same_bytes_and_resume(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = Path(__file__).with_name("ahead_job.py")
