@@ -19,6 +19,7 @@ from burnish.models.forward import (
     can_share,
     head,
     hidden_states,
+    prefers_packed,
     score_head,
     scores,
     token_logprobs,
@@ -321,3 +322,20 @@ def test_trials_tell_which_models_can_pack_and_share(
     model.train()
     assert (can_share(model), can_pack(model)) == (shared, packed)
     assert model.training
+
+
+@pytest.mark.parametrize("config", [hf.LlamaConfig, hf.BloomConfig], ids=["packs", "does not"])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_trials_of_deep_models_in_half_precision_are_not_misled_by_rounding(config: Any, autocast: bool) -> None:
+    torch.manual_seed(0)
+    settings = GROUPED if config is hf.LlamaConfig else {"hidden_size": 16, "n_layer": 2, "n_head": 2}
+    model: Any = spread(hf.AutoModelForCausalLM.from_config(config(**SMALL, **settings | {"num_hidden_layers": 24})))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight *= 30 if "q_proj" in name else 1  # sharp attention, so that rounding changes what it chooses
+    model = model if autocast else model.bfloat16()
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert can_pack(model) == can_share(model) == prefers_packed(model) == (config is hf.LlamaConfig)
+    for name, weight in model.named_parameters():
+        assert weight.dtype == weights[name].dtype and torch.equal(weight, weights[name]), name

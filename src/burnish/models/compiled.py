@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from burnish.errors import UserError
-from burnish.models.forward import unwrap
+from burnish.models.forward import layers_of, unwrap
 
 
 def compile_layers(model: nn.Module, backend: str | None = None, mode: str | None = None) -> None:
@@ -23,8 +23,7 @@ def compile_layers(model: nn.Module, backend: str | None = None, mode: str | Non
     Raises:
         UserError: if the model does not name its layers.
     """
-    names = unwrap(model)._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = layers_of(model)
     if not layers:
         raise UserError(
             f"torch_compile: {type(unwrap(model)).__name__} does not name its layers (_no_split_modules): remove it"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from burnish.errors import UserError
 from burnish.models import collectives
-from burnish.models.forward import unwrap
+from burnish.models.forward import layers_of, unwrap
 from burnish.models.quantize import is_quantized
 
 
@@ -62,12 +62,6 @@ def _shard_layers(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     return layers
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model, as it names their classes."""
-    names = unwrap(model)._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def broadcast(module: nn.Module) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from burnish.models.forward import unwrap
+from burnish.models.forward import layers_of, unwrap
 from burnish.models.settings import Quantization
-from burnish.models.sharding import layers_of
 from burnish.plan.memory import FLOAT32, ModelSize, state_bytes
 
 QUANTIZED: dict[Quantization, float] = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}

@@ -26,12 +26,11 @@ from burnish.methods.dpo import DPO
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.mistakes import Keys
 from burnish.models import loading
-from burnish.models.forward import unwrap
+from burnish.models.forward import layers_of, unwrap
 from burnish.models.heads import Network
 from burnish.models.layout import default_budget
 from burnish.models.limits import Limits, limits_of
 from burnish.models.settings import ModelSource
-from burnish.models.sharding import layers_of
 from burnish.plan.activations import Precision, cache_bytes, can_pack, checkpointed_bytes, kept_bytes
 from burnish.plan.memory import FLOAT32, Memory, ModelSize, Needs, Sampling, logits_bytes, memory
 from burnish.plan.micro_batches import Lengths, MicroBatch, largest, lengths_of
