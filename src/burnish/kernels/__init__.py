@@ -5,7 +5,7 @@ Importing Burnish changes nothing. Only these functions do:
 - ``set_environment`` sets environment variables. Only the command line calls it.
 - ``prepare_process`` limits oneDNN's caches (also by environment variables), and registers two attention
   implementations with transformers. Loading a model calls it.
-- ``enable`` changes the class of a model's linear layers permanently.
+- ``enable`` changes the classes of a model's linear layers and LoRA layers permanently.
 - ``use_packed_attention`` changes a model's attention implementation until it is called again.
 - ``decoding_attention`` changes a model's attention implementation within a context.
 
@@ -72,20 +72,23 @@ def prepare_process() -> None:
 
 
 def enable(model: nn.Module) -> nn.Module:
-    """Use Burnish's linear layers in a model, if this machine has the kernels for them. Returns the same model.
+    """Use Burnish's LoRA layers in a model, and its linear layers if this machine has the kernels. Returns the model.
 
     Layers of other classes, such as quantized layers, and layers whose forward was wrapped by another library are not
     changed.
     """
+    from peft.tuners import lora as peft_lora
     from torch import nn
 
-    from burnish.kernels import linear
+    from burnish.kernels import linear, lora
 
     prepare_process()
+    classes: dict[type, type] = {peft_lora.Linear: lora.LoraLinear}
     if linear.has_onednn():
-        for module in model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                module.__class__ = linear.Linear
+        classes[nn.Linear] = linear.Linear
+    for module in model.modules():
+        if "forward" not in vars(module):
+            module.__class__ = classes.get(type(module), type(module))
     return model
 
 

@@ -65,12 +65,12 @@ class Product(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         return (
             product(gradient, weight.t()) if x_needs else None,
-            _weight_gradient(rows, x.flatten(0, -2)) if weight_needs else None,
+            weight_gradient(rows, x.flatten(0, -2)) if weight_needs else None,
             rows.sum(0) if bias_needs else None,
         )
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """g^T x, (N, H). Computed as the transpose of x^T g if x has few columns, as for LoRA's second factor."""
     if x.size(1) < FEW_COLUMNS:
         return product(x.t(), gradient.t()).t()
