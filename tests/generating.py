@@ -1,4 +1,4 @@
-"""For tests of generators: a tiny model, requests, completions as plain values, and checks that several share."""
+"""What tests of generators share: a tiny model, requests, and completions as plain values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """An adapter is merged only into the base that it was trained on."""
 
+import copy
 import hashlib
 import json
 import math
@@ -104,7 +105,9 @@ def test_a_merged_model_gives_the_logits_of_the_adapter(settings, sft, tmp_path)
     out = merge(str(tmp_path / "adapter"), say=lines.append)
     assert out == tmp_path / "adapter-merged"
     merged: Any = hf.AutoModelForCausalLM.from_pretrained(out).eval()
-    torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():  # in float64, so that only the merged weights are rounded
+        difference = logits(copy.deepcopy(merged).double()) - logits(adapted.double())
+    assert difference.abs().max() < 1e-5
     base: Any = hf.AutoModelForCausalLM.from_pretrained(sft).eval()
     assert (logits(base) - logits(merged)).abs().max() > 0.05
     assert {path.name: path.read_bytes() for path in sft.iterdir()} == before

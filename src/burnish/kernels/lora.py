@@ -1,4 +1,4 @@
-"""LoRA layers that round once. In half precision, peft's own round most of a small update away.
+"""LoRA layers that do not round small updates away, as peft's own do in half precision.
 
 A LoRA layer computes x W^T + s x A^T B^T. If both products are rounded to bfloat16 before they are added, an update
 that is smaller than half of the distance between two such numbers changes nothing, because x W^T already is one of
