@@ -62,6 +62,15 @@ def sampled(found: dict[str, Any]) -> list[Any]:
     return [f"{found['vocabulary']:,}", *speeds, ratio, *peaks, len(ratios)]
 
 
+def in_two_precisions(found: dict[str, Any]) -> list[Any]:
+    """A row of the table of float32 and bfloat16."""
+    sides = ("float32", "bfloat16")
+    speeds = [f"{middle(found, side, lambda x: x['tokens'] / x['cpu']):,.0f}" for side in sides]
+    peaks = [f"{middle(found, side, lambda x: x['peak']) / 2**30:.2f}" for side in sides]
+    losses = [f"{losses[-1]:.4f}" if (losses := found["repeats"][0][side]["losses"]) else "" for side in sides]
+    return [found["case"], *speeds, of_three(found["speed"]), *peaks, *losses]
+
+
 def main() -> None:
     """Put the tables where the page has its marks."""
     read = json.loads(RESULTS.read_text("utf-8"))
@@ -92,6 +101,11 @@ def main() -> None:
     if generated := [read[name] for name in read if name.startswith("generation-")]:
         head = ["V", "tokens / CPU s", "generate's", "times as fast", "peak GiB", "generate's", "runs"]
         parts.append(table("Generation against transformers", head, *map(sampled, generated)))
+    for name in [name for name in read if name.startswith("precision-")]:
+        head = ["case", "tokens / CPU s, float32", "bfloat16", "times as fast", "peak GiB, float32", "bfloat16"]
+        head += ["last loss, float32", "bfloat16"]
+        title = f"bfloat16 on a CPU ({read[name]['machine']['cpu']})"
+        parts.append(table(title, head, *map(in_two_precisions, read[name]["cases"])))
     if "encoding" in read:
         rows = [
             [name, f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]

