@@ -135,6 +135,7 @@ def test_other_layers_are_left_to_peft() -> None:
     assert torch.allclose(theirs(x), ours(x), atol=1e-6)
     with theirs.disable_adapter(), ours.disable_adapter():
         assert torch.allclose(theirs(x), ours(x), atol=1e-6)
-    theirs.merge_adapter(), ours.merge_adapter()
+    theirs.merge_adapter()
+    ours.merge_adapter()
     assert torch.allclose(theirs(x), ours(x), atol=1e-5)
     assert torch.allclose(theirs.double()(x.double()), ours.double()(x.double()), atol=1e-12)

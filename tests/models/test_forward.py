@@ -329,7 +329,8 @@ def test_trials_tell_which_models_can_pack_and_share(
 def test_trials_of_deep_models_in_half_precision_are_not_misled_by_rounding(config: Any, autocast: bool) -> None:
     torch.manual_seed(0)
     settings = GROUPED if config is hf.LlamaConfig else {"hidden_size": 16, "n_layer": 2, "n_head": 2}
-    model: Any = spread(hf.AutoModelForCausalLM.from_config(config(**SMALL, **settings | {"num_hidden_layers": 24})))
+    deep: dict[str, Any] = settings | {"num_hidden_layers": 24}
+    model: Any = spread(hf.AutoModelForCausalLM.from_config(config(**SMALL, **deep)))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight *= 30 if "q_proj" in name else 1  # sharp attention, so that rounding changes what it chooses

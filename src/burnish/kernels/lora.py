@@ -33,12 +33,13 @@ class LoraLinear(lora.Linear):
         if name is None or not (dtype in HALF or (dtype == torch.float32 and fits(x, dtype))):
             return super().forward(x, *args, **kwargs)
         base: Any = self.base_layer
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        down: Any = self.lora_A[name]
+        up: Any = self.lora_B[name]
         dropped: Tensor | None = self.lora_dropout[name](x)
         if dropped is x:
             dropped = None
         fused = Product.apply if fits(x, dtype) else _differentiable
-        out: Any = fused(x.to(dtype), dropped, base.weight, a, b, self.scaling[name])
+        out: Any = fused(x.to(dtype), dropped, base.weight, down.weight, up.weight, self.scaling[name])
         return out if base.bias is None else out + base.bias.to(dtype)
 
     def _only_adapter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
