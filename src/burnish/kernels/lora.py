@@ -81,7 +81,7 @@ class Product(torch.autograd.Function):
         seen = rows if dropped is None else dropped.to(x.dtype).flatten(0, -2)
         inner = _times(seen, a.to(x.dtype)) * scale
         out = _plus(_times(inner, b.to(x.dtype)), rows, weight.to(x.dtype))
-        ctx.save_for_backward(None if rows is seen and not ctx.needs_input_grad[2] else rows, seen, inner, weight, a, b)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, seen, inner, weight, a, b)
         ctx.dropped, ctx.scale, ctx.shape = dropped is not None, scale, x.shape
         return out.view(*x.shape[:-1], -1)
 
@@ -103,7 +103,7 @@ class Product(torch.autograd.Function):
         return (
             of_x,
             of_dropped,
-            _crossed(g, seen if rows is None else rows).to(weight.dtype) if weight_needs else None,
+            _crossed(g, rows).to(weight.dtype) if weight_needs else None,
             _crossed(h, seen).to(a.dtype) if a_needs else None,
             _crossed(g, inner).to(b.dtype) if b_needs else None,
             None,
