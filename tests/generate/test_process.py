@@ -137,11 +137,14 @@ def test_adapters_are_sent_as_tensors_or_as_a_folder(tmp_path: Any) -> None:
 
 
 SCRIPT = """
-import sys, tests.generate.test_process as t
+from burnish.generate.process import ProcessGenerator
+from burnish.generate.protocol import Request
+from burnish.generate.sampling import Sampling
+from generating import PAD, llama
 if __name__ == "__main__":
-    generator = t.ProcessGenerator(t.llama(), t.PAD)
-    long = t.Sampling(max_new_tokens=100, min_new_tokens=100)
-    wanted = [t.Request((9, 10), i, long) for i in range(64)]
+    generator = ProcessGenerator(llama(), PAD)
+    long = Sampling(max_new_tokens=100, min_new_tokens=100)
+    wanted = [Request((9, 10), i, long) for i in range(64)]
     generator.submit(wanted, 0)
     print(generator._posts[0].worker.process.pid, flush=True)
     while True:
