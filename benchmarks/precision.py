@@ -85,7 +85,7 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
         arguments = TrainingArguments(
             output_dir=out,
             use_cpu=True,
-            bf16=half and kind == "full",
+            bf16=half,
             per_device_train_batch_size=batch,
             learning_rate=1e-5 if kind == "full" else 1e-4,
             lr_scheduler_type="constant",

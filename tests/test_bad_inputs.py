@@ -148,10 +148,20 @@ RECIPES = {
         "learn: al",
         ["r.yaml:5: stages.sft.method.learn", "'last', 'all'", "mean 'all'?"],
     ),
-    "an unknown dtype": (
+    "an unknown precision": (
         "    model: model",
-        "    model: model\n    dtype: bfloat",
-        ["r.yaml:7: stages.sft.dtype", "mean 'bfloat16'?"],
+        "    model: model\n    precision: b16",
+        ["r.yaml:7: stages.sft.precision", "mean 'bf16'?"],
+    ),
+    "an old name of the precision": (
+        "    model: model",
+        "    model: model\n    dtype: bfloat16",
+        ["r.yaml:7: stages.sft.dtype", "this key was renamed: write precision"],
+    ),
+    "the precision of TrainingArguments": (
+        "learning_rate: 1e-4",
+        "bf16: true",
+        ["r.yaml:8: stages.sft.trainer.bf16", "the stage's key precision decides: float32, bf16 or fp16"],
     ),
     "an unknown scheduler": (
         "learning_rate: 1e-4",

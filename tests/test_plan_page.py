@@ -63,7 +63,7 @@ def test_the_table_of_7b_adds_up_and_is_that_of_the_page(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_changes_are_those_of_the_page(folder: Path) -> None:
     (block,) = re.findall(r"```text\n(change, .*?)```", PAGE, re.DOTALL)
-    own = ("stages.ppo.dtype=auto", "parallel.shard=none", "stages.ppo.trainer.activation_checkpointing=false")
+    own = ("stages.ppo.precision=float32", "parallel.shard=none", "stages.ppo.trainer.activation_checkpointing=false")
     lines = planned(*own)
     start = next(i for i, line in enumerate(lines) if line.startswith("change, "))
     assert [line.split() for line in lines[start:]] == [line.split() for line in block.splitlines()]

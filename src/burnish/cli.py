@@ -30,6 +30,7 @@ from burnish.errors import (
     is_out_of_memory,
     out_of_memory,
 )
+from burnish.models.settings import Precision
 from burnish.terminal import check_typed, visible
 
 WAITING = 3
@@ -118,7 +119,10 @@ ModelArgument = Annotated[
 TemplateOption = Annotated[
     str | None, typer.Option("--template", help="Plain template, for a model without a chat template.")
 ]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+PrecisionOption = Annotated[
+    Precision,
+    typer.Option(help="bf16 halves the memory of a model. auto: bf16 on a GPU that supports it, otherwise float32."),
+]
 
 
 @app.command()
@@ -317,7 +321,7 @@ def generate(
         bool, typer.Option("--scores", help="Show each completion's log-probability: sum and mean per token.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    dtype: DType = "auto",
+    precision: PrecisionOption = "auto",
 ) -> None:
     """Complete prompts by sampling, greedily (--temperature 0), or with beam search (--beams 4 [--sample])."""
     if bool(prompts) == bool(source):
@@ -346,7 +350,7 @@ def generate(
     rows = inference.prompts(prompts or [], source, system)
     if output is not None:
         inference.check_columns(rows)
-    loaded = inference.load(model, template, dtype)
+    loaded = inference.load(model, template, precision)
     if note := inference.context_note(loaded, decoding):
         typer.echo(note, err=True)
     if output is not None:
@@ -438,7 +442,7 @@ def search(
     ] = None,
     template: TemplateOption = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    dtype: DType = "auto",
+    precision: PrecisionOption = "auto",
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write solutions and their trees as JSON lines to this file.")
     ] = None,
@@ -479,7 +483,7 @@ def search(
     rows = searching.questions(source, question)[:limit]
     if output is not None:
         inference.check_columns(rows)
-    loaded = inference.load(model, template, dtype)
+    loaded = inference.load(model, template, precision)
     solved = searching.run(loaded, rows, strategies, settings, output)
     result = searching.results(loaded, solved, seed)
     if as_json:
@@ -504,7 +508,7 @@ def chat(
         list[str] | None, typer.Option(callback=_check_text, help="End an answer at this string. Can be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    dtype: DType = "auto",
+    precision: PrecisionOption = "auto",
 ) -> None:
     """Chat with a model. Type /help for a list of commands."""
     _check_names(model)
@@ -514,7 +518,7 @@ def chat(
 
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = inference.sampling_settings(options | {"stop": stop})
-    talk_in_terminal(Talk(inference.load(model, template, dtype), sampling, seed, system))
+    talk_in_terminal(Talk(inference.load(model, template, precision), sampling, seed, system))
 
 
 @app.command(name="eval")
@@ -580,14 +584,16 @@ def serve_reward(
         bool, typer.Option("--normalize", help="Use (score - mean) / std, as stored with the model.")
     ] = False,
     template: TemplateOption = None,
-    dtype: DType = "auto",
+    precision: Annotated[
+        Precision, typer.Option(help="bf16 halves the memory of a model, but rounding changes the scores.")
+    ] = "float32",
 ) -> None:
     """Score completions for runs on this or other machines, with a reward model or a function."""
     _check_function_or_model(source)
     from burnish.commands import serve
 
     token = serve.token_in(token_env)
-    service = serve.reward(source, token, label=label, normalize=normalize, template=template, dtype=dtype)
+    service = serve.reward(source, token, label=label, normalize=normalize, template=template, precision=precision)
     serve.run(service, host, port, _print_now, token if token_env is None else None)
 
 
@@ -601,14 +607,14 @@ def serve_judge(
         str | None, typer.Option(callback=_check_text, help="Name of the model in requests. Default: MODEL.")
     ] = None,
     template: TemplateOption = None,
-    dtype: DType = "auto",
+    precision: PrecisionOption = "auto",
 ) -> None:
     """Answer chat requests in the format of OpenAI, with log-probabilities, for judges and other clients."""
     _check_names(model)
     from burnish.commands import serve
 
     token = serve.token_in(token_env)
-    service = serve.judge(model, token, name=name, template=template, dtype=dtype)
+    service = serve.judge(model, token, name=name, template=template, precision=precision)
     serve.run(service, host, port, _print_now, token if token_env is None else None)
 
 
@@ -646,7 +652,7 @@ def label(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, show_default="any free port")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="For sampling, and for the order of completions.")] = 0,
-    dtype: DType = "auto",
+    precision: PrecisionOption = "auto",
 ) -> None:
     """Open a local page where people rank completions, and export their answers."""
     from burnish.commands import label as labeling
@@ -663,14 +669,14 @@ def label(
         labeling.check_stored(source, {"--database": database, "--model": model, "--pairwise": pairwise})
     where = source if stored else database or labeling.default_database(source)
     sampling = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens}
-    model_only = sampling | {"template": template, "dtype": None if dtype == "auto" else dtype}
+    model_only = sampling | {"template": template, "precision": None if precision == "auto" else precision}
     unused = [f"--{name.replace('_', '-')}" for name, value in model_only.items() if value is not None]
     if model is None and unused:
         raise UserError(f"{', '.join(unused)} would have no effect without --model")
     _make_room(output)
     if model is not None:
         _check_names(model, source)
-        options = sampling | {"samples": samples or 4, "template": template, "seed": seed, "dtype": dtype}
+        options = sampling | {"samples": samples or 4, "template": template, "seed": seed, "precision": precision}
         labeling.sample(source, where, pairwise, model, options, _print)
     elif not stored and (export is None or not where.exists()):
         labeling.fill(source, where, pairwise, _print)

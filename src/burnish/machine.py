@@ -96,7 +96,7 @@ def advice(facts: dict[str, str]) -> list[str]:
     if float(facts["bfloat16"].split()[0]) < 1.2:
         lines.append(
             "keep float32: bfloat16 is hardly faster on this machine, or slower, and less exact. It still halves the"
-            " memory of frozen weights (dtype: bfloat16 with an adapter)."
+            " memory of frozen weights (precision: bf16 with an adapter)."
         )
     if float(facts["memory"].split()[0]) < 4:
         lines.append("less than 4 GiB of memory: set a small token_budget: in the recipe.")

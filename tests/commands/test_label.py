@@ -14,7 +14,7 @@ from burnish.commands import label
 from burnish.errors import UserError
 from burnish.label.store import Store
 
-OPTIONS = {"template": None, "dtype": "auto", "seed": 0, "samples": 3, "temperature": None, "max_new_tokens": 4}
+OPTIONS = {"template": None, "precision": "auto", "seed": 0, "samples": 3, "temperature": None, "max_new_tokens": 4}
 
 
 @pytest.fixture

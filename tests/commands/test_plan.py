@@ -97,9 +97,15 @@ def test_shards_on_several_gpus_are_smaller(folder: Path) -> None:
         recipe = load("run.yaml", overrides)
         return dict(plan_stage(recipe, recipe.stages[0], machine).memory.phases["training"])
 
-    whole, shards = planned(), planned("parallel.shard=fsdp2")
+    exact = "stages.sft.precision=float32"
+    whole, shards = planned(exact), planned(exact, "parallel.shard=fsdp2")
     assert shards["policy"] == -(-whole["policy"] // 8) and shards["optimizer"] == -(-whole["optimizer"] // 8)
     assert shards["activations"] == whole["activations"] and shards["gathered layers"] > 0
+    half = planned("parallel.shard=fsdp2")
+    assert all(half[part] == shards[part] for part in ("policy", "optimizer"))
+    # the gathered weights take half, and their gradients do not
+    assert half["gathered layers"] == pytest.approx(0.75 * shards["gathered layers"])
+    assert half["activations"] < 0.7 * shards["activations"] and "weights that are cast" not in half
 
 
 def test_on_a_gpu_the_sampler_of_a_run_in_bf16_has_a_copy_of_half_the_size(folder: Path) -> None:
@@ -110,8 +116,8 @@ def test_on_a_gpu_the_sampler_of_a_run_in_bf16_has_a_copy_of_half_the_size(folde
         (ppo,) = (one for one in recipe.stages if one.name == "ppo")
         return dict(plan_stage(recipe, ppo, machine).memory.phases["sampling"])
 
-    assert "generation copy" not in planned()
-    half = planned("stages.ppo.trainer.bf16=true")
+    assert "generation copy" not in planned("stages.ppo.precision=float32")
+    half = planned()
     assert half["generation copy"] == half["policy"] // 2
 
 

@@ -69,7 +69,7 @@ def test_the_digest_says_what_scores_depend_on(home: Path) -> None:
         about(serve.reward(*arguments, **options))["digest"]
         for arguments, options in [
             (("classifier", TOKEN), {}),
-            (("classifier", TOKEN), {"dtype": "bfloat16"}),
+            (("classifier", TOKEN), {"precision": "bf16"}),
             (("classifier", TOKEN), {"template": "text"}),
             (("my_rewards.py:brevity", TOKEN), {}),
         ]

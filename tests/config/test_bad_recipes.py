@@ -36,7 +36,7 @@ RECIPE: dict[str, Any] = {
             "name": "sft",
             "method": {"name": "sft"},
             "model": "model",
-            "dtype": "float32",
+            "precision": "float32",
             "adapter": {"r": 2},
             "data": {"train": [{"from": "chat.jsonl", "weight": 1.0}], "eval": "chat.jsonl", "max_length": 64},
             "trainer": {

@@ -85,7 +85,7 @@ def test_one_process_does_not_shard() -> None:
     "setting, message",
     [
         ("trainer.optim=adafactor", "optim adafactor does not work: use adamw_torch, adamw_torch_fused, sgd"),
-        ("trainer.fp16=true", "fp16 does not work: use bf16"),
+        ("precision=fp16", "fp16 does not work: use bf16"),
         ("trainer.torch_compile=true", "torch_compile does not work: remove it"),
         ("trainer.push_to_hub=true", "push_to_hub does not work: remove it, and upload the finished folder"),
         ("adapter={quantize: nf4}", "adapter.quantize does not work: remove it, or remove parallel.shard"),

@@ -184,10 +184,10 @@ ANYTHING = ["null", "true", "-1", "0.5", "''", "x", "./x", "[]", "[null]", "[{}]
 PLACES = [
     "name", "out", "seed", "threads", "stages", "stages.0", "stages.0.name", "stages.0.run", "stages.0.with",
     "stages.tune", "stages.1.name", "stages.tune.method", "stages.tune.method.name", "stages.tune.method.learn",
-    "stages.tune.model", "stages.tune.template", "stages.tune.dtype", "stages.tune.adapter", "stages.tune.adapter.r",
-    "stages.tune.data", "stages.tune.data.train", "stages.tune.data.train.stage", "stages.tune.data.eval",
-    "stages.tune.data.keys", "stages.tune.data.limit", "stages.tune.reward", "stages.tune.generation",
-    "stages.tune.generation.stop", "stages.tune.trainer", "stages.tune.trainer.report_to",
+    "stages.tune.model", "stages.tune.template", "stages.tune.precision", "stages.tune.adapter",
+    "stages.tune.adapter.r", "stages.tune.data", "stages.tune.data.train", "stages.tune.data.train.stage",
+    "stages.tune.data.eval", "stages.tune.data.keys", "stages.tune.data.limit", "stages.tune.reward",
+    "stages.tune.generation", "stages.tune.generation.stop", "stages.tune.trainer", "stages.tune.trainer.report_to",
     "stages.tune.trainer.eval_strategy", "stages.tune.trainer.optim", "stages.tune.trainer.fsdp_config",
 ]  # fmt: skip
 

@@ -183,7 +183,7 @@ def test_a_model_that_stays_as_it_is_is_evaluated_and_keeps_its_precision(home: 
     settings = [
         f"{stage}.data.select.above=9",
         f"{stage}.data.eval={{stage: prepare, file: sft-eval.jsonl}}",
-        f"{stage}.dtype=bfloat16",
+        f"{stage}.precision=bf16",
         f"{stage}.adapter={{r: 2}}",
         "stages.loop.until={stage: improve, metric: perplexity, below: 1}",
     ]

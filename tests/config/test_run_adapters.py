@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,12 @@ def test_a_stage_is_refused_if_its_adapter_has_another_base(done, tmp_path):
             run(tmp_path / f"{name}.yaml", more(done, model=str(wrong), **settings))
 
 
-def test_half_precision_is_reported_and_adapters_are_merged_in_full_precision(done, tmp_path):
+def test_in_bf16_trained_weights_are_float32_and_adapters_are_merged_in_float32(done, tmp_path):
     model = str(done / "sft" / "model")
-    shown = run(tmp_path / "full.yaml", more(done, model=model, dtype="bfloat16"))
-    assert "dtype bfloat16: training in this precision, without float32 master weights" in shown
-    shown = run(tmp_path / "run.yaml", more(done, model=model, dtype="bfloat16", adapter={"r": 2}))
-    assert "master weights" not in shown
+    shown = run(tmp_path / "full.yaml", more(done, model=model, precision="bf16"))
+    assert re.search(r"LlamaForCausalLM, .* trained, float32", shown), shown
+    shown = run(tmp_path / "run.yaml", more(done, model=model, precision="bf16", adapter={"r": 2}))
+    assert re.search(r"LlamaForCausalLM, .* trained, bfloat16", shown), shown
     stage = tmp_path / "run" / "more"
     torch.testing.assert_close(logits(stage / "adapter"), logits(stage / "model"), atol=1e-5, rtol=1e-5)
     merged: Any = loading.load_policy(str(stage / "model"))

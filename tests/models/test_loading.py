@@ -18,7 +18,6 @@ from burnish.models.adapters import add_adapter
 from burnish.models.batching import collate
 from burnish.models.forward import head, scores
 from burnish.models.loading import (
-    choose_dtype,
     convert_gguf,
     load_policy,
     load_reward_model,
@@ -357,12 +356,6 @@ def test_an_adapter_of_a_policy_is_merged_before_the_new_head(llama, tmp_path):
 
 
 # --- what was loaded -----------------------------------------------------------------------------------------------
-
-
-def test_auto_is_float32_on_a_cpu():
-    if not torch.cuda.is_available():
-        assert choose_dtype("auto") == choose_dtype("auto", adapter=True) == torch.float32
-    assert choose_dtype("bfloat16") == torch.bfloat16
 
 
 def test_summary_of_a_policy(llama):

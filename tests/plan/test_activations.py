@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from burnish.errors import UserError
 from burnish.models.adapters import add_adapter
 from burnish.models.settings import AdapterConfig
-from burnish.plan.activations import Precision, cache_bytes, checkpointed_bytes, kept_bytes
+from burnish.plan.activations import PassSettings, cache_bytes, checkpointed_bytes, kept_bytes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 100,
 }
 H, INNER, K, HEADS = 64, 96, 16, 8
-CPU, GPU = Precision(gpu=False), Precision(gpu=True)
+CPU, GPU = PassSettings(gpu=False), PassSettings(gpu=True)
 
 
 def empty(config: Any, kind: Any = AutoModelForCausalLM, dtype: torch.dtype = torch.float32) -> Any:
@@ -29,10 +29,10 @@ def empty(config: Any, kind: Any = AutoModelForCausalLM, dtype: torch.dtype = to
         return kind.from_config(config, dtype=dtype)
 
 
-def of_layer(precision: Precision, tokens: int = 48, dtype: torch.dtype = torch.float32) -> int:
+def of_layer(settings: PassSettings, tokens: int = 48, dtype: torch.dtype = torch.float32) -> int:
     """The bytes of one more layer."""
     models = [empty(LlamaConfig(**SIZES, num_hidden_layers=layers), dtype=dtype) for layers in (2, 3)]
-    fewer, more = (kept_bytes(model, 1, tokens, precision) for model in models)
+    fewer, more = (kept_bytes(model, 1, tokens, settings) for model in models)
     return more - fewer
 
 
@@ -52,7 +52,7 @@ def test_autocast_keeps_the_weights_in_half_precision() -> None:
     """Of the linear layers, whatever the number of tokens: the norms are computed in float32."""
     model = empty(LlamaConfig(**SIZES, num_hidden_layers=2))
     linear = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
-    half = Precision(gpu=True, autocast=torch.bfloat16)
+    half = PassSettings(gpu=True, autocast=torch.bfloat16)
     few, more = kept_bytes(model, 1, 1, half), kept_bytes(model, 1, 101, half)
     assert few - (more - few) // 100 == pytest.approx(2 * linear, rel=1e-3)
     assert (more - few) / 100 < kept_bytes(model, 1, 1, GPU)

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "ppo target_kl": (partial(ppo, "separate", epochs=2, mini_batches=2, target_kl=1e-3), {}, PROMPTS),
     "distill": (distill, {}, PROMPTS),
 }
-"""Method, settings of the model and rows; `NAME float64` is the same in that dtype.
+"""Method, settings of the model and rows; `NAME float64` is the same in that dtype, and `NAME bf16` under autocast.
 
 ``odd``: every second step has one row, which only one process has. ``ppo``: the policy has no weight in the first step.
 ``reward``: a term of weight 0.
@@ -166,8 +166,8 @@ class Observer(TrainerCallback):
 
 def trainer(case: str, folder: Path, sharded: bool = False, save: bool = False) -> tuple[Trainer, Observer]:
     """A trainer of three optimizer steps."""
-    name = case.removesuffix(" float64")
-    dtype = torch.float64 if name != case else torch.float32
+    name = case.removesuffix(" float64").removesuffix(" bf16")
+    dtype = torch.float64 if case.endswith(" float64") else torch.float32
     method, options, rows = CASES[name]
     processes = int(os.environ.get("WORLD_SIZE", 1))
     observer = Observer(sharded)
@@ -184,6 +184,7 @@ def trainer(case: str, folder: Path, sharded: bool = False, save: bool = False) 
             per_device_train_batch_size=4 // processes,
             max_steps=STEPS.get(name, 3),
             learning_rate=1e-2,
+            bf16=case.endswith(" bf16"),
             weight_decay=0.1,
             max_grad_norm=0.5,
             activation_checkpointing="checkpointing" in name,

@@ -94,6 +94,25 @@ def test_if_one_process_runs_out_of_memory_all_of_them_repeat_the_step(tmp_path:
                 torch.testing.assert_close(several["weights"][name], weight, atol=within, rtol=within, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+def test_in_bfloat16_shards_are_float32_and_losses_those_of_float32_up_to_rounding(tmp_path: Path) -> None:
+    cases = ["sft lora bf16", "dpo bf16", "ppo shared bf16"]
+    results = launch("train", tmp_path, cases)
+    for case in cases:
+        one = job.train(case.removesuffix(" bf16"), tmp_path / "one")
+        for layout in ("ddp", "fsdp2"):
+            several = results[layout][case]
+            assert {weight.dtype for weight in several["weights"].values()} == {torch.float32}
+            # in the third step of PPO, other tokens are sampled
+            steps = [[log for log in run["metrics"] if "grad_norm" in log][:2] for run in (one, several)]
+            for expected, measured in zip(*steps, strict=True):
+                assert measured["loss"] == pytest.approx(expected["loss"], rel=0.02, abs=0.02)
+                assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+                assert measured["grad_norm"] != expected["grad_norm"]
+    check_saved("dpo bf16", results["fsdp2"]["dpo bf16"])
+
+
 @pytest.mark.acceptance
 def test_continuous_batching_samples_from_an_unsharded_copy(tmp_path: Path) -> None:
     results = launch("train", tmp_path, ["rloo continuous"])

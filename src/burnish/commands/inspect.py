@@ -403,7 +403,7 @@ def _cost(recipe: Recipe, stage: Stage, examples: list[Example]) -> Iterator[Tab
     except (UserError, NotMadeYet) as error:
         yield str(error)
     if not prompts and stage.model is not None:
-        dtype = dtype_of(stage, machine.gpu)
+        dtype = dtype_of(recipe, stage, machine.gpu)
         parameters = sum(p.numel() for p in without_weights(recipe, stage, stage.model, dtype).parameters())
         passes = 6 * parameters if stage.adapter is None else 4 * parameters
         total = sum(len(s.tokens) for e in examples for s in e.sequences)

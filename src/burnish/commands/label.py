@@ -74,7 +74,7 @@ def sample(source: Path, database: Path, pairs: bool, model: str, options: dict[
         database: the SQLite file.
         pairs: show two completions at a time.
         model: as in ``burnish generate``.
-        options: template, dtype, seed, and the sampling settings.
+        options: template, precision, seed, and the sampling settings.
         say: prints a line.
 
     Raises:
@@ -82,11 +82,11 @@ def sample(source: Path, database: Path, pairs: bool, model: str, options: dict[
     """
     from burnish.commands import generate as inference
 
-    template, dtype, seed = (options.pop(name) for name in ("template", "dtype", "seed"))
+    template, precision, seed = (options.pop(name) for name in ("template", "precision", "seed"))
     sampling = inference.sampling_settings(options)
     prompts = inference.prompts([], source)
     asked = [(row.messages, row.tools, dict(row.columns)) for row in prompts]
-    known = [model, template, dtype, seed, sampling.model_dump(), pairs, asked]
+    known = [model, template, precision, seed, sampling.model_dump(), pairs, asked]
     key = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
     with Store(database) as store:
         stored = json.loads(store.setting(SAMPLED) or "null")
@@ -98,7 +98,7 @@ def sample(source: Path, database: Path, pairs: bool, model: str, options: dict[
         first = 0 if stored is None else stored["prompts"]
         if first < len(prompts):
             say(f"sampling {sampling.samples} completions of {len(prompts) - first:,} prompts")
-            loaded = inference.load(model, template, dtype)
+            loaded = inference.load(model, template, precision)
             reasons: list[Changed] = []
             for count, lines in inference.completions(loaded, prompts, sampling, seed, start=first):
                 done = [line["completion"] for line in lines]

@@ -19,6 +19,8 @@ from burnish.errors import UserError
 from burnish.files import sha256
 from burnish.models import loading
 from burnish.models.loaded import is_reward_model, load
+from burnish.models.precision import weights_dtype
+from burnish.models.settings import Precision
 from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
 from burnish.rewards.model import ModelReward
@@ -38,7 +40,7 @@ def reward(
     label: str | None = None,
     normalize: bool = False,
     template: str | None = None,
-    dtype: loading.DType = "auto",
+    precision: Precision = "float32",
     timeout: float = TIMEOUT,
 ) -> Service[Any, Any]:
     """The service of a reward model or of a function, ``file.py:name``.
@@ -47,7 +49,8 @@ def reward(
         UserError: if it cannot be loaded, or an option does not apply to it.
     """
     if is_function(source):
-        options = {"--label": label, "--normalize": normalize, "--template": template, "--dtype": dtype != "auto"}
+        options = {"--label": label, "--normalize": normalize, "--template": template}
+        options["--precision"] = precision != "float32"
         if given := [option for option, value in options.items() if value]:
             raise UserError(f"{', '.join(given)}: only for a model, but {source} is a function")
         place, _, name = source.rpartition(":")
@@ -60,7 +63,7 @@ def reward(
     tokenizer = loading.load_tokenizer(source)
     if template is not None:
         set_template(tokenizer, template)
-    chosen = loading.choose_dtype(dtype)
+    chosen = weights_dtype(precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = loading.load_reward_model(source, labels=None, dtype=chosen).to(device)
     of_label = int(label) if label is not None and label.isdecimal() else label
@@ -71,7 +74,7 @@ def reward(
 
 
 def judge(
-    source: str, token: str, *, name: str | None = None, template: str | None = None, dtype: loading.DType = "auto"
+    source: str, token: str, *, name: str | None = None, template: str | None = None, precision: Precision = "auto"
 ) -> Service[Any, Any]:
     """The service of a language model, in the format of OpenAI's chat completions.
 
@@ -80,7 +83,7 @@ def judge(
     """
     if is_reward_model(source):
         raise UserError(f"{source} is a reward model, which writes no text: use burnish serve reward {source}")
-    return chat_service(Chat(load(source, template, dtype), name or source), token)
+    return chat_service(Chat(load(source, template, precision), name or source), token)
 
 
 def is_function(source: str) -> bool:

@@ -54,6 +54,7 @@ RENAMED = {
     "critic_learning_rate": "critic: {learning_rate: ...}",
     "critic_start": "critic: {start: ...}",
     "critic_warmup": "critic: {warmup: ...}",
+    "dtype": "precision",
     "dual_clip": "policy_loss: {dual_clip: ...}",
     "floor": "policy_loss: {name: reinforce, floor: ...}",
     "gradient_checkpointing": "activation_checkpointing",

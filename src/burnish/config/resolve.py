@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from burnish import user_functions
@@ -27,7 +26,8 @@ from burnish.judges.settings import JudgeSettings, principle_texts
 from burnish.judges.store import FILE, StoredJudge, VerdictStore
 from burnish.models import loading
 from burnish.models.loaded import is_reward_model, load
-from burnish.models.settings import ModelSource, PackageModel, StageModel
+from burnish.models.precision import weights_dtype
+from burnish.models.settings import ModelSource, PackageModel, Precision, StageModel
 from burnish.render.encode import cache_folder
 from burnish.render.templates import set_template
 from burnish.rewards.functions import TIMEOUT, NamedReward
@@ -98,7 +98,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
         set_template(tokenizer, source.template)
-    dtype = getattr(torch, source.dtype)
+    dtype = weights_dtype(source.precision)
     if source.steps is not None:
         network = loading.load_value_model(reference, dtype=dtype).to(device)
         scorer: Reward = StepReward(network, tokenizer, steps=source.steps)
@@ -124,7 +124,7 @@ def stored_judge(
     folder: Path,
     place: Path,
     asked_by: str,
-    dtype: loading.DType = "auto",
+    precision: Precision = "auto",
     trust_remote_code: bool = False,
 ) -> StoredJudge:
     """A judge whose verdicts are stored.
@@ -134,7 +134,7 @@ def stored_judge(
         folder: the run's folder, which contains the stages.
         place: the folder of the store.
         asked_by: what asks, such as the name of a stage.
-        dtype: dtype of the weights of a local model.
+        precision: decides the dtype of the weights of a local model.
         trust_remote_code: run the code that comes with a local model.
 
     Raises:
@@ -146,5 +146,5 @@ def stored_judge(
     reference = model_reference(settings.model, folder)
     if is_reward_model(reference, trust_remote_code=trust_remote_code):
         raise UserError(f"judge: {reference} is a reward model, which answers no questions: use it as a reward")
-    loaded = load(reference, settings.template, dtype, trust_remote_code=trust_remote_code)
+    loaded = load(reference, settings.template, precision, trust_remote_code=trust_remote_code)
     return StoredJudge(LocalJudge.of(loaded.model, loaded.tokenizer, settings), VerdictStore(place / FILE), asked_by)

@@ -319,7 +319,7 @@ class _Run:
         if reference not in self._models:
             scores = is_reward_model(reference, trust_remote_code=trust)
             self._models[reference] = load(
-                reference, stage.template, stage.dtype, trust_remote_code=trust, reward_model=scores
+                reference, stage.template, stage.precision, trust_remote_code=trust, reward_model=scores
             )
         return self._models[reference]
 
@@ -348,7 +348,7 @@ class _Run:
         key, folder, stage = settings.model_dump_json(), self.recipe.folder, self.stage
         if key not in self._judges:
             self._judges[key] = stored_judge(
-                settings, folder, folder, stage.name, stage.dtype, trust_remote_code=stage.trust_remote_code
+                settings, folder, folder, stage.name, stage.precision, trust_remote_code=stage.trust_remote_code
             )
         return self._judges[key]
 

@@ -24,7 +24,7 @@ from burnish.judges.settings import JudgeSettings, Principles
 from burnish.methods import METHODS, ROW_METHODS
 from burnish.methods.settings import BLOCKS, JudgeConfig
 from burnish.mistakes import Keys
-from burnish.models.settings import AdapterConfig, ModelSource, StageModel, kind_of_source
+from burnish.models.settings import AdapterConfig, ModelSource, Precision, StageModel, kind_of_source
 from burnish.protocols import MethodSpec, RowMethodSpec
 from burnish.ray_cluster import Actors
 from burnish.render.truncate import Truncation
@@ -213,8 +213,8 @@ class RewardFromModel(RewardPart):
     steps: Literal["differences", "raw"] | None = None
     """Reward each reasoning step at its end, using a step-value model. differences: the change in value; raw: the value
     itself."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the model's weights. bfloat16 takes half of the memory, but rounding changes the scores."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16 takes half of the memory, but rounding changes the scores."""
     ray: Actors | None = None
     """Score in actors of a Ray cluster, each of which loads the model: {workers: 2, gpus: 1}."""
 
@@ -331,7 +331,9 @@ class Stage(Config, use_attribute_docstrings=True):
     model: ModelSource | None = None
     template: str | None = None
     """Name of a plain template, for a model without a chat template."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    precision: Precision = "auto"
+    """bf16: trained weights in float32, other weights and all passes in bfloat16. auto: bf16 on a GPU that supports it,
+    otherwise float32."""
     loader: Literal["transformers", "unsloth"] = "transformers"
     """What loads the model. unsloth: Unsloth's kernels for language models, on one GPU, if it is installed."""
     trust_remote_code: bool = False

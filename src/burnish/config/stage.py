@@ -34,6 +34,7 @@ from burnish.generate.settings import factory
 from burnish.models import loading, merge, unsloth
 from burnish.models.adapters import add_adapter
 from burnish.models.loaded import Loaded, load
+from burnish.models.precision import resolve, weights_dtype
 from burnish.models.settings import ModelSource
 from burnish.render.encode import account
 from burnish.render.templates import prepare_template, set_template
@@ -228,6 +229,7 @@ class TrainingStage:
     def arguments(self) -> TrainingArguments:
         """The recipe's trainer settings as TrainingArguments."""
         given = self.stage.trainer.arguments()
+        chosen = resolve(self.stage.precision)
         if self.stage.loader == "unsloth":  # its own activation checkpointing is on already
             given = {key: value for key, value in given.items() if not key.startswith("activation_checkpointing")}
         try:
@@ -239,6 +241,8 @@ class TrainingStage:
                 log_level_replica="error",  # by default, other processes than the first show warnings
                 ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,
                 ddp_timeout=int(self.recipe.parallel.timeout),
+                bf16=chosen == "bf16",
+                fp16=chosen == "fp16",
                 **given,
             )
         except (ValueError, RuntimeError, ImportError) as error:
@@ -261,7 +265,7 @@ class TrainingStage:
         """Load a model that a setting of the method names."""
         stage = self.stage
         trust = stage.trust_remote_code
-        return load(model_reference(source, self.recipe.folder), None, stage.dtype, trust_remote_code=trust)
+        return load(model_reference(source, self.recipe.folder), None, stage.precision, trust_remote_code=trust)
 
     def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer, set the stage's template, and add a new adapter if the stage has one."""
@@ -274,7 +278,8 @@ class TrainingStage:
         source, trust, adapted = self.source, stage.trust_remote_code, loading.is_adapter(self.source)
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
-        dtype = loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None or adapted)
+        frozen_base = stage.adapter is not None or loading.stays_adapter(source, self.spec.task)
+        dtype = weights_dtype(stage.precision, trained=not frozen_base)
         if stage.loader == "unsloth":
             model: Any = self._load_with_unsloth(source, dtype)
             loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
@@ -287,8 +292,6 @@ class TrainingStage:
         elif adapted:
             what = "training continues it on top of" if isinstance(model, PeftModel) else "it is merged into"
             screen.message(f"{source} is an adapter: {what} its base {loading.base_of(loading.resolve(source))}")
-        elif dtype in (torch.bfloat16, torch.float16):
-            screen.message(f"dtype {stage.dtype}: training in this precision, without float32 master weights")
         loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
         return model, tokenizer
 

@@ -89,6 +89,9 @@ _SPECS = (
     ),
 )
 
+_SAMPLES = ("template", "precision", "trust_remote_code", "generation", "generator")
+_ACTS = (*_SAMPLES, "reward", "tools", "environment")
+
 _ROW_SPECS = (
     RowMethodSpec(
         "sample",
@@ -96,7 +99,7 @@ _ROW_SPECS = (
         (Prompt,),
         outputs={"samples.jsonl": (Conversation, Scored), "ranked.jsonl": (Ranking,)},
         needs=("model",),
-        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator", "tools", "environment"),
+        takes=_ACTS,
         measures=("length", "stopped", "empty"),
         measures_with_rewards=("score", "length", "stopped", "empty", "ranked"),
         truncates=True,
@@ -108,7 +111,7 @@ _ROW_SPECS = (
         (Prompt,),
         outputs={"steps.jsonl": (Steps,), "solutions.jsonl": (Conversation,), "trees.jsonl": ()},
         needs=("model",),
-        takes=("template", "dtype", "trust_remote_code", "generation", "generator"),
+        takes=_SAMPLES,
         measures=("solved", "solutions", "value_error", "nodes", "depth", "sampled_tokens"),
         truncates=True,
         values=True,
@@ -120,7 +123,7 @@ _ROW_SPECS = (
         (Prompt, Conversation),
         outputs={"revised.jsonl": (Conversation,), "pairs.jsonl": (Preference,), "revisions.jsonl": ()},
         needs=("model",),
-        takes=("template", "dtype", "trust_remote_code", "generation", "generator"),
+        takes=_SAMPLES,
         files=("constitution",),
         measures=("length", "changed", "revisions", *(f"unrevised_{why}" for why in UNREVISED)),
         any_column=True,
@@ -148,7 +151,7 @@ _ROW_SPECS = (
             "verdicts.jsonl": (),
             "failed.jsonl": (),
         },
-        takes=("dtype", "trust_remote_code"),
+        takes=("precision", "trust_remote_code"),
         models=("judge.model",),
         files=("principles",),
         measures=(
@@ -184,7 +187,7 @@ _ROW_SPECS = (
         (Text, Conversation, Preference, Ranking, Prompt),
         outputs={"measures.jsonl": (), "samples.jsonl": ()},
         needs=("model",),
-        takes=("template", "dtype", "trust_remote_code", "reward", "generation", "generator", "tools", "environment"),
+        takes=_ACTS,
         models=("against", "reference"),
         kinds_with_rewards=(Prompt,),
         measures=("perplexity", "nll", "accuracy", "margin", "kl", "log_ratio", "win_rate", "length", "stopped"),

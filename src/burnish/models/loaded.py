@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.models import loading
 from burnish.models.heads import StepValueHead
+from burnish.models.precision import weights_dtype
+from burnish.models.settings import Precision
 from burnish.render.templates import prepare_template, set_template
 
 
@@ -30,7 +32,7 @@ class Loaded:
 def load(
     reference: str,
     template: str | None = None,
-    dtype: loading.DType = "auto",
+    precision: Precision = "auto",
     *,
     trust_remote_code: bool = False,
     reward_model: bool = False,
@@ -40,7 +42,7 @@ def load(
     Args:
         reference: the folder of a model, adapter or stage, a .gguf file or a hub id.
         template: name of a plain template that replaces the stored one.
-        dtype: dtype of the weights.
+        precision: decides the dtype of the weights.
         trust_remote_code: run the code that comes with the model.
         reward_model: load a sequence classifier with one label instead of a language model.
 
@@ -49,7 +51,7 @@ def load(
     """
     tokenizer = load_tokenizer(reference, template, trust_remote_code)
     load_weights = loading.load_reward_model if reward_model else loading.load_policy
-    model: Any = load_weights(reference, dtype=loading.choose_dtype(dtype), trust_remote_code=trust_remote_code)
+    model: Any = load_weights(reference, dtype=weights_dtype(precision), trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = None if reward_model else loading.load_value_head(reference, model)
     return Loaded(reference, model.to(device).eval(), tokenizer, reward_model, head and head.to(device))

@@ -11,7 +11,7 @@ import shutil
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -51,21 +51,6 @@ from burnish.render.encode import cache_folder
 
 ADAPTER = "adapter_model.safetensors"
 LONGEST_REASON = 500  # characters of an error message of transformers
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def choose_dtype(name: DType, *, adapter: bool = False, bf16: bool | None = None) -> torch.dtype:
-    """The dtype to load weights in.
-
-    ``auto`` means float32, because small updates would be lost in fewer bits. The exception is a frozen base under an
-    adapter: it is kept in bfloat16 on a GPU that supports it. ``bf16`` says whether there is such a GPU; by default,
-    that of this machine decides.
-    """
-    if name != "auto":
-        return getattr(torch, name)
-    if bf16 is None:
-        bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if adapter and bf16 else torch.float32
 
 
 def package_folder(name: str) -> Path | None:
@@ -308,6 +293,19 @@ def adapter_config(folder: str) -> Any:
         return PeftConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder}/adapter_config.json: cannot be read as settings of an adapter: {error}") from error
+
+
+def stays_adapter(reference: str, task: str) -> bool:
+    """Whether a model is an adapter that is trained further if it is loaded for a task, ``CAUSAL_LM`` or ``SEQ_CLS``.
+
+    The adapter of a language model is merged into its base if it is loaded for ``SEQ_CLS``.
+    """
+    from peft import TaskType
+
+    folder = locate(reference)
+    if not isinstance(folder, str) or not is_adapter(folder):
+        return False
+    return task == "CAUSAL_LM" or adapter_config(folder).task_type == TaskType.SEQ_CLS
 
 
 def base_of(adapter: str) -> str:

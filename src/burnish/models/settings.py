@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from burnish.types import Config
 
+Precision = Literal["auto", "float32", "bf16", "fp16"]
 Quantization = Literal["nf4", "int8"]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from burnish.errors import UserError
@@ -30,38 +30,58 @@ def check_model(model: nn.Module) -> None:
         raise UserError(f"sharded: {type(model).__name__} does not name its layers (_no_split_modules): remove sharded")
 
 
-def shard(root: nn.Module, models: list[nn.Module], heads: list[nn.Module], device: torch.device) -> None:
+def shard(
+    root: nn.Module,
+    models: list[nn.Module],
+    heads: list[nn.Module],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Shard the parameters of ``root`` over all processes, in place. This replaces the parameters.
 
     Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``
-    if its dtype differs from theirs. The other parameters are gathered while ``root`` runs. All processes start with
+    if it is computed in another dtype. The other parameters are gathered while ``root`` runs. All processes start with
     the first one's values.
+
+    Args:
+        root: the module.
+        models: transformers models inside it.
+        heads: scalar heads inside it, which are computed in the dtype of their parameters.
+        device: that of the parameters.
+        dtype: parameters are gathered in this dtype; None means in their own. Shards and gradients keep theirs.
     """
     broadcast(root)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for model in models:
-        _shard_layers(model, mesh)
+        _shard_layers(model, mesh, dtype)
     for head in heads:
-        if {p.dtype for p in head.parameters()} != {unwrap(model).dtype for model in models}:
+        if {p.dtype for p in head.parameters()} != {dtype or unwrap(model).dtype for model in models}:
             fully_shard(head, mesh=mesh)  # parameters that are gathered together must have one dtype
     # By default the root's parameters would stay gathered until the next backward pass, also after a pass without
     # gradient, and new weights that are loaded in the meantime would not be used.
-    fully_shard(root, mesh=mesh, reshard_after_forward=True)
+    fully_shard(root, mesh=mesh, reshard_after_forward=True, mp_policy=_gathered_in(dtype, inputs=False))
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
     collectives.watch(root)
 
 
-def shard_frozen(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_frozen(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
     """Shard the layers of a frozen model, which runs on its own, in place; its embeddings, norm and head stay whole."""
-    for layer in _shard_layers(model, mesh):
+    for layer in _shard_layers(model, mesh, dtype):
         collectives.watch(layer)
 
 
-def _shard_layers(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def _shard_layers(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> list[nn.Module]:
     layers = layers_of(model)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=_gathered_in(dtype))
     return layers
+
+
+def _gathered_in(dtype: torch.dtype | None, inputs: bool = True) -> MixedPrecisionPolicy:
+    """Gather parameters in a dtype, and cast the inputs to it if ``inputs``. Gradients are summed in float32."""
+    if dtype is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=inputs)
 
 
 def broadcast(module: nn.Module) -> None:

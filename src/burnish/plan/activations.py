@@ -39,8 +39,8 @@ FLASH = "burnish-plan-flash"
 
 
 @dataclass(frozen=True)
-class Precision:
-    """How a pass computes: ``Precision(gpu=True, autocast=torch.bfloat16)``."""
+class PassSettings:
+    """How a pass computes: ``PassSettings(gpu=True, autocast=torch.bfloat16)``."""
 
     gpu: bool
     """Whether on a GPU, which has a flash kernel, instead of a CPU."""
@@ -48,7 +48,7 @@ class Precision:
     """The dtype of autocast; None without autocast."""
 
 
-def kept_bytes(model: nn.Module, rows: int, width: int, precision: Precision) -> int:
+def kept_bytes(model: nn.Module, rows: int, width: int, settings: PassSettings) -> int:
     """The bytes that autograd keeps of a forward pass over rows of tokens, without those of the weights.
 
     Logits are not included, since they are computed from the hidden states at learned tokens only.
@@ -57,16 +57,16 @@ def kept_bytes(model: nn.Module, rows: int, width: int, precision: Precision) ->
         model: a transformers model or a peft model around one, on the meta device.
         rows: number of rows; 1 if sequences are packed into one row.
         width: number of tokens of a row.
-        precision: how it computes.
+        settings: how it computes.
 
     Raises:
         UserError: if the model's code needs numbers.
     """
     body = backbone(model)
     packed = rows == 1 and can_pack(model)
-    key = (*_signature(model, body), rows, width, packed, precision)
+    key = (*_signature(model, body), rows, width, packed, settings)
     if key not in _known:
-        _known[key] = _kept(model, body, rows, width, packed, precision)
+        _known[key] = _kept(model, body, rows, width, packed, settings)
     return _known[key]
 
 
@@ -86,7 +86,7 @@ LABELS = ("id2label", "label2id", "problem_type")
 """Keys of a config that only a head reads."""
 
 
-def _kept(model: nn.Module, body: nn.Module, rows: int, width: int, packed: bool, precision: Precision) -> int:
+def _kept(model: nn.Module, body: nn.Module, rows: int, width: int, packed: bool, settings: PassSettings) -> int:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ def _kept(model: nn.Module, body: nn.Module, rows: int, width: int, packed: bool
         storages[storage._cdata] = storage  # which keeps the key from being used again
         return tensor
 
-    with FakeTensorMode(), _attention(model, packed, precision):
+    with FakeTensorMode(), _attention(model, packed, settings):
         own = _fakes(body)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", precision.autocast or torch.bfloat16, precision.autocast is not None):
+        with hooks, torch.autocast("cpu", settings.autocast or torch.bfloat16, settings.autocast is not None):
             _run(model, body, own, rows, width)
         weights = {tensor.untyped_storage()._cdata for tensor in own.values()}
         return sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
@@ -172,7 +172,7 @@ def _decodes(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _attention(model: nn.Module, packed: bool, precision: Precision) -> Iterator[None]:
+def _attention(model: nn.Module, packed: bool, settings: PassSettings) -> Iterator[None]:
     """Within the context, the model attends as it would in training, to one packed row or to padded ones."""
     config = unwrap(model).config
     before = config._attn_implementation
@@ -180,7 +180,7 @@ def _attention(model: nn.Module, packed: bool, precision: Precision) -> Iterator
         kernels.prepare_process()
         AttentionInterface.register(FLASH, _flash_attention)
         AttentionMaskInterface.register(FLASH, sdpa_mask)
-        config._attn_implementation = FLASH if precision.gpu else attention.NAME
+        config._attn_implementation = FLASH if settings.gpu else attention.NAME
     try:
         yield
     finally:

@@ -88,9 +88,9 @@ def changes(load: Load, prefix: str, plan: StagePlan, machine: Machine) -> list[
 GPUS = "--gpus "
 
 
-def _autocast(now: _State) -> Iterator[str]:
-    if now.machine.gpu and _trains(now) and not (now.stage.trainer.bf16 or now.stage.trainer.fp16):
-        yield "trainer.bf16=true"
+def _bf16(now: _State) -> Iterator[str]:
+    if now.machine.gpu and now.stage.precision == "float32":
+        yield "precision=bf16"
 
 
 def _smaller_micro_batches(now: _State) -> Iterator[str]:
@@ -118,14 +118,9 @@ def _fewer_slots(now: _State) -> Iterator[str]:
 
 def _sharding(now: _State) -> Iterator[str]:
     quantized = now.stage.adapter is not None and now.stage.adapter.quantize is not None
-    fit = now.stage.trainer.optim in SHARDED_OPTIMIZERS and not now.stage.trainer.fp16 and not quantized
+    fit = now.stage.trainer.optim in SHARDED_OPTIMIZERS and now.stage.precision != "fp16" and not quantized
     if _trains(now) and now.machine.processes > 1 and not now.sharded and fit:
         yield "parallel.shard=fsdp2"
-
-
-def _half_precision(now: _State) -> Iterator[str]:
-    if now.stage.dtype == "auto" and now.machine.gpu and not (now.stage.adapter and now.stage.adapter.quantize):
-        yield "dtype=bfloat16"
 
 
 def _shared_critic(now: _State) -> Iterator[str]:
@@ -153,11 +148,11 @@ def _more_gpus(now: _State) -> Iterator[str]:
 
 PROPOSALS = (
     _smaller_micro_batches,
-    _autocast,
+    _bf16,
     _checkpointing,
     _fewer_slots,
     _sharding,
-    _half_precision,
+    _bf16,  # again: it halves the gathered weights
     _more_gpus,
     _shared_critic,
     _lora,

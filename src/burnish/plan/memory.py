@@ -6,6 +6,7 @@ in memory in the other one, since nothing is offloaded in between.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,6 +74,8 @@ class Needs:
     processes: int = 1
     """Number of processes over which weights are sharded, if they are."""
     sharded: bool = False
+    gathered: float = 1.0
+    """The size of gathered weights, as a share of that of the shards: 0.5 if float32 is gathered in bfloat16."""
     reserved: int = 0
     """What the process needs before it loads a model."""
 
@@ -141,8 +144,10 @@ def _step(needs: Needs) -> dict[str, int]:
     gradients = -(-sum(model.trained for model in needs.trained) // n)
     parts = {"gathered layers": 0}
     if needs.sharded:
-        rest = sum(model.rest + model.trained_rest for model in needs.trained)
-        parts["gathered layers"] = rest + 2 * max(model.layer + model.trained_layer for model in needs.trained)
+        share = needs.gathered
+        rest = sum(math.ceil(share * model.rest) + model.trained_rest for model in needs.trained)
+        layer = max(math.ceil(share * model.layer) + model.trained_layer for model in needs.trained)
+        parts["gathered layers"] = rest + 2 * layer
     ends = max(((1 + model.tied) * model.embedding for model in needs.trained), default=0)
     start = {"activations": needs.activations, "weights that are cast": needs.casts, "logits": needs.logits}
     if needs.micro_batches > 1:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
@@ -25,6 +24,7 @@ from burnish.models import loading
 from burnish.models.adapters import Reference, add_adapter, wrap
 from burnish.models.heads import Network
 from burnish.models.loaded import Loaded
+from burnish.models.precision import weights_dtype
 from burnish.models.settings import AdapterConfig, ModelSource
 from burnish.protocols import Method, MethodSpec
 from burnish.render.templates import prepare_template, set_template
@@ -123,10 +123,8 @@ def without_weights(
         raise UserError(f"{reference}: cannot be used as {kind.__name__}: {str(error).splitlines()[0]}") from error
     if adapter is not None:
         return add_adapter(model, adapter, task)  # type: ignore[arg-type]
-    if isinstance(place, str) and loading.is_adapter(place):
-        stored: peft.PeftConfig = loading.adapter_config(place)
-        if (stored.task_type == peft.TaskType.SEQ_CLS) == (task == "SEQ_CLS"):
-            return wrap(model, stored)
+    if loading.stays_adapter(reference, task):
+        return wrap(model, loading.adapter_config(reference))
     return model
 
 
@@ -142,9 +140,12 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def dtype_of(stage: Stage, gpu: bool) -> torch.dtype:
+def dtype_of(recipe: Recipe, stage: Stage, gpu: bool) -> torch.dtype:
     """The dtype in which a stage loads the model that it trains, on a GPU that supports bfloat16 or on a CPU."""
-    return loading.choose_dtype(stage.dtype, adapter=stage.adapter is not None, bf16=gpu)
+    assert stage.method is not None
+    reference, _ = origin(recipe, stage)
+    stored = reference is not None and loading.stays_adapter(reference, method_spec(stage.method.name).task)
+    return weights_dtype(stage.precision, trained=not (stage.adapter or stored), gpu=gpu)
 
 
 def method_of(recipe: Recipe, stage: Stage, gpu: bool) -> Method:
@@ -163,7 +164,7 @@ def method_of(recipe: Recipe, stage: Stage, gpu: bool) -> Method:
 
 def _load_in(recipe: Recipe, stage: Stage, gpu: bool) -> Callable[[ModelSource], Loaded]:
     def load(source: ModelSource) -> Loaded:
-        dtype = loading.choose_dtype(stage.dtype, bf16=gpu)
+        dtype = weights_dtype(stage.precision, gpu=gpu)
         model = without_weights(recipe, stage, source, dtype)
         tokenizer = tokenizer_of(recipe, stage.model_copy(update={"model": source, "template": None}))
         return Loaded(str(source), model, tokenizer, False, None)
@@ -181,7 +182,7 @@ def network_of(recipe: Recipe, stage: Stage, method: Method, tokenizer: PreTrain
     assert stage.model is not None and stage.method is not None
     spec = any_spec(stage.method.name)
     assert isinstance(spec, MethodSpec)
-    model = without_weights(recipe, stage, stage.model, dtype_of(stage, gpu), spec.task, stage.adapter)
+    model = without_weights(recipe, stage, stage.model, dtype_of(recipe, stage, gpu), spec.task, stage.adapter)
     try:
         with torch.device("meta"):
             return method.prepare(model, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,13 +26,13 @@ from burnish.machine import memory_bytes
 from burnish.methods.dpo import DPO
 from burnish.methods.settings import PolicyGradientConfig
 from burnish.mistakes import Keys
-from burnish.models import loading
 from burnish.models.forward import layers_of, unwrap
 from burnish.models.heads import Network
 from burnish.models.layout import default_budget
 from burnish.models.limits import Limits, limits_of
+from burnish.models.precision import autocast_dtype, resolve, weights_dtype
 from burnish.models.settings import ModelSource
-from burnish.plan.activations import Precision, cache_bytes, can_pack, checkpointed_bytes, kept_bytes
+from burnish.plan.activations import PassSettings, cache_bytes, can_pack, checkpointed_bytes, kept_bytes
 from burnish.plan.memory import FLOAT32, Memory, ModelSize, Needs, Sampling, logits_bytes, memory
 from burnish.plan.micro_batches import Lengths, MicroBatch, largest, lengths_of
 from burnish.plan.models import (
@@ -139,14 +140,16 @@ def _training(
     batch = largest(lengths, max(rows, 1), budget, machine.processes, samples if lengths.prompt else 1)
     sharded = recipe.parallel.shard == "fsdp2" and machine.processes > 1
     trained = tuple(_trained(stage, network))
-    kept, casts = _passes(stage, network, batch, lengths.longest, machine)
+    kept, casts = _passes(stage, network, batch, lengths.longest, machine, sharded)
+    half = autocast_dtype(stage.precision, machine.gpu) is not None and unwrap(network.policy).dtype == torch.float32
     needs = Needs(
         trained=trained,
-        whole=tuple(_rewards(recipe, stage)),
-        logits=_logits(stage, method, network, batch),
+        whole=tuple(_rewards(recipe, stage, machine.gpu)),
+        logits=_logits(stage, method, network, batch, machine),
         micro_batches=batch.count,
         processes=machine.processes,
         sharded=sharded,
+        gathered=0.5 if half else 1.0,
         reserved=machine.reserved,
         activations=kept,
         casts=casts,
@@ -183,11 +186,11 @@ def _frozen(method: Method, network: Network, needs: Needs, machine: Machine) ->
         yield model_size("reference", reference.frozen)
 
 
-def _rewards(recipe: Recipe, stage: Stage) -> Iterator[ModelSize]:
+def _rewards(recipe: Recipe, stage: Stage, gpu: bool) -> Iterator[ModelSize]:
     """Reward models and judges, which every process loads."""
     for keys, source in stage.models.items():
         if keys[0] == "reward":
-            yield _other(recipe, stage, source, _role(keys))
+            yield _other(recipe, stage, source, _role(keys), gpu)
 
 
 def _role(keys: Keys) -> str:
@@ -199,27 +202,31 @@ def _role(keys: Keys) -> str:
     return "reward model" if keys[0] == "reward" else str(keys[-1])
 
 
-def _other(recipe: Recipe, stage: Stage, source: ModelSource, role: str) -> ModelSize:
+def _other(recipe: Recipe, stage: Stage, source: ModelSource, role: str, gpu: bool) -> ModelSize:
     """The sizes of a model that is not trained."""
     rewards = [r for r in stage.reward if isinstance(r, RewardFromModel) and r.model == source]
     if role != "reward model":
         rewards = []
-    dtype = getattr(torch, rewards[0].dtype) if rewards else loading.choose_dtype(stage.dtype)
+    dtype = weights_dtype(rewards[0].precision if rewards else stage.precision, gpu=gpu)
     task = "SEQ_CLS" if rewards and rewards[0].steps is None else "CAUSAL_LM"
     return model_size(role, without_weights(recipe, stage, source, dtype, task).requires_grad_(False))
 
 
-def _passes(stage: Stage, network: Network, batch: MicroBatch, longest: int, machine: Machine) -> tuple[int, int]:
+def _passes(
+    stage: Stage, network: Network, batch: MicroBatch, longest: int, machine: Machine, sharded: bool
+) -> tuple[int, int]:
     """The bytes that autograd keeps of the passes of a micro-batch, and those of weights that autocast casts."""
     trainer = stage.trainer
-    autocast = torch.bfloat16 if trainer.bf16 else torch.float16 if trainer.fp16 else None
-    precision = Precision(machine.gpu, autocast)
+    autocast = autocast_dtype(stage.precision, machine.gpu)
+    settings = PassSettings(machine.gpu, autocast)
     kept = casts = 0
     for model in network.models:
+        if sharded and autocast is not None:
+            model = copy.deepcopy(model).to(autocast)  # gathered weights need no cast
         packed = stage.packed is not False and can_pack(model)
         rows, width = (1, batch.tokens) if packed else (-(-batch.tokens // longest), longest)
-        cast = kept_bytes(model, 1, 1, precision) if autocast else 0
-        of_model = kept_bytes(model, rows, width, precision) - cast
+        cast = kept_bytes(model, 1, 1, settings) if autocast and not sharded else 0
+        of_model = kept_bytes(model, rows, width, settings) - cast
         if trainer.activation_checkpointing:
             width = unwrap(model).config.get_text_config().hidden_size * unwrap(model).dtype.itemsize
             layers = len(layers_of(model))
@@ -228,13 +235,13 @@ def _passes(stage: Stage, network: Network, batch: MicroBatch, longest: int, mac
     return kept, casts
 
 
-def _logits(stage: Stage, method: Method, network: Network, batch: MicroBatch) -> int:
+def _logits(stage: Stage, method: Method, network: Network, batch: MicroBatch, machine: Machine) -> int:
     """What the head needs, for methods of language models."""
     base = unwrap(network.policy)
     head = base.get_output_embeddings()
     if method.spec.task == "SEQ_CLS" or head is None:
         return 0
-    item = 2 if stage.trainer.bf16 or stage.trainer.fp16 else base.dtype.itemsize
+    item = (autocast_dtype(stage.precision, machine.gpu) or base.dtype).itemsize
     trained = head.weight.nbytes if head.weight.requires_grad else 0
     filtered = stage.generation.top_k is not None or stage.generation.top_p is not None
     models = 1 + len(network.frozen)
@@ -252,9 +259,10 @@ def _sampling(
     """What the stage's generator needs, to decode as many of the wanted completions together as it has slots."""
     generator = stage.generator
     device = torch.device("cuda" if machine.gpu else "cpu")
-    # a copy has the dtype in which it samples; stages that only sample have no training precision
-    sampled = sampling_dtype(model, device, "bf16" if stage.trainer.bf16 else "no")
-    weights = size.weights if sampled is None else size.weights * sampled.itemsize // unwrap(model).dtype.itemsize
+    # a copy has the dtype in which it samples
+    sampled = sampling_dtype(model, device, resolve(stage.precision, machine.gpu))
+    share = 1.0 if sampled is None else sampled.itemsize / unwrap(model).dtype.itemsize
+    weights = int(share * size.weights)
     copy = weights if sharded or sampled is not None else 0
     if generator.name == "process":
         copy += weights + size.trained + machine.reserved
@@ -268,9 +276,9 @@ def _sampling(
         page = generator.page_size or options["page_size"].default
         columns = page * (-(-lengths.longest // page) + 1)
     read = max(1, min(PREFILL_TOKENS, together * lengths.prompt))
-    prompts = kept_bytes(model, 1, read, Precision(machine.gpu)) // max(1, len(layers_of(model)))
+    prompts = kept_bytes(model, 1, read, PassSettings(machine.gpu)) // max(1, len(layers_of(model)))
     logits = DECODED * FLOAT32 * together * unwrap(model).config.get_text_config().vocab_size
-    return Sampling(together * columns * cache_bytes(model), max(logits, prompts), copy)
+    return Sampling(int(share * together * columns * cache_bytes(model)), max(logits, prompts), copy)
 
 
 def _class(reference: str) -> Any:
@@ -290,9 +298,9 @@ def _row_stage(
     for (key, *rest), source in stage.models.items():
         if key == "model" and stage.method.name == "score":
             continue  # only its tokenizer is used
-        found.append(_other(recipe, stage, source, _role((key, *rest))))
+        found.append(_other(recipe, stage, source, _role((key, *rest)), machine.gpu))
     if stage.model is not None and "generation" in getattr(spec, "takes", ()):
-        model = without_weights(recipe, stage, stage.model, loading.choose_dtype(stage.dtype))
+        model = without_weights(recipe, stage, stage.model, weights_dtype(stage.precision, gpu=machine.gpu))
         tokenizer = tokenizer_of(recipe, stage)
         if lengths is None:
             lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer), row_tokens)

@@ -137,8 +137,6 @@ class TrainerConfig(Config):
         default="error", description="if a loss or gradient is not finite: stop, or skip the step"
     )
     # precision, memory and speed
-    bf16: bool = Field(default=False, description="compute in bfloat16, with float32 weights")
-    fp16: bool = Field(default=False, description="compute in float16 with loss scaling, with float32 weights")
     tf32: bool | None = Field(default=None, description="TF32 matrix products on a GPU; default: torch's setting")
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory"
@@ -469,9 +467,12 @@ _SHARDED = "shard the weights with parallel.shard: fsdp2"
 _SHOWN = "the live view and metrics.jsonl show the run"
 _AUTOMATIC = "an unfinished run resumes automatically; --fresh starts over"
 
+_PRECISION = "the stage's key precision decides: float32, bf16 or fp16"
+
 ABSENT = IGNORED | {
     "accelerator_config": _LOADED,
     "auto_find_batch_size": "when memory runs out, the token budget is halved and the step is repeated",
+    "bf16": _PRECISION,
     "ddp_backend": _PROCESSES,
     "ddp_timeout": _PROCESSES,
     "debug": "on_non_finite reports the first NaN or infinite number",
@@ -482,6 +483,7 @@ ABSENT = IGNORED | {
     "do_train": "a stage always trains",
     "enable_jit_checkpoint": "a killed run resumes from its last complete checkpoint: set save_steps",
     "eval_on_start": "data.eval is always evaluated before training",
+    "fp16": _PRECISION,
     "fsdp": _SHARDED,
     "fsdp_config": _SHARDED,
     "gradient_accumulation_steps": "per_device_train_batch_size sets the rows of a step; token_budget limits memory",

@@ -108,10 +108,11 @@ class Engine:
         if self.sharded:
             with self.accelerator.autocast():
                 self.layout.can_share()  # tries it, which is impossible with sharded weights
-            sharding.shard(module, self.network.models, self.network.heads, self.device)
+            dtype = torch.bfloat16 if self.precision == "bf16" else None
+            sharding.shard(module, self.network.models, self.network.heads, self.device, dtype)
             for model in self.network.frozen:
                 if (mesh := sharding.mesh_of(module)) is not None:
-                    sharding.shard_frozen(model, mesh)
+                    sharding.shard_frozen(model, mesh, dtype)
         else:
             sharding.broadcast(module)
         # Adds autocast, and keeps accelerate from wrapping the module in DistributedDataParallel later: its

@@ -8,7 +8,7 @@ from torch import nn
 
 from burnish.commands.inspect_model.description import Description
 from burnish.commands.inspect_model.opening import Model
-from burnish.models import loading
+from burnish.models.precision import weights_dtype
 from burnish.models.stored import Stored
 
 
@@ -19,12 +19,12 @@ def describe_parameters(model: Model, described: Description) -> None:
     if len(dtypes) == 1:
         dtypes = list(held.dtypes())
     quantized = model.settings.get("quantization_config")
-    default = str(loading.choose_dtype("auto", adapter=model.adapter is not None)).removeprefix("torch.")
+    default = str(weights_dtype("auto", trained=model.adapter is None)).removeprefix("torch.")
     described.add(
         "parameters",
         {
             "stored as": ", ".join(dtypes) or "no weights here",
-            "loaded as": f"{default}, unless dtype: says otherwise",
+            "loaded as": f"{default}, unless precision: says otherwise",
             "quantized": str(quantized.get("quant_method", "yes")) if isinstance(quantized, dict) else None,
             "files": _files(held, described) if not model.gguf else None,
         },
