@@ -69,7 +69,6 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
             sampling=Sampling(max_new_tokens=length, min_new_tokens=length),
             epochs=2,
             critic={"name": "shared"},
-            max_sampler_mismatch=0.1,  # in bfloat16, it is about 0.05 here
         )
     else:
         data, method = rows(batch * (1 + steps), length), SFT()

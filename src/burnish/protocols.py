@@ -86,6 +86,11 @@ class Engine(Protocol):
         """The precision of forward passes: no (that of the weights), bf16 or fp16."""
         ...
 
+    @property
+    def in_half(self) -> bool:
+        """Whether weights or passes are in half precision."""
+        ...
+
     between: Callable[[], None]
     """Called between micro-batches, outside of autocast: work that a loader does beside training."""
 

@@ -258,6 +258,7 @@ def trainer(
     steps: int,
     callback: TrainerCallback,
     neftune: float | None = None,
+    bf16: bool = False,
     **layout: Any,
 ) -> Trainer:
     """A trainer of ``steps`` steps that a loader gives, by Adam with weight decay."""
@@ -275,6 +276,7 @@ def trainer(
         disable_tqdm=True,
         ddp_backend="gloo" if "RANK" in os.environ else None,
         neftune_noise_alpha=neftune,
+        bf16=bf16,
     )
     made = Trainer(
         model=model,
@@ -348,8 +350,8 @@ def partial_steps(folder: str) -> dict[str, dict[str, torch.Tensor]]:
     return weights
 
 
-def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch.Tensor]:
-    """Run one step of each method and return the gradient that the optimizer would see."""
+def gradients(folder: str, dtype: torch.dtype, bf16: bool = False, **layout: Any) -> dict[str, torch.Tensor]:
+    """Run one step of each method, under autocast if ``bf16``, and return the gradient that the optimizer would see."""
     by_method = {}
 
     for name, (method, model, examples) in cases(dtype).items():
@@ -365,7 +367,7 @@ def gradients(folder: str, dtype: torch.dtype, **layout: Any) -> dict[str, torch
 
         # as strong as the embeddings, whose standard deviation is 0.02
         neftune = 0.5 if "noise" in name else None
-        trainer(folder, method, model, loader, 1, Keep(), neftune, **layout).train()
+        trainer(folder, method, model, loader, 1, Keep(), neftune, bf16, **layout).train()
         by_method[name] = grads[0]
     return by_method
 

@@ -30,7 +30,7 @@ from burnish.rewards.functions import NamedReward
 from burnish.rl.collect import collect
 from burnish.rl.loader import CHECK_EVERY, Sampler, are_prompts, rows_and_tokens
 from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary
-from burnish.rl.mismatch import mean_sampler_mismatch
+from burnish.rl.mismatch import limit_of, mean_sampler_mismatch
 from burnish.types import Conversation, Encoded, Example, MicroBatch, Prompt, Row, Terms, Trajectory
 
 T = TypeVar("T")
@@ -145,7 +145,8 @@ class Distill(Method):
             some = engine.run(own, rollouts[iteration % min(CHECK_EVERY, len(rollouts)) :: CHECK_EVERY])
             tokens = sum(len(t.tokens) for t in trajectories)
             speed = {"generated_per_second": tokens / seconds, "generation_seconds": seconds}
-            mismatch = mean_sampler_mismatch(some, self.settings.max_sampler_mismatch)
+            limit = limit_of(self.settings.max_sampler_mismatch, engine.in_half)
+            mismatch = mean_sampler_mismatch(some, limit)
             run.log(_without_score(summary(trajectories)) | speed | {"sampler_mismatch": mismatch})
             if iteration % self.settings.show_every == 0:
                 run.samples([_without_score(row) for row in sample_rows(trajectories[:4], "train", run.tokenizer)])

@@ -280,11 +280,11 @@ class DistillConfig(Config):
         0.5, gt=0, lt=1, description="jensen_shannon: weight of the teacher; near 0 like forward, near 1 like reverse"
     )
     temperature: float = Field(1.0, gt=0, description="divisor of the logits of both models in the divergence")
-    max_sampler_mismatch: float = Field(
-        0.05,
+    max_sampler_mismatch: float | None = Field(
+        None,
         gt=0,
         description="prompts: stop the run if sampler and trainer log-probabilities differ by more than this, in nats "
-        "per token",
+        "per token; default: 0.05, and 0.2 in half precision",
     )
     show_every: int = Field(5, ge=1, description="prompts: optimizer steps between tables of sample completions")
 
@@ -595,10 +595,11 @@ class PolicyGradientConfig(Config):
         False, description="scale token rewards to variance 1 over the batch, keeping their mean"
     )
     evaluation: Literal["sampled", "greedy"] = Field("sampled", description="how to complete held-out prompts")
-    max_sampler_mismatch: float = Field(
-        0.05,
+    max_sampler_mismatch: float | None = Field(
+        None,
         gt=0,
-        description="stop the run if sampler and trainer log-probabilities differ by more than this, in nats per token",
+        description="stop the run if sampler and trainer log-probabilities differ by more than this, in nats per "
+        "token; default: 0.05, and 0.2 in half precision",
     )
     show_every: int = Field(5, ge=1, description="iterations between tables of sample completions")
 

@@ -35,7 +35,7 @@ from burnish.rl.ahead import Ahead, Plan, SampledBatch, Steps, finished
 from burnish.rl.collect import collect, collecting, encode_prompts, with_tools
 from burnish.rl.environment import Environments
 from burnish.rl.metrics import evaluation, row_sums, sample_rows, summary, value_metrics
-from burnish.rl.mismatch import mean_sampler_mismatch, within
+from burnish.rl.mismatch import limit_of, mean_sampler_mismatch, within
 from burnish.rl.scores import final_scores
 from burnish.rl.trajectory import from_plain, learned_arrays, shares, to_plain, with_learned_arrays
 from burnish.types import Encoded, Example, MicroBatch, Prompt, Reward, Row, Trajectory
@@ -425,10 +425,10 @@ class RolloutLoader(StepLoader):
         First, the policy recomputes the log-probabilities of one rollout in eight, different ones in each iteration. If
         they differ from the sampler's only by rounding, the sampler's are used for the whole batch. Otherwise, or if
         ``correction`` needs both, the policy recomputes all of them. Rollouts of older weights are always corrected.
-        Those of another program, or of weights in lower precision, are corrected if they differ by more than rounding.
+        Those of another program, and all in half precision, are corrected if they differ by more than rounding.
         The mismatch of older weights has no limit.
         """
-        ahead, limit = self.settings.max_staleness, math.inf if staleness else self.settings.max_sampler_mismatch
+        ahead, limit = self.settings.max_staleness, math.inf if staleness else self._limit
         mismatch, self.use_sampler_logprobs, self.mismatch_checked = 0.0, False, False
         if self.settings.correction is None and not ahead:
             own = self.sampler.logprobs_of(self.engine.network.policy, None, use_sampler_logprobs=False)
@@ -445,10 +445,18 @@ class RolloutLoader(StepLoader):
         return examples, mismatch if self.use_sampler_logprobs else mean_sampler_mismatch(examples, limit)
 
     def _samples_like_training(self) -> bool:
-        """Whether sampler and trainer differ by rounding only: the same code with weights of the same dtype."""
+        """Whether sampler and trainer differ by little more than rounding: similar code, weights of the same dtype.
+
+        In half precision, even rounding differs too much.
+        """
         generator = self.sampler.generator
         policy = unwrap(self.engine.network.policy)
-        return isinstance(generator, LocalGenerator) and unwrap(generator.model).dtype == policy.dtype
+        same = isinstance(generator, LocalGenerator) and unwrap(generator.model).dtype == policy.dtype
+        return same and not self.engine.in_half
+
+    @property
+    def _limit(self) -> float:
+        return limit_of(self.settings.max_sampler_mismatch, self.engine.in_half)
 
     def _rewards(
         self, trajectories: list[Trajectory], mask: Tensor, arrays: dict[str, Tensor], metrics: dict[str, float]
@@ -541,7 +549,7 @@ class RolloutLoader(StepLoader):
         if self.use_sampler_logprobs and not self.mismatch_checked:
             self.mismatch_checked = True
             root_mean_square = math.sqrt(2 * self.run.last().get("approxkl", 0.0))
-            within(root_mean_square, self.settings.max_sampler_mismatch, "in the first step (root mean square)")
+            within(root_mean_square, self._limit, "in the first step (root mean square)")
 
     def _moved_too_far(self) -> bool:
         """Whether to skip the rest of the update because the last step moved the policy beyond ``target_kl``."""

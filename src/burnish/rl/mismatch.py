@@ -8,6 +8,17 @@ import numpy as np
 
 from burnish.types import Example
 
+LIMIT = 0.05
+"""Default limit in float32, in nats per token. Rounding gives about 1e-6."""
+
+LIMIT_IN_HALF = 0.2
+"""Default limit if weights or passes are in half precision. For a model of 30 layers, rounding gives about 0.05."""
+
+
+def limit_of(setting: float | None, in_half: bool) -> float:
+    """The limit that ``max_sampler_mismatch`` sets, or its default."""
+    return setting if setting is not None else LIMIT_IN_HALF if in_half else LIMIT
+
 
 def mean_sampler_mismatch(examples: list[Example], limit: float) -> float:
     """Mean absolute difference between ``old_logprobs`` and ``sampler_logprobs`` over learned tokens, in nats.

@@ -93,6 +93,11 @@ class Engine:
         """Precision of the passes: ``no`` (that of the weights), ``bf16`` or ``fp16``."""
         return str(self.accelerator.mixed_precision)
 
+    @property
+    def in_half(self) -> bool:
+        """Whether passes or weights have half of float32's bits, so that log-probabilities depend on the layout."""
+        return self.precision != "no" or unwrap(self.network.policy).dtype in (torch.bfloat16, torch.float16)
+
     # --- wrapping --------------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> nn.Module:
