@@ -112,7 +112,8 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
     """The bytes of all weights."""
-    return {name: value.numpy().tobytes() for name, value in trainer.network.state_dict().items()}
+    state = trainer.network.state_dict()
+    return {name: value.contiguous().view(torch.uint8).numpy().tobytes() for name, value in state.items()}
 
 
 def gradient(make, **settings: Any) -> dict[str, torch.Tensor]:

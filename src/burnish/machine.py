@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import platform
 import time
@@ -13,7 +14,7 @@ import torch
 
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
 OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU", "ray": "rollouts, rewards and processes on other machines"}
-MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
@@ -33,13 +34,33 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> f
 def memory_bytes() -> int:
     """Memory in bytes that this process may use: the machine's memory, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [Path(name).read_text().strip() for name in MEMORY_LIMITS if Path(name).is_file()]
-    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+    limits = [_words(name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    return min([total, *(int(limit[0]) for limit in limits if limit and limit[0].isdigit())])
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use: those it may run on, or the quota of its container, rounded up."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # microseconds of CPU time in each period: of version 2 in one file, of version 1 in two
+    for limit in (_words("cpu.max"), _words("cpu/cpu.cfs_quota_us") + _words("cpu/cpu.cfs_period_us")):
+        if len(limit) == 2 and limit[0].isdigit() and int(limit[0]) > 0:  # not "max" or -1, which mean no limit
+            found = min(found, math.ceil(int(limit[0]) / int(limit[1])))
+    return found
+
+
+def _words(name: str) -> list[str]:
+    """The words of a file about the container's limits; none if there is no such file."""
+    file = CGROUP / name
+    return file.read_text().split() if file.is_file() else []
+
+
+def limit_threads() -> None:
+    """Make torch use at most one thread per core, unless OMP_NUM_THREADS is set.
+
+    torch does not know the quota of a container. With more threads than that, all wait for those that were stopped.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), cores()))
 
 
 def use_one_gpu() -> str | None:

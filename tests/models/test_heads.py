@@ -14,11 +14,13 @@ from builders import SIZES
 from burnish.errors import UserError
 from burnish.models.adapters import add_adapter
 from burnish.models.batching import collate
-from burnish.models.forward import backbone, head, hidden_states, score_head, scores, token_values
+from burnish.models.forward import backbone, head, head_output, hidden_states, score_head, scores, token_values
 from burnish.models.heads import (
     Network,
     SharedCritic,
+    StepValueHead,
     disable_dropout,
+    head_values,
     init_score,
     load_weights,
     separate_critic,
@@ -115,6 +117,28 @@ def test_a_shared_head_starts_at_zero_in_float32_or_wider(dtype, expected, tiny_
     network = Network(tiny_llama(dtype=dtype), SharedCritic(32, dtype))
     values = network.values(BATCH)
     assert values.dtype == expected and values.shape == BATCH.tokens.shape and not values.any()
+
+
+def test_autocast_does_not_round_what_heads_compute(tiny_llama):
+    """Values and scores in bfloat16 would have three digits."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, 32)
+    critic, step, score = SharedCritic(32), StepValueHead(32), score_head(classifier(tiny_llama))
+    for layer in (critic.score, step.value):
+        nn.init.normal_(layer.weight)
+    exact = head_values(critic, hidden), head_values(step, hidden), head_output(score, hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = head_values(critic, hidden), head_values(step, hidden), head_output(score, hidden)
+    assert all(torch.equal(a, b) for a, b in zip(exact, rounded, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
+def test_a_head_that_is_trained_with_an_adapter_is_in_float32(tiny_llama):
+    reward = lora(classifier(tiny_llama).to(torch.bfloat16), "SEQ_CLS")
+    critic = separate_critic(lora(tiny_llama(dtype=torch.bfloat16)))
+    for model in (reward, critic):
+        dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
+        assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
 # --- separate critics ----------------------------------------------------------------------------------------------

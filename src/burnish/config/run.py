@@ -33,6 +33,7 @@ from burnish.data import readers as rows
 from burnish.data.streaming import RowStream
 from burnish.errors import UserError
 from burnish.judges.endpoint import read_key
+from burnish.machine import limit_threads
 from burnish.models import quantize
 from burnish.report import page as report
 from burnish.report.display import Display
@@ -74,6 +75,8 @@ def run(
     folder = recipe.folder
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    else:
+        limit_threads()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     with termination.handled():

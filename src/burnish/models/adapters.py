@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from burnish import kernels
 from burnish.errors import UserError
+from burnish.math.tensors import upcast
 from burnish.models.bases import Base
 from burnish.models.settings import AdapterConfig
 from burnish.models.sharding import mesh_of, shard_frozen, whole
@@ -67,9 +68,21 @@ def trained_on(model: nn.Module) -> Base | None:
 
 
 def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
-    """``peft.get_peft_model`` without peft's warning."""
+    """``peft.get_peft_model`` without peft's warning, and with all trained weights in float32 or wider.
+
+    peft itself leaves a head that is trained with the adapter in the dtype of the base. In bfloat16, rounding would
+    swallow small updates of the head.
+    """
     with without_warning():
-        return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
+        return widened(peft.get_peft_model(model, config))  # type: ignore[arg-type]
+
+
+def widened(model: Any) -> Any:
+    """Convert the trained weights of a model to float32 if they have fewer bits. Returns the model."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = upcast(parameter.data)
+    return model
 
 
 def save(model: peft.PeftModel, folder: str | Path, **kwargs: Any) -> None:

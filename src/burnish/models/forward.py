@@ -337,8 +337,7 @@ def scores(model: nn.Module, batch: MicroBatch, label: int = 0) -> Tensor:
     base = unwrap(model)
     if hasattr(base, "score"):
         last = hidden_states(model, batch).flatten(0, 1)[batch.ends]
-        dtype = next((p.dtype for p in base.score.parameters()), last.dtype)
-        logits = base.score(last.to(dtype))
+        logits = head_output(base.score, last)
     else:
         if batch.packed or bool(
             (batch.positions != torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
@@ -363,4 +362,16 @@ def score_head(model: nn.Module) -> Any:
 
 def values_of(score: nn.Module, hidden: Tensor) -> Tensor:
     """The values (B, T) of a scalar head on hidden states (B, T, H). Entry t is predicted before token t is chosen."""
-    return shift_right(upcast(score(hidden.to(next(score.parameters()).dtype))[..., 0]))
+    return shift_right(upcast(head_output(score, hidden)[..., 0]))
+
+
+def head_output(head: nn.Module, states: Tensor) -> Tensor:
+    """The output (..., labels) of a linear head on hidden states (..., H), computed in the dtype of its weights.
+
+    Autocast, which would round values and scores to three digits, is off.
+    """
+    dtype = getattr(head, "weight", states).dtype  # with an adapter, that of the weight which is in use
+    device = states.device.type
+    exact = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    with exact:
+        return head(states.to(dtype))

@@ -24,7 +24,7 @@ from burnish.math.tensors import upcast
 from burnish.models import adapters, bases
 from burnish.models.adapters import trained_on, wrap
 from burnish.models.dropout import disable_dropout
-from burnish.models.forward import backbone, hidden_states, score_head, token_values, unwrap, values_of
+from burnish.models.forward import backbone, head_output, hidden_states, score_head, token_values, unwrap, values_of
 from burnish.models.quantize import is_quantized
 from burnish.models.sharding import load_state_dict
 from burnish.types import MicroBatch
@@ -65,14 +65,14 @@ class StepValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values (B, T) in [-1, 1] of hidden states (B, T, H)."""
-        return torch.tanh(upcast(self.value(hidden.to(self.value.weight.dtype))[..., 0]))
+        return torch.tanh(upcast(head_output(self.value, hidden)[..., 0]))
 
 
 def head_values(head: SharedCritic | StepValueHead, hidden: Tensor) -> Tensor:
     """The values (...) of hidden states (..., H). Each judges the text up to and including its token."""
     if isinstance(head, StepValueHead):
         return head(hidden)
-    return upcast(head.score(hidden.to(head.score.weight.dtype))[..., 0])
+    return upcast(head_output(head.score, hidden)[..., 0])
 
 
 def save_head(head: nn.Module, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:

@@ -33,7 +33,7 @@ from burnish import files, kernels
 from burnish.errors import UserError, is_out_of_memory
 from burnish.math.tensors import upcast
 from burnish.models import bases, quantize
-from burnish.models.adapters import without_warning
+from burnish.models.adapters import widened, without_warning
 from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import (
@@ -368,7 +368,7 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
         raise UserError(f"{folder}: damaged, or not an adapter of {reference}: {reason}") from error
     _check_finite(model, folder)
     model.trained_on = trained_on
-    return model.merge_and_unload().requires_grad_(True) if merged else model
+    return model.merge_and_unload().requires_grad_(True) if merged else widened(model)
 
 
 def _whole(

@@ -258,9 +258,8 @@ def _sampling(
 ) -> Sampling:
     """What the stage's generator needs, to decode as many of the wanted completions together as it has slots."""
     generator = stage.generator
-    device = torch.device("cuda" if machine.gpu else "cpu")
     # a copy has the dtype in which it samples
-    sampled = sampling_dtype(model, device, resolve(stage.precision, machine.gpu))
+    sampled = sampling_dtype(model, resolve(stage.precision, machine.gpu))
     share = 1.0 if sampled is None else sampled.itemsize / unwrap(model).dtype.itemsize
     weights = int(share * size.weights)
     copy = weights if sharded or sampled is not None else 0

@@ -62,7 +62,7 @@ class Engine:
         self._prepared: nn.Module | None = None
         self.between: Callable[[], None] = lambda: None
         self._generation_model = network.policy
-        self._sampling_dtype = sampling_dtype(network.policy, accelerator.device, self.precision)
+        self._sampling_dtype = sampling_dtype(network.policy, self.precision)
         self._empty_critic: nn.Module | None = None
         if sharded:
             for model in network.models:
@@ -352,14 +352,14 @@ class Engine:
         self.network.load_weights(folder)
 
 
-def sampling_dtype(policy: nn.Module, device: torch.device, precision: str) -> torch.dtype | None:
+def sampling_dtype(policy: nn.Module, precision: str) -> torch.dtype | None:
     """The dtype in which generators sample, if it is not that of the policy's weights, so that they need a copy.
 
-    It is bfloat16 for float32 weights on a GPU whose passes are in bfloat16. Decoding reads all weights for each token,
-    and autocast would convert them each time.
+    It is bfloat16 for float32 weights whose passes are in bfloat16. Decoding reads all weights for each token, and
+    autocast would convert them each time.
     """
     model = unwrap(policy)
-    copied = device.type == "cuda" and precision == "bf16" and model.dtype == torch.float32 and not is_quantized(model)
+    copied = precision == "bf16" and model.dtype == torch.float32 and not is_quantized(model)
     return torch.bfloat16 if copied else None
 
 

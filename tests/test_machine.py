@@ -1,0 +1,63 @@
+"""What Burnish finds out about a machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish import machine
+
+
+def here() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "20000 100000"}, 1),
+        ({"cpu.max": "6400000 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
+)
+def test_cores_are_those_of_the_container(
+    files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``expected`` is None where there is no limit, or one above the cores of this machine."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert machine.cores() == (here() if expected is None else expected)
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    whole = machine.memory_bytes()
+    for text, expected in (("max", whole), ("1048576", 2**20)):
+        (tmp_path / "memory.max").write_text(text + "\n")
+        assert machine.memory_bytes() == expected
+
+
+@pytest.mark.parametrize("chosen, expected", [(None, 1), ("3", 3)])
+def test_torch_uses_no_more_threads_than_cores(
+    chosen: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    try:
+        torch.set_num_threads(3)
+        machine.limit_threads()
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(threads)
