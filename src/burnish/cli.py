@@ -6,10 +6,13 @@ need them.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -125,6 +128,20 @@ PrecisionOption = Annotated[
 ]
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Import modules without garbage collection, which would take a fifth of the time.
+
+    The objects that exist afterwards live as long as the process, so later collections skip them.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 @app.command()
 def run(
     recipe: RecipeArgument,
@@ -155,9 +172,10 @@ def run(
 
             raise typer.Exit(launch(loaded.parallel, count, arguments))
         processes.connect(loaded.parallel)
-        from burnish.config import run as pipeline
-        from burnish.machine import use_one_gpu
-        from burnish.report.page import results
+        with _without_collection():
+            from burnish.config import run as pipeline
+            from burnish.machine import use_one_gpu
+            from burnish.report.page import results
 
         if processes.size == 1 and (advice := use_one_gpu()):
             typer.echo(advice, err=True)
