@@ -76,6 +76,20 @@ def test_help_needs_no_torch():
     assert done.stdout.strip() == "set()"
 
 
+def test_run_imports_only_what_it_needs():
+    """Imports are most of the time before the first step of a small run."""
+    code = (
+        "import gc, sys; from burnish import cli\n"
+        "with cli._without_collection():\n"
+        "    import burnish.config.run, burnish.report.page\n"
+        "assert gc.isenabled() and gc.get_freeze_count()\n"
+        "print({name.partition('.')[0] for name in sys.modules} & "
+        "{'bitsandbytes', 'fastapi', 'matplotlib', 'ray', 'scipy', 'sklearn', 'starlette', 'torchvision', 'uvicorn'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_help_is_fast():
     def seconds():
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)

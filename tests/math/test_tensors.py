@@ -130,6 +130,26 @@ def test_logprobs_and_entropy_are_those_of_plain_formulas(block, monkeypatch):
     assert not tensors.logprobs_and_entropy(logits, tokens, entropies=False)[1].any()
 
 
+@pytest.mark.parametrize("entropies", [False, True])
+def test_the_gradient_may_overwrite_the_logits(entropies):
+    states = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([0, 6, 3, 3])
+
+    def gradient(overwrite: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = states * 2
+        pair = tensors.logprobs_and_entropy(logits, tokens, entropies, overwrite)
+        loss = sum((x * torch.arange(1, 5)).sum() for x in pair)
+        (found,) = torch.autograd.grad(loss, states, retain_graph=True)
+        if overwrite:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, states)
+        return found, logits
+
+    (plain, kept), (found, written) = gradient(False), gradient(True)
+    assert torch.equal(found, plain)
+    assert torch.equal(kept, 2 * states) and torch.equal(2 * written, plain)
+
+
 def test_logprobs_and_entropy_gradient():
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     tokens = torch.tensor([0, 4, 1])

@@ -95,7 +95,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs[:, 1:]], dim=1)
 
 
-def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    logits: Tensor, tokens: Tensor, entropies: bool = True, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
     """``logprobs_at`` and the entropy H = -sum_v p_v log p_v, in [0, ln V], from one softmax.
 
     Of all (N, V) tensors, only the logits are kept for the backward pass.
@@ -104,6 +106,8 @@ def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True)
         logits: (N, V); half precision is computed in float32. -inf marks tokens that cannot be sampled.
         tokens: (N,), token ids.
         entropies: if False, the entropies are not computed and are 0 without a gradient.
+        overwrite: the backward pass writes the gradient over the logits, which nothing else may use then. This saves a
+            tensor of their size, and the time to get its memory from the system.
 
     Returns:
         Log-probabilities (N,) and entropies (N,), in nats.
@@ -112,12 +116,12 @@ def logprobs_and_entropy(logits: Tensor, tokens: Tensor, entropies: bool = True)
         ValueError: if the shapes do not match.
     """
     same_shape(logits=logits[..., 0], tokens=tokens)
-    return _LogprobsAndEntropy.apply(upcast(logits), tokens, entropies)  # type: ignore[return-value]
+    return _LogprobsAndEntropy.apply(upcast(logits), tokens, entropies, overwrite)  # type: ignore[return-value]
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropies: bool, overwrite: bool) -> tuple[Tensor, Tensor]:
         lse, entropy = logits.new_empty(len(logits)), logits.new_zeros(len(logits))
         for rows, at in blocks(logits):
             lse[at] = rows.logsumexp(-1)
@@ -125,6 +129,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 logprobs = rows - lse[at, None]
                 entropy[at] = -torch.linalg.vecdot(logprobs.exp(), logprobs.clamp_(min=NOTHING))
         ctx.save_for_backward(logits, tokens, lse, entropy)
+        ctx.overwrite = overwrite
         ctx.set_materialize_grads(False)
         if not entropies:
             ctx.mark_non_differentiable(entropy)
@@ -132,11 +137,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
         """With q the token: dl/dz_v = [v = q] - p_v, and dH/dz_v = -p_v (log p_v + H)."""
         logits, tokens, lse, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropies = gradients
-        result = torch.empty_like(logits)
+        result = logits if ctx.overwrite else torch.empty_like(logits)
         for rows, at in blocks(logits):
             out = torch.sub(rows, lse[at, None], out=result[at])
             weights = 0.0 if grad_logprobs is None else -grad_logprobs[at, None]
@@ -146,7 +151,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             out.exp_().mul_(weights)
         if grad_logprobs is not None:
             result.scatter_add_(-1, tokens[:, None], grad_logprobs[:, None])
-        return result, None, None
+        return result, None, None, None
 
 
 def blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:

@@ -283,8 +283,9 @@ def token_logprobs(
             at = tokens.unsqueeze(-1)
             kept = z.scatter(-1, at, plain.gather(-1, at) / temperature)
         measured = entropies != "off"
-        logprobs, drawn_at = logprobs_and_entropy(kept, tokens, measured and kept is z)
-        if measured and kept is not z:
+        once = kept is z  # then nothing else uses the logits
+        logprobs, drawn_at = logprobs_and_entropy(kept, tokens, measured and once, overwrite=once)
+        if measured and not once:
             drawn_at = logprobs_and_entropy(z, tokens)[1]
         return logprobs, drawn_at if entropies == "learned" else drawn_at.detach()
 
