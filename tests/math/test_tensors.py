@@ -138,7 +138,7 @@ def test_the_gradient_may_overwrite_the_logits(entropies):
     def gradient(overwrite: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = states * 2
         pair = tensors.logprobs_and_entropy(logits, tokens, entropies, overwrite)
-        loss = sum((x * torch.arange(1, 5)).sum() for x in pair)
+        loss = (torch.stack(pair) * torch.arange(1, 5)).sum()
         (found,) = torch.autograd.grad(loss, states, retain_graph=True)
         if overwrite:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
