@@ -316,6 +316,9 @@ def test_doctor_judges_bfloat16_by_its_measured_speed(rate, advised, monkeypatch
     facts = machine.examine()
     assert facts["bfloat16"] == f"{rate:.2f} times as fast as float32"
     assert any("keep float32" in line for line in machine.advice(facts)) == advised
+    faster = machine.advice(facts | {"GPU": "none"})
+    assert any("precision: bf16 in a stage makes training and sampling faster" in line for line in faster) != advised
+    assert not any("faster: matrix" in line for line in machine.advice(facts | {"GPU": "1 x H100, 80 GiB"}))
 
 
 def test_report_needs_the_folder_of_a_run(tmp_path):

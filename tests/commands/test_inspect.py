@@ -86,7 +86,7 @@ def test_advice_is_given_only_if_it_helps():
         "cores": "2 of 4",
         "threads": "2",
         "GPU": "none",
-        "bfloat16": "4.00 times as fast as float32",
+        "bfloat16": "1.30 times as fast as float32",
         "memory": "8.0 GiB",
     }
     assert advice(good) == []

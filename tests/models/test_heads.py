@@ -134,8 +134,7 @@ def test_autocast_does_not_round_what_heads_compute(tiny_llama):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
 def test_a_head_that_is_trained_with_an_adapter_is_in_float32(tiny_llama):
-    score: nn.Module = classifier(tiny_llama)
-    reward = lora(score.to(torch.bfloat16), "SEQ_CLS")
+    reward = lora(classifier(tiny_llama).bfloat16(), "SEQ_CLS")
     critic = separate_critic(lora(tiny_llama(dtype=torch.bfloat16)))
     for model in (reward, critic):
         dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
