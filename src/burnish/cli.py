@@ -33,7 +33,6 @@ from burnish.errors import (
     is_out_of_memory,
     out_of_memory,
 )
-from burnish.models.settings import Precision
 from burnish.terminal import check_typed, visible
 
 WAITING = 3
@@ -122,6 +121,7 @@ ModelArgument = Annotated[
 TemplateOption = Annotated[
     str | None, typer.Option("--template", help="Plain template, for a model without a chat template.")
 ]
+Precision = Literal["auto", "float32", "bf16", "fp16"]
 PrecisionOption = Annotated[
     Precision,
     typer.Option(help="bf16 halves the memory of a model. auto: bf16 on a GPU that supports it, otherwise float32."),
