@@ -97,7 +97,7 @@ def test_if_one_process_runs_out_of_memory_all_of_them_repeat_the_step(tmp_path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
 def test_in_bfloat16_shards_are_float32_and_losses_those_of_float32_up_to_rounding(tmp_path: Path) -> None:
-    cases = ["sft lora bf16", "dpo bf16", "ppo shared bf16"]
+    cases = ["sft lora bf16", "dpo bf16", "reward lora bf16", "ppo shared bf16", "ppo separate bf16"]
     results = launch("train", tmp_path, cases)
     for case in cases:
         one = job.train(case.removesuffix(" bf16"), tmp_path / "one")

@@ -39,9 +39,9 @@ def shard(
 ) -> None:
     """Shard the parameters of ``root`` over all processes, in place. This replaces the parameters.
 
-    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``
-    if it is computed in another dtype. The other parameters are gathered while ``root`` runs. All processes start with
-    the first one's values.
+    Each layer of ``models``, which are modules inside ``root``, is gathered while it runs, and so is each of ``heads``,
+    and the head of a reward model or critic, if it is computed in another dtype. The other parameters are gathered
+    while ``root`` runs. All processes start with the first one's values.
 
     Args:
         root: the module.
@@ -54,6 +54,9 @@ def shard(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for model in models:
         _shard_layers(model, mesh, dtype)
+        for name in ("score", "classifier"):  # the names of transformers
+            if dtype is not None and hasattr(unwrap(model), name):
+                fully_shard(getattr(unwrap(model), name), mesh=mesh)
     for head in heads:
         if {p.dtype for p in head.parameters()} != {dtype or unwrap(model).dtype for model in models}:
             fully_shard(head, mesh=mesh)  # parameters that are gathered together must have one dtype
