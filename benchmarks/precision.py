@@ -72,11 +72,11 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
         )
     else:
         data, method = rows(batch * (1 + steps), length), SFT()
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.process_time())
+            ends.append((time.process_time(), time.perf_counter()))
 
     epochs = 2 if kind == "ppo" else 1
     with tempfile.TemporaryDirectory() as out:
@@ -108,7 +108,8 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
         tokens = batch * steps * length
     else:
         tokens = sum(line["tokens"] for line in [line for line in log if "tokens" in line][1:])
-    return {"tokens": tokens, "cpu": ends[-1] - ends[epochs - 1], "losses": [x["loss"] for x in log if "loss" in x]}
+    cpu, wall = (last - first for first, last in zip(ends[epochs - 1], ends[-1], strict=True))
+    return {"tokens": tokens, "cpu": cpu, "wall": wall, "losses": [x["loss"] for x in log if "loss" in x]}
 
 
 def decode(precision: str, tokens: int) -> dict[str, Any]:
@@ -137,10 +138,11 @@ def loaded(dtype: Any) -> tuple[Any, Any]:
     return loading.load_policy(folder, dtype=dtype), loading.load_tokenizer(folder)
 
 
-def measured(case: str, precision: str, steps: int) -> dict[str, Any]:
+def measured(case: str, precision: str, steps: int, threads: int = 1) -> dict[str, Any]:
     """One run, in a process of its own."""
     command = [sys.executable, __file__, "--case", case, "--precision", precision, "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | run.THREADS, check=False)
+    environment = os.environ | run.THREADS | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -155,9 +157,6 @@ def main() -> None:
     parser.add_argument("--precision", choices=PRECISIONS)
     options = parser.parse_args()
     if options.precision:
-        import torch
-
-        torch.set_num_threads(1)
         length = int(options.case.split()[1])
         decodes = options.case.startswith("decode")
         found = decode(options.precision, length) if decodes else train(options.case, options.precision, options.steps)

@@ -106,6 +106,14 @@ def main() -> None:
         head += ["last loss, float32", "bfloat16"]
         title = f"bfloat16 on a CPU ({read[name]['machine']['cpu']})"
         parts.append(table(title, head, *map(in_two_precisions, read[name]["cases"])))
+    for name in [name for name in read if name.startswith("threads-")]:
+        machine = read[name]["machine"]
+        rows = [
+            [x["case"], x["precision"], *(f"{speed:,.0f}" for speed in x["speeds"]), of_three(x["gain"])]
+            for x in read[name]["cases"]
+        ]
+        head = ["case", "precision", "tokens / s, one thread", f"{machine['threads']} threads", "times as fast"]
+        parts.append(table(f"Threads ({machine['cpu']})", head, *rows))
     if "encoding" in read:
         rows = [
             [name, f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]

@@ -119,12 +119,14 @@ def advice(facts: dict[str, str]) -> list[str]:
         )
     usable = int(facts["cores"].split()[0])
     if int(facts["threads"]) > usable:
-        lines.append(f"{facts['threads']} threads share {usable} cores: set threads: {usable} in the recipe.")
+        lines.append(
+            f"{facts['threads']} threads share {usable} cores: set OMP_NUM_THREADS={usable}, as burnish run does."
+        )
     faster = float(facts["bfloat16"].split()[0])
     if faster >= 1.5 and facts["GPU"] == "none":
         lines.append(
-            f"precision: bf16 in a stage makes training and sampling faster: matrix products take 1/{faster:.1f} of the"
-            " time. Results then differ by its rounding."
+            f"precision: bf16 in a stage makes training and sampling faster: matrix products are {faster:.1f} times"
+            " as fast. Results then differ by rounding."
         )
     if faster < 1.2:
         lines.append(

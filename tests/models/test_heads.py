@@ -25,6 +25,7 @@ from burnish.models.heads import (
     load_weights,
     separate_critic,
 )
+from burnish.models.loading import load_reward_model
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence
 
@@ -133,12 +134,29 @@ def test_autocast_does_not_round_what_heads_compute(tiny_llama):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # caused by peft
-def test_a_head_that_is_trained_with_an_adapter_is_in_float32(tiny_llama):
-    reward = lora(classifier(tiny_llama).bfloat16(), "SEQ_CLS")
+def test_heads_are_trained_in_float32_on_a_base_in_bfloat16(tiny_llama, tmp_path):
+    classifier(tiny_llama).save_pretrained(tmp_path)
+    reward: Any = load_reward_model(str(tmp_path), dtype=torch.bfloat16)
     critic = separate_critic(lora(tiny_llama(dtype=torch.bfloat16)))
-    for model in (reward, critic):
-        dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
-        assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    for model in (lora(reward, "SEQ_CLS"), critic):
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        assert {p.dtype for p in backbone(model).parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert token_values(model, BATCH).dtype == torch.float32
+
+
+def test_a_critic_of_which_all_weights_are_trained_is_in_float32(tiny_llama):
+    scorer = classifier(tiny_llama).bfloat16()
+    critic = separate_critic(tiny_llama(), scorer)
+    assert {p.dtype for p in critic.parameters()} == {torch.float32}
+
+
+def test_a_head_of_several_layers_is_computed_in_the_dtype_of_its_weights():
+    layers = nn.Sequential(nn.Linear(32, 4), nn.Tanh(), nn.Linear(4, 1))
+    hidden = torch.randn(2, 5, 32, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head_output(layers, hidden)
+    assert torch.equal(found, layers(hidden.float()))
+    assert torch.equal(head_output(nn.Identity(), hidden), hidden)
 
 
 # --- separate critics ----------------------------------------------------------------------------------------------

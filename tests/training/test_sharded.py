@@ -110,6 +110,9 @@ def test_in_bfloat16_shards_are_float32_and_losses_those_of_float32_up_to_roundi
                 assert measured["loss"] == pytest.approx(expected["loss"], rel=0.02, abs=0.02)
                 assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
                 assert measured["grad_norm"] != expected["grad_norm"]
+            if case.startswith("dpo"):  # sharded, embeddings and norms of the reference stay in float32
+                near = 0.005 if layout == "fsdp2" else 0
+                assert max(abs(steps[1][0][name]) for name in ("margin", "chosen")) <= near
     check_saved("dpo bf16", results["fsdp2"]["dpo bf16"])
 
 

@@ -263,6 +263,11 @@ def _check_all(recipe: Recipe, processes: Processes) -> None:
         arguments = training.arguments()
         if processes.sharded:
             _check_sharded(stage, arguments)
+        if stage.precision == "fp16" and not torch.cuda.is_available():
+            raise UserError(
+                f"stages.{stage.name}.precision: fp16 trains on a GPU only, since it needs loss scaling: set bf16 or "
+                "float32"
+            )
         if stage.adapter is not None and (kind := stage.adapter.quantize) is not None:
             quantize.require(kind, f"stages.{stage.name}.adapter.quantize")
         training.method([NamedReward(str(i), reward.weight, len) for i, reward in enumerate(stage.reward)])  # type: ignore

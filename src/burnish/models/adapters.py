@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from burnish import kernels
 from burnish.errors import UserError
-from burnish.math.tensors import upcast
 from burnish.models.bases import Base
 from burnish.models.settings import AdapterConfig
-from burnish.models.sharding import mesh_of, shard_frozen, whole
+from burnish.models.sharding import gathered_in, mesh_of, shard_frozen, whole
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 
@@ -68,21 +67,9 @@ def trained_on(model: nn.Module) -> Base | None:
 
 
 def wrap(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
-    """``peft.get_peft_model`` without peft's warning, and with all trained weights in float32 or wider.
-
-    peft itself leaves a head that is trained with the adapter in the dtype of the base. In bfloat16, rounding would
-    swallow small updates of the head.
-    """
+    """``peft.get_peft_model`` without peft's warning."""
     with without_warning():
-        return widened(peft.get_peft_model(model, config))  # type: ignore[arg-type]
-
-
-def widened(model: Any) -> Any:
-    """Convert the trained weights of a model to float32 if they have fewer bits. Returns the model."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = upcast(parameter.data)
-    return model
+        return peft.get_peft_model(model, config)  # type: ignore[arg-type, return-value]
 
 
 def save(model: peft.PeftModel, folder: str | Path, **kwargs: Any) -> None:
@@ -152,7 +139,7 @@ class Reference:
         if mesh_of(self.frozen) is None:
             self.frozen.to(next(policy.parameters()).device)
             if (mesh := mesh_of(policy)) is not None:
-                shard_frozen(self.frozen, mesh)
+                shard_frozen(self.frozen, mesh, gathered_in(policy))
         yield self.frozen
 
     def offload(self) -> None:

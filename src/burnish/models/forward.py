@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -371,7 +371,9 @@ def head_output(head: nn.Module, states: Tensor) -> Tensor:
 
     Autocast, which would round values and scores to three digits, is off.
     """
-    dtype = getattr(head, "weight", states).dtype  # with an adapter, that of the weight which is in use
+    # with an adapter, the attribute is the weight that is in use
+    weight = head.weight if hasattr(head, "weight") else next(head.parameters(), states)
+    dtype = cast(Tensor, weight).dtype
     device = states.device.type
     exact = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
     with exact:

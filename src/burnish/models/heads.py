@@ -38,6 +38,15 @@ def init_score(model: PreTrainedModel) -> None:
     nn.init.normal_(score.weight, std=1 / math.sqrt(score.in_features + 1))
 
 
+def widened(head: nn.Module) -> nn.Module:
+    """Convert a head to float32 if it has fewer bits. Returns the head.
+
+    In bfloat16, its scores would have three digits, and rounding would swallow its small updates.
+    """
+    dtypes = [parameter.dtype for parameter in head.parameters()]
+    return head.to(torch.promote_types(dtypes[0], torch.float32)) if dtypes else head
+
+
 class SharedCritic(nn.Module):
     """A value head on the policy's hidden states, initialized to zero, in float32 or wider, without dropout."""
 
@@ -135,15 +144,17 @@ def separate_critic(
     source: PreTrainedModel = start.merge_and_unload() if isinstance(start, PeftModel) else start  # type: ignore
     labels = {"id2label": {0: "value"}, "label2id": {"value": 0}}
     config = type(source.config).from_dict(source.config.to_dict() | labels)
+    # all weights are trained unless the critic gets an adapter
+    dtype = source.dtype if isinstance(policy, PeftModel) else torch.promote_types(source.dtype, torch.float32)
     try:
-        critic = AutoModelForTokenClassification.from_config(config, dtype=source.dtype)
+        critic = AutoModelForTokenClassification.from_config(config, dtype=dtype)
     except ValueError as error:
         raise UserError(
             f"{type(source).__name__} has no token-classification model to use as a critic: use critic: shared"
         ) from error
     backbone(critic).load_state_dict(backbone(source).state_dict())
     with torch.no_grad():
-        new, old = score_head(critic), getattr(source, "score", None)
+        new, old = widened(score_head(critic)), getattr(source, "score", None)
         nn.init.zeros_(new.weight)
         nn.init.zeros_(new.bias)
         if isinstance(old, nn.Linear) and old.out_features == 1:

@@ -42,7 +42,7 @@ def load(
     Args:
         reference: the folder of a model, adapter or stage, a .gguf file or a hub id.
         template: name of a plain template that replaces the stored one.
-        precision: decides the dtype of the weights.
+        precision: decides the dtype of the weights. ``auto`` is float32 for a reward model, whose scores would change.
         trust_remote_code: run the code that comes with the model.
         reward_model: load a sequence classifier with one label instead of a language model.
 
@@ -51,7 +51,11 @@ def load(
     """
     tokenizer = load_tokenizer(reference, template, trust_remote_code)
     load_weights = loading.load_reward_model if reward_model else loading.load_policy
-    model: Any = load_weights(reference, dtype=weights_dtype(precision), trust_remote_code=trust_remote_code)
+    model: Any = load_weights(
+        reference,
+        dtype=weights_dtype("float32" if reward_model and precision == "auto" else precision),
+        trust_remote_code=trust_remote_code,
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = None if reward_model else loading.load_value_head(reference, model)
     return Loaded(reference, model.to(device).eval(), tokenizer, reward_model, head and head.to(device))

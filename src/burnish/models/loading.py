@@ -33,7 +33,7 @@ from burnish import files, kernels
 from burnish.errors import UserError, is_out_of_memory
 from burnish.math.tensors import upcast
 from burnish.models import bases, quantize
-from burnish.models.adapters import widened, without_warning
+from burnish.models.adapters import without_warning
 from burnish.models.finite import non_finite
 from burnish.models.forward import backbone, head, unwrap
 from burnish.models.heads import (
@@ -44,6 +44,7 @@ from burnish.models.heads import (
     init_score,
     is_step_value_head,
     load_head,
+    widened,
 )
 from burnish.models.settings import Quantization
 from burnish.models.stored import json_object
@@ -230,7 +231,7 @@ def load_reward_model(
     """Load a sequence classifier without dropout; a model without a classification head gets a new scalar one.
 
     With ``labels=None`` the model must have a head, and keeps its number of labels. The other arguments are those of
-    ``load_policy``.
+    ``load_policy``. The head of a causal model is in float32 or wider, whatever ``dtype`` says.
     """
     folder = resolve(reference)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantized": quantized}
@@ -243,6 +244,8 @@ def load_reward_model(
         model = _load_adapter(AutoModelForSequenceClassification, folder, base, new_head=new_head, **options)
     else:
         model = _whole(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
+    if hasattr(unwrap(model), "score"):
+        widened(unwrap(model).score)
     return disable_dropout(model)
 
 
@@ -368,7 +371,7 @@ def _load_adapter(cls: Any, folder: str, base: str | None, *, new_head: bool = F
         raise UserError(f"{folder}: damaged, or not an adapter of {reference}: {reason}") from error
     _check_finite(model, folder)
     model.trained_on = trained_on
-    return model.merge_and_unload().requires_grad_(True) if merged else widened(model)
+    return model.merge_and_unload().requires_grad_(True) if merged else model
 
 
 def _whole(

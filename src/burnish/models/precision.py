@@ -32,7 +32,7 @@ def resolve(precision: Precision, gpu: bool | None = None) -> Precision:
     if precision != "auto":
         return precision
     if gpu is None:
-        gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if gpu else "float32"
 
 

@@ -42,7 +42,7 @@ def settings(kind: Quantization) -> BitsAndBytesConfig:
     """
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

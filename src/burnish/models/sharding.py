@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ def shard(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for model in models:
         _shard_layers(model, mesh, dtype)
+        _gathered[model] = dtype
         for name in ("score", "classifier"):  # the names of transformers
             if dtype is not None and hasattr(unwrap(model), name):
                 fully_shard(getattr(unwrap(model), name), mesh=mesh)
@@ -62,9 +64,18 @@ def shard(
             fully_shard(head, mesh=mesh)  # parameters that are gathered together must have one dtype
     # By default the root's parameters would stay gathered until the next backward pass, also after a pass without
     # gradient, and new weights that are loaded in the meantime would not be used.
-    fully_shard(root, mesh=mesh, reshard_after_forward=True, mp_policy=_gathered_in(dtype, inputs=False))
+    fully_shard(root, mesh=mesh, reshard_after_forward=True, mp_policy=_policy(dtype, inputs=False))
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
     collectives.watch(root)
+
+
+_gathered: WeakKeyDictionary[nn.Module, torch.dtype | None] = WeakKeyDictionary()
+"""In which dtype the parameters of sharded models are gathered; None means in their own."""
+
+
+def gathered_in(model: nn.Module) -> torch.dtype | None:
+    """The dtype in which the parameters of a sharded model are gathered, if it is not their own."""
+    return _gathered.get(model)
 
 
 def shard_frozen(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
@@ -76,11 +87,11 @@ def shard_frozen(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None =
 def _shard_layers(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> list[nn.Module]:
     layers = layers_of(model)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=_gathered_in(dtype))
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=_policy(dtype))
     return layers
 
 
-def _gathered_in(dtype: torch.dtype | None, inputs: bool = True) -> MixedPrecisionPolicy:
+def _policy(dtype: torch.dtype | None, inputs: bool = True) -> MixedPrecisionPolicy:
     """Gather parameters in a dtype, and cast the inputs to it if ``inputs``. Gradients are summed in float32."""
     if dtype is None:
         return MixedPrecisionPolicy()

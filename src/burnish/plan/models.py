@@ -124,7 +124,7 @@ def without_weights(
     if adapter is not None:
         return add_adapter(model, adapter, task)  # type: ignore[arg-type]
     if loading.stays_adapter(reference, task):
-        return wrap(model, loading.adapter_config(reference))
+        return wrap(model, loading.adapter_config(str(place)))
     return model
 
 

@@ -434,7 +434,7 @@ _ORDERED = "the seed determines the order of rows, and a token budget groups the
 IGNORED = {
     "average_tokens_across_devices": "the loss of a step is always divided by the counts of all processes",
     "batch_eval_metrics": _MEASURED,
-    "bf16_full_eval": "evaluation uses the precision of training: set bf16",
+    "bf16_full_eval": "evaluation uses the precision of training",
     "data_seed": "a run has one seed: set seed at the top of the recipe",
     "dataloader_drop_last": "the last step of an epoch trains on the remaining rows",
     "dataloader_in_order": _LOADED,
@@ -450,7 +450,7 @@ IGNORED = {
     "eval_accumulation_steps": _MEASURED,
     "eval_do_concat_batches": _MEASURED,
     "eval_use_gather_object": _MEASURED,
-    "fp16_full_eval": "evaluation uses the precision of training: set fp16",
+    "fp16_full_eval": "evaluation uses the precision of training",
     "include_for_metrics": _MEASURED,
     "include_num_input_tokens_seen": "every line of the log reports the tokens of its steps",
     "label_smoothing_factor": "methods with label smoothing have a separate setting for it",
