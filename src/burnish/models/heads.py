@@ -38,13 +38,13 @@ def init_score(model: PreTrainedModel) -> None:
     nn.init.normal_(score.weight, std=1 / math.sqrt(score.in_features + 1))
 
 
-def widened(head: nn.Module) -> nn.Module:
-    """Convert a head to float32 if it has fewer bits. Returns the head.
+def widen(head: nn.Module) -> None:
+    """Convert a head to float32 if it has fewer bits.
 
     In bfloat16, its scores would have three digits, and rounding would swallow its small updates.
     """
-    dtypes = [parameter.dtype for parameter in head.parameters()]
-    return head.to(torch.promote_types(dtypes[0], torch.float32)) if dtypes else head
+    for parameter in head.parameters():
+        parameter.data = upcast(parameter.data)
 
 
 class SharedCritic(nn.Module):
@@ -154,7 +154,8 @@ def separate_critic(
         ) from error
     backbone(critic).load_state_dict(backbone(source).state_dict())
     with torch.no_grad():
-        new, old = widened(score_head(critic)), getattr(source, "score", None)
+        new, old = score_head(critic), getattr(source, "score", None)
+        widen(new)
         nn.init.zeros_(new.weight)
         nn.init.zeros_(new.bias)
         if isinstance(old, nn.Linear) and old.out_features == 1:

@@ -44,7 +44,7 @@ from burnish.models.heads import (
     init_score,
     is_step_value_head,
     load_head,
-    widened,
+    widen,
 )
 from burnish.models.settings import Quantization
 from burnish.models.stored import json_object
@@ -245,7 +245,7 @@ def load_reward_model(
     else:
         model = _whole(AutoModelForSequenceClassification, folder, new_head=new_head, **options)
     if hasattr(unwrap(model), "score"):
-        widened(unwrap(model).score)
+        widen(unwrap(model).score)
     return disable_dropout(model)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish import kernels
 from burnish.errors import UserError, did_you_mean
 from burnish.models.forward import scores, unwrap
-from burnish.models.heads import widened
+from burnish.models.heads import widen
 from burnish.models.layout import Layout
 from burnish.render.renderer import Renderer
 from burnish.render.truncate import Truncation
@@ -56,7 +56,7 @@ class ModelReward:
         """
         self.model = kernels.enable(model).eval().requires_grad_(False)
         if hasattr(base := unwrap(model), "score"):
-            widened(base.score)
+            widen(base.score)
         self.tokenizer = tokenizer
         self.label = find_label(unwrap(model).config, label)
         self.length = length or Truncation(
