@@ -60,6 +60,7 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = wrap(model, lora)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     batch = max(4, TOKENS_OF_STEP // length) if kind != "ppo" else 32
     if kind == "ppo":
         prompts = [[{"role": "user", "content": f"Write a review of film {i}."}] for i in range(batch * (1 + steps))]
@@ -85,7 +86,7 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
             output_dir=out,
             use_cpu=True,
             bf16=half,
-            per_device_train_batch_size=batch,
+            per_device_train_batch_size=batch // processes,
             learning_rate=1e-5 if kind == "full" else 1e-4,
             lr_scheduler_type="constant",
             max_steps=epochs * (1 + steps),
@@ -138,9 +139,10 @@ def loaded(dtype: Any) -> tuple[Any, Any]:
     return loading.load_policy(folder, dtype=dtype), loading.load_tokenizer(folder)
 
 
-def measured(case: str, precision: str, steps: int, threads: int = 1) -> dict[str, Any]:
-    """One run, in a process of its own."""
-    command = [sys.executable, __file__, "--case", case, "--precision", precision, "--steps", str(steps)]
+def measured(case: str, precision: str, steps: int, threads: int = 1, processes: int = 1) -> dict[str, Any]:
+    """One run, in a process of its own, or in several that train together."""
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *launch, __file__, "--case", case, "--precision", precision, "--steps", str(steps)]
     environment = os.environ | run.THREADS | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -160,7 +162,8 @@ def main() -> None:
         length = int(options.case.split()[1])
         decodes = options.case.startswith("decode")
         found = decode(options.precision, length) if decodes else train(options.case, options.precision, options.steps)
-        print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
         return
     cases = []
     for case in [options.case] if options.case else CASES:
@@ -168,8 +171,7 @@ def main() -> None:
         ratios = sorted(pair["float32"]["cpu"] / pair["bfloat16"]["cpu"] for pair in pairs)
         cases.append({"case": case, "speed": [ratios[0], median(ratios), ratios[-1]], "repeats": pairs})
         print(case, [round(ratio, 2) for ratio in ratios], flush=True)
-    where = run.machine()
-    run.write(f"precision-{where['cpu']}", {"machine": where | {"threads": 1}, "cases": cases})
+    run.write("precision", {"machine": run.machine() | {"threads": 1}, "cases": cases})
 
 
 if __name__ == "__main__":

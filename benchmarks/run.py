@@ -1,7 +1,8 @@
 """Burnish against TRL: alternating runs in processes of their own, equal losses, ratios of tokens a second and memory.
 
 ``python benchmarks/run.py sft dpo --vocabularies 4096 --repeats 5`` writes to ``benchmarks/results.json``. It fails
-where the two sides do not compute the same.
+where the two sides do not compute the same. With ``--precision bf16``, Burnish computes in bfloat16, and TRL in float32
+and in bfloat16, of which the faster one counts.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from burnish.machine import cores, processor
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 METHODS = ("sft", "dpo", "reward", "grpo", "rloo", "ppo")
 ONLINE = ("grpo", "rloo", "ppo")
-TOLERANCE = 1e-4
+TOLERANCE = {"float32": 1e-4, "bf16": 0.05}
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -61,33 +64,32 @@ def models(vocabulary: int) -> Iterator[Path]:
 
 def machine() -> dict[str, Any]:
     """Where the numbers come from."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text("utf-8").splitlines() if known.exists() else []
-    names = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": ", ".join(sorted(names)) or platform.processor(),
-        "cores": os.cpu_count(),
+        "cpu": processor(),
+        "cores": cores(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
     }
 
 
 def write(name: str, found: dict[str, Any]) -> None:
-    """Keep results under a name, beside those that were there."""
+    """Keep results under this kind of processor and a name, beside those that were there."""
     read = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(read | {name: found}, indent=1) + "\n", "utf-8")
+    kind = read.setdefault(processor(), {})
+    kind[name] = found
+    RESULTS.write_text(json.dumps(read, indent=1) + "\n", "utf-8")
 
 
-def check(method: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:
+def check(method: str, ours: dict[str, Any], theirs: dict[str, Any], precision: str) -> list[dict[str, Any]]:
     """Losses and norms of gradients of every step of both sides; the end of the run where they differ."""
-    steps = []
+    steps, tolerance = [], TOLERANCE[precision]
     for what in ("losses", "gradients"):
         for step, (a, b) in enumerate(zip(ours[what], theirs[what], strict=True)):
             steps.append({"step": step + 1, "what": what, "burnish": a, "trl": b})
             # RLOO's loss is -mean(A log p) here and -mean(A ratio) there, with the same gradient
             compared = (method, what) != ("rloo", "losses")
-            if compared and not math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            if compared and not math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance):
                 sys.exit(f"{method}: {what} of step {step + 1} differ: {a} here, {b} in TRL")
     return steps
 
@@ -101,20 +103,31 @@ def ratios(pairs: list[dict[str, Any]]) -> dict[str, list[float]]:
     return {name: [min(values), median(values), max(values)] for name, values in found.items()}
 
 
-def compare(method: str, vocabulary: int, folder: Path, repeats: int, *arguments: Any) -> dict[str, Any]:
+def compare(
+    method: str, vocabulary: int, folder: Path, repeats: int, precision: str, *arguments: Any
+) -> dict[str, Any]:
     """Alternating runs of both sides, after a check that they compute the same."""
     pairs, steps = [], []
+    half = ["--bf16"] if precision == "bf16" else []
     if method in ONLINE:
-        given = {name: side(name, method, folder, vocabulary, "--given") for name in ("burnish", "trl")}
-        steps = check(method, given["burnish"], given["trl"])
+        given = {name: side(name, method, folder, vocabulary, "--given", *half) for name in ("burnish", "trl")}
+        steps = check(method, given["burnish"], given["trl"], precision)
     for _ in range(repeats):
-        pair = {name: side(name, method, folder, vocabulary, "--rate", *arguments) for name in ("burnish", "trl")}
+        how = half or ["--rate"]
+        pair: dict[str, Any] = {
+            name: side(name, method, folder, vocabulary, *how, *arguments) for name in ("burnish", "trl")
+        }
         if method not in ONLINE:
-            steps = check(method, pair["burnish"], pair["trl"])
+            steps = check(method, pair["burnish"], pair["trl"], precision)
+        if half:
+            pair["trl_precision"] = "bf16"
+            in_float32 = side("trl", method, folder, vocabulary, *arguments)
+            if in_float32["tokens"] / in_float32["cpu"] > pair["trl"]["tokens"] / pair["trl"]["cpu"]:
+                pair |= {"trl": in_float32, "trl_precision": "float32"}
         pairs.append(pair)
     where = machine() | {"threads": 1, "trl": "1.12.0" if method == "ppo" else "1.16.0"}
-    found = {"method": method, "vocabulary": vocabulary, "machine": where, "arguments": list(arguments)}
-    return found | {"ratios": ratios(pairs), "equal": steps, "repeats": pairs}
+    found = {"method": method, "vocabulary": vocabulary, "precision": precision, "machine": where}
+    return found | {"arguments": list(arguments), "ratios": ratios(pairs), "equal": steps, "repeats": pairs}
 
 
 def main() -> None:
@@ -122,14 +135,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("methods", nargs="*", default=METHODS)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[4096, 49152])
+    parser.add_argument("--precision", choices=list(TOLERANCE), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
+    end = "-bf16" if options.precision == "bf16" else ""
     for vocabulary in options.vocabularies:
         with models(vocabulary) as folder:
             for method in options.methods:
-                found = compare(method, vocabulary, folder, options.repeats, "--steps", options.steps)
-                write(f"cpu-{method}-{vocabulary}", found)
+                found = compare(
+                    method, vocabulary, folder, options.repeats, options.precision, "--steps", options.steps
+                )
+                write(f"trl-{method}-{vocabulary}{end}", found)
                 for name, (low, middle, high) in found["ratios"].items():
                     print(
                         f"{method:7} V={vocabulary:6} {name:7} {middle:5.2f} x  ({low:.2f} to {high:.2f})", flush=True

@@ -50,7 +50,7 @@ class Job(NamedTuple):
         return {
             "output_dir": out,
             "use_cpu": True,
-            "bf16": False,
+            "bf16": self.options.bf16,
             "per_device_train_batch_size": self.batch,
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant",
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=1, help="how often the rows of the measured steps come")
     parser.add_argument("--without", help="one thing of Burnish that is taken away (ablations.py)")
     parser.add_argument("--given", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--rate", action="store_true", help="measure the rate of matrix products as well")
     options = parser.parse_args()
     warmup, steps = (0, 1) if options.given else (options.warmup, options.steps)

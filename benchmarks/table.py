@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/speed.md`` from ``benchmarks/results.json``."""
+"""Writes the tables of ``docs/speed.md`` from ``benchmarks/results.json``: a row for each kind of processor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 from run import METHODS, RESULTS, ROOT
 
 START, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
+
+
+Found = list[tuple[str, dict[str, Any]]]
+"""Results with the processors on which they were measured."""
 
 
 def table(title: str, *rows: list[Any]) -> str:
@@ -28,7 +32,7 @@ def middle(found: dict[str, Any], side: str, what: Any) -> float:
     return median(what(pair[side]) for pair in found["repeats"])
 
 
-def compared(found: dict[str, Any]) -> list[Any]:
+def compared(processor: str, found: dict[str, Any]) -> list[Any]:
     """A row of the table against TRL."""
     first = next(x for x in found["equal"] if x["what"] == ("gradients" if found["method"] == "rloo" else "losses"))
     speeds = [f"{middle(found, side, lambda x: x['tokens'] / x['cpu']):,.0f}" for side in ("burnish", "trl")]
@@ -36,6 +40,7 @@ def compared(found: dict[str, Any]) -> list[Any]:
     return [
         found["method"],
         f"{found['vocabulary']:,}",
+        processor,
         *speeds,
         of_three(found["ratios"]["speed"]),
         *peaks,
@@ -43,89 +48,164 @@ def compared(found: dict[str, Any]) -> list[Any]:
         f"{first['burnish']:.6f}",
         f"{first['trl']:.6f}",
         len(found["repeats"]),
-        found["machine"]["cpu"],
         found["machine"]["date"],
     ]
 
 
-def sampled(found: dict[str, Any]) -> list[Any]:
+def compared_in_half(processor: str, found: dict[str, Any]) -> list[Any]:
+    """A row of the table against TRL with bfloat16 on both sides."""
+    chosen = [pair["trl_precision"] for pair in found["repeats"]]
+    return [
+        found["method"],
+        processor,
+        *(f"{middle(found, side, lambda x: x['tokens'] / x['cpu']):,.0f}" for side in ("burnish", "trl")),
+        max(set(chosen), key=chosen.count),
+        of_three(found["ratios"]["speed"]),
+        of_three(found["ratios"]["memory"]),
+        len(found["repeats"]),
+        found["machine"]["date"],
+    ]
+
+
+def shares(processor: str, found: dict[str, Any]) -> list[Any]:
+    """A row of the table against the machine."""
+    units = (("mm_rate", 1e-9, "GFLOP/s"), ("mm_share", 100, "%"), ("fastest_rate", 1e-9, "GFLOP/s"),
+             ("fastest_share", 100, "%"))  # fmt: skip
+    numbers = [f"{middle(found, 'burnish', lambda x, k=k: x[k]) * scale:.0f} {unit}" for k, scale, unit in units]
+    return [found["method"], f"{found['vocabulary']:,}", processor, *numbers]
+
+
+def sampled(processor: str, found: dict[str, Any]) -> list[Any]:
     """A row of the table of generation."""
-    speeds, peaks = (
-        [
-            f"{median(one[what] for one in found['runs'][side]) / unit:,.{digits}f}"
-            for side in ("burnish", "transformers")
-        ]
-        for what, unit, digits in (("tokens_per_cpu_second", 1, 0), ("peak_mib", 1024, 2))
-    )
+    sides = ("burnish", "transformers")
+    speeds = [f"{median(x['tokens_per_cpu_second'] for x in found['runs'][side]):,.0f}" for side in sides]
+    peaks = [f"{median(x['peak_mib'] for x in found['runs'][side]) / 1024:.2f}" for side in sides]
     ratios = found["ratios"]["cpu"]
     ratio = of_three([ratios[0], median(ratios), ratios[-1]])
-    return [f"{found['vocabulary']:,}", *speeds, ratio, *peaks, len(ratios)]
+    return [found["model"], found["precision"], processor, *speeds, ratio, *peaks, len(ratios)]
 
 
-def in_two_precisions(found: dict[str, Any]) -> list[Any]:
+def in_two_precisions(processor: str, found: dict[str, Any]) -> list[Any]:
     """A row of the table of float32 and bfloat16."""
     sides = ("float32", "bfloat16")
     speeds = [f"{middle(found, side, lambda x: x['tokens'] / x['cpu']):,.0f}" for side in sides]
     peaks = [f"{middle(found, side, lambda x: x['peak']) / 2**30:.2f}" for side in sides]
     losses = [f"{losses[-1]:.4f}" if (losses := found["repeats"][0][side]["losses"]) else "" for side in sides]
-    return [found["case"], *speeds, of_three(found["speed"]), *peaks, *losses]
+    return [found["case"], processor, *speeds, of_three(found["speed"]), *peaks, *losses]
+
+
+def expected(read: dict[str, dict[str, Any]]) -> str:
+    """The first table: the most important ratios, a column for each kind of processor."""
+    lines: dict[str, dict[str, str]] = {}
+
+    def put(line: str, processor: str, ratio: float) -> None:
+        lines.setdefault(line, {})[processor] = f"{ratio:.1f}"
+
+    for processor, results in read.items():
+        for method in METHODS:
+            if found := results.get(f"trl-{method}-4096"):
+                put(f"{method}, against TRL", processor, found["ratios"]["speed"][1])
+        for method in METHODS:
+            if found := results.get(f"trl-{method}-4096-bf16"):
+                put(f"{method} in bf16, against TRL's faster precision", processor, found["ratios"]["speed"][1])
+        for name, found in results.items():
+            if name.startswith("generation-"):
+                what = f"sampling, {found['model']}, {found['precision']}, against `generate`"
+                put(what, processor, median(found["ratios"]["cpu"]))
+        for case in results.get("precision", {}).get("cases", []):
+            put(f"SmolLM2-135M, {case['case']}: bf16 against float32", processor, case["speed"][1])
+        for case in results.get("threads", {}).get("cases", []):
+            what = f"SmolLM2-135M, {case['case']}, {case['precision']}: two threads against one"
+            put(what, processor, case["threads"][1])
+    rows = [[line, *(found.get(processor, "") for processor in read)] for line, found in lines.items()]
+    return table("What to expect", ["times as fast", *read], *rows)
 
 
 def main() -> None:
     """Put the tables where the page has its marks."""
-    read = json.loads(RESULTS.read_text("utf-8"))
-    pairs = [read[name] for name in read if name.startswith("cpu-")]
-    pairs.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
-    head = ["method", "V", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's", "times less memory"]
-    parts = [table("Against TRL", [*head, "step 1", "TRL's", "runs", "processor", "date"], *map(compared, pairs))]
-    shares = [
-        [f["method"], f"{f['vocabulary']:,}", *(f"{middle(f, 'burnish', lambda x, k=k: x[k]) * scale:.0f} {unit}"
-        for k, scale, unit in (("mm_rate", 1e-9, "GFLOP/s"), ("mm_share", 100, "%"),
-                               ("fastest_rate", 1e-9, "GFLOP/s"), ("fastest_share", 100, "%")))]
-        for f in pairs
-    ]  # fmt: skip
-    parts.append(
-        table("Against the machine", ["method", "V", "torch.mm", "share of it", "oneDNN", "share of it"], *shares)
-    )
-    ablated = [read[name] for name in read if name.startswith("ablations-")]
-    ablated.sort(key=lambda found: (found["vocabulary"], METHODS.index(found["method"])))
+    read: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text("utf-8"))
+
+    def named(prefix: str, suffix: str = "") -> Found:
+        return [
+            (processor, found)
+            for processor, results in read.items()
+            for name, found in results.items()
+            if name.startswith(prefix) and name.endswith(suffix)
+        ]
+
+    def by_method(every: Found) -> Found:
+        return sorted(every, key=lambda x: (x[1]["vocabulary"], METHODS.index(x[1]["method"])))
+
+    parts = [expected(read)]
+    whole = by_method([x for x in named("trl-") if "repeats" in x[1]])
+    pairs = [x for x in whole if x[1]["precision"] == "float32"]
+    head = ["method", "V", "processor", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's"]
+    head += ["times less memory", "step 1", "TRL's", "runs", "date"]
+    parts.append(table("Against TRL", head, *(compared(*x) for x in pairs)))
+    if halves := [x for x in whole if x[1]["precision"] == "bf16"]:
+        head = ["method", "processor", "tokens / CPU s", "TRL's", "TRL in", "times as fast", "times less memory"]
+        parts.append(table("In bf16 against TRL", [*head, "runs", "date"], *(compared_in_half(*x) for x in halves)))
+    head = ["method", "V", "processor", "torch.mm", "share of it", "oneDNN", "share of it"]
+    parts.append(table("Against the machine", head, *(shares(*x) for x in pairs)))
     rows = [
-        [found["method"], f"{found['vocabulary']:,}", x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"]
-        for found in ablated
+        [
+            found["method"],
+            f"{found['vocabulary']:,}",
+            processor,
+            x["without"],
+            f"{x['speed']:.2f}",
+            f"{x['memory']:.2f}",
+        ]
+        for processor, found in by_method(named("ablations-"))
         for x in found["ablations"]
     ]
-    parts.append(table("One thing taken away", ["method", "V", "without", "speed", "peak memory"], *rows))
-    for name in [name for name in read if name.startswith("scaling")]:
-        rows = [[x["case"], f"{x['time']:.2f}", f"{x['peak']:.2f}"] for x in read[name]["cases"]]
-        parts.append(table("Linear cost", ["case", "CPU time", "peak memory"], *rows))
-    if generated := [read[name] for name in read if name.startswith("generation-")]:
-        head = ["V", "tokens / CPU s", "generate's", "times as fast", "peak GiB", "generate's", "runs"]
-        parts.append(table("Generation against transformers", head, *map(sampled, generated)))
-    for name in [name for name in read if name.startswith("precision-")]:
-        head = ["case", "tokens / CPU s, float32", "bfloat16", "times as fast", "peak GiB, float32", "bfloat16"]
-        head += ["last loss, float32", "bfloat16"]
-        title = f"bfloat16 on a CPU ({read[name]['machine']['cpu']})"
-        parts.append(table(title, head, *map(in_two_precisions, read[name]["cases"])))
-    for name in [name for name in read if name.startswith("threads-")]:
-        machine = read[name]["machine"]
-        rows = [
-            [x["case"], x["precision"], *(f"{speed:,.0f}" for speed in x["speeds"]), of_three(x["gain"])]
-            for x in read[name]["cases"]
+    parts.append(table("One thing taken away", ["method", "V", "processor", "without", "speed", "peak memory"], *rows))
+    rows = [
+        [x["case"], processor, f"{x['time']:.2f}", f"{x['peak']:.2f}"]
+        for processor, found in named("scaling")
+        for x in found["cases"]
+    ]
+    parts.append(table("Linear cost", ["case", "processor", "CPU time", "peak memory"], *rows))
+    head = ["model", "precision", "processor", "tokens / CPU s", "generate's", "times as fast", "peak GiB"]
+    parts.append(
+        table(
+            "Generation against transformers",
+            [*head, "generate's", "runs"],
+            *(sampled(*x) for x in named("generation-")),
+        )
+    )
+    head = ["case", "processor", "tokens / CPU s, float32", "bfloat16", "times as fast", "peak GiB, float32"]
+    head += ["bfloat16", "last loss, float32", "bfloat16"]
+    rows = [in_two_precisions(processor, x) for processor, found in named("precision") for x in found["cases"]]
+    parts.append(table("bfloat16 on a CPU", head, *rows))
+    rows = [
+        [
+            x["case"],
+            x["precision"],
+            processor,
+            found["machine"]["cores"],
+            of_three(x["threads"]),
+            of_three(x["processes"]),
         ]
-        head = ["case", "precision", "tokens / s, one thread", f"{machine['threads']} threads", "times as fast"]
-        parts.append(table(f"Threads ({machine['cpu']})", head, *rows))
-    if "encoding" in read:
-        rows = [
-            [name, f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]
-            + [f"{x[key]:,.0f}" for key in ("rows_a_second", "rows_a_second_cached")]
-            for name, x in read["encoding"]["templates"].items()
-        ]
-        head = ["rows, template", "tokens", "CPU time / encode_batch's", "rows / s", "rows / s from the cache"]
-        machine = read["encoding"]["machine"]
-        parts.append(table(f"Encoding rows ({machine['cpu']}, {machine['cores']} cores)", head, *rows))
-    if "startup" in read:
-        rows = [[what, of_three(seconds)] for what, seconds in read["startup"]["seconds"].items()]
-        parts.append(table(f"Starting ({read['startup']['machine']['cpu']})", ["until", "seconds"], *rows))
+        for processor, found in named("threads")
+        for x in found["cases"]
+    ]
+    head = ["case", "precision", "processor", "cores", "a thread for each, times as fast", "a process for each"]
+    parts.append(table("All cores", head, *rows))
+    rows = [
+        [name, processor, f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]
+        + [f"{x[key]:,.0f}" for key in ("rows_a_second", "rows_a_second_cached")]
+        for processor, found in named("encoding")
+        for name, x in found["templates"].items()
+    ]
+    head = ["rows, template", "processor", "tokens", "CPU time / encode_batch's", "rows / s", "rows / s from the cache"]
+    parts.append(table("Encoding rows, with all cores", head, *rows))
+    rows = [
+        [what, processor, of_three(seconds)]
+        for processor, found in named("startup")
+        for what, seconds in found["seconds"].items()
+    ]
+    parts.append(table("Starting", ["until", "processor", "seconds"], *rows))
     page = ROOT / "docs" / "speed.md"
     before, rest = page.read_text("utf-8").split(START)
     after = rest.split(END)[1]

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,25 @@ from burnish.kernels import linear
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
 OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU", "ray": "rollouts, rewards and processes on other machines"}
 CGROUP = Path("/sys/fs/cgroup")
+
+INSTRUCTIONS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_f": "AVX-512",
+    "avx2": "AVX2",
+    "sve_bf16": "SVE-BF16",
+    "bf16": "NEON-BF16",
+    "neon": "NEON",
+}
+"""Instructions for matrix products, the fastest first, by their names in ``torch.cpu.get_capabilities()``."""
+
+
+def processor() -> str:
+    """The name of the processor and its fastest instructions for matrix products, as in ``AMD EPYC, AVX512-BF16``."""
+    known = torch.cpu.get_capabilities()
+    name = re.sub(r"\((R|TM)\)|\b(Processor|CPU)\b|@.*", " ", str(known.get("cpu_name") or platform.machine()))
+    fastest = [label for key, label in INSTRUCTIONS.items() if known.get(key)][:1]
+    return ", ".join([" ".join(name.split()), *fastest])
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
@@ -91,6 +111,7 @@ def examine() -> dict[str, str]:
             facts[name] = version(name)
         except PackageNotFoundError:
             facts[name] = "not installed"
+    facts["processor"] = processor()
     facts["cores"] = f"{cores()} of {os.cpu_count()}"
     facts["threads"] = str(torch.get_num_threads())
     facts["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "not set")

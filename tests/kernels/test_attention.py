@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 
 import builders
-from burnish.kernels import attention
+from burnish.kernels import attention, grouped
 from burnish.models import forward
 from burnish.models.batching import collate
 from burnish.models.forward import has_varlen, hidden_states, prefers_packed
@@ -113,7 +113,8 @@ def test_recomputed_activations_see_the_same_runs():
     assert all(torch.equal(a, b) for a, b in zip(states[1], expected[1], strict=True))
 
 
-def test_half_precision_on_a_cpu_is_computed_in_float32():
+def test_without_onednn_half_precision_on_a_cpu_is_computed_in_float32(monkeypatch):
+    monkeypatch.setattr(grouped, "fits", lambda dtype, device: False)
     segments = Segments((4, 3, 5, 6, 2), (None, 0, 0, None, 3))
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, 20, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]

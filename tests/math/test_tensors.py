@@ -150,6 +150,25 @@ def test_the_gradient_may_overwrite_the_logits(entropies):
     assert torch.equal(kept, 2 * states) and torch.equal(2 * written, plain)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+def test_half_precision_is_computed_in_float32_and_rounded_once(rows, overwrite):
+    draw = torch.Generator().manual_seed(0)
+    rounded = (8 * torch.randn(rows, 1000, generator=draw)).bfloat16()
+    tokens = rounded.argmax(-1)
+    weights = torch.randn(2, rows, generator=draw)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaf = rounded.clone().to(dtype).requires_grad_()
+        pair = tensors.logprobs_and_entropy(leaf * 1, tokens, overwrite=overwrite)
+        (torch.stack(pair) * weights).sum().backward()
+        found.append((*pair, leaf.grad))
+    (*half, gradient), (*whole, expected) = found
+    assert {x.dtype for x in half} == {torch.float32} and gradient.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(half, whole, strict=True))
+    assert torch.equal(gradient, expected.bfloat16())
+
+
 def test_logprobs_and_entropy_gradient():
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     tokens = torch.tensor([0, 4, 1])

@@ -10,7 +10,7 @@ import torch
 
 from burnish import DPO, GRPO, PPO, SFT, Trainer
 from burnish.generate.sampling import Sampling
-from burnish.kernels import attention
+from burnish.kernels import attention, grouped
 from burnish.models.batching import collate
 from burnish.training import terms
 from burnish.types import Example, Sequence
@@ -33,7 +33,9 @@ def distinct(trajectories: list[Any]) -> list[float]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_step_waits_a_few_times_however_many_micro_batches_it_has(name: str, make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(terms, "_check_count", lambda *_: None)  # only on a CPU
+    # both are only on a CPU
+    monkeypatch.setattr(terms, "_check_count", lambda *_: None)
+    monkeypatch.setattr(grouped, "fits", lambda dtype, device: False)
     step, next_rows = Trainer.training_step, Trainer.get_batch_samples
     counter, counted, cuts = Counter(on=False), list[Tally[str]](), list[int]()
 

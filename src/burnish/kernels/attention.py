@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from burnish.kernels import grouped
 from burnish.math.tensors import upcast
 from burnish.types import Segments, copied
 
@@ -73,6 +74,8 @@ def varlen(
     dtype = computed_in(query.dtype, query.device)
     if has_kernel(dtype, query.device) and not dropout:
         return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments.segments), None
+    if grouped.fits(dtype, query.device) and not dropout:
+        return grouped.attend(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments.segments), None
     if query.device.type == "cpu":
         # In half precision, the backward pass on a CPU takes three times as long as in float32, and is less accurate.
         with torch.autocast("cpu", enabled=False):

@@ -100,7 +100,7 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """``logprobs_at`` and the entropy H = -sum_v p_v log p_v, in [0, ln V], from one softmax.
 
-    Of all (N, V) tensors, only the logits are kept for the backward pass.
+    Of all (N, V) tensors, only the logits are kept for the backward pass, in their own dtype.
 
     Args:
         logits: (N, V); half precision is computed in float32. -inf marks tokens that cannot be sampled.
@@ -116,14 +116,16 @@ def logprobs_and_entropy(
         ValueError: if the shapes do not match.
     """
     same_shape(logits=logits[..., 0], tokens=tokens)
-    return _LogprobsAndEntropy.apply(upcast(logits), tokens, entropies, overwrite)  # type: ignore[return-value]
+    return _LogprobsAndEntropy.apply(logits, tokens, entropies, overwrite)  # type: ignore[return-value]
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropies: bool, overwrite: bool) -> tuple[Tensor, Tensor]:
-        lse, entropy = logits.new_empty(len(logits)), logits.new_zeros(len(logits))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        lse, entropy = logits.new_empty(len(logits), dtype=dtype), logits.new_zeros(len(logits), dtype=dtype)
         for rows, at in blocks(logits):
+            rows = upcast(rows)
             lse[at] = rows.logsumexp(-1)
             if entropies:
                 logprobs = rows - lse[at, None]
@@ -142,15 +144,19 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         logits, tokens, lse, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropies = gradients
         result = logits if ctx.overwrite else torch.empty_like(logits)
+        rounded = result.dtype != lse.dtype  # once, at the end of a block
+        block = lse.new_empty(next(blocks(logits))[0].shape) if rounded and len(logits) else result
         for rows, at in blocks(logits):
-            out = torch.sub(rows, lse[at, None], out=result[at])
+            out = (block[: len(rows)] if rounded else result[at]).copy_(rows).sub_(lse[at, None])
             weights = 0.0 if grad_logprobs is None else -grad_logprobs[at, None]
             if grad_entropies is not None:
                 moved = out.clamp(min=NOTHING) + entropy[at, None]
                 weights = weights - grad_entropies[at, None] * moved
             out.exp_().mul_(weights)
-        if grad_logprobs is not None:
-            result.scatter_add_(-1, tokens[:, None], grad_logprobs[:, None])
+            if grad_logprobs is not None:
+                out.scatter_add_(-1, tokens[at, None], grad_logprobs[at, None])
+            if rounded:
+                result[at] = out
         return result, None, None, None
 
 

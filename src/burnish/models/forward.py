@@ -77,11 +77,16 @@ def backbone(model: nn.Module) -> nn.Module:
     return unwrap(model).base_model
 
 
-def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The language-model head: a function from hidden states (..., H) to logits (..., V), in float32 or wider.
+def head(model: nn.Module, wide: bool = True) -> Callable[[Tensor], Tensor]:
+    """The language-model head: a function from hidden states (..., H) to logits (..., V).
 
     It includes what some architectures do after the matrix product: soft-capping (Gemma), division (Granite) or
     multiplication (Cohere).
+
+    Args:
+        model: a causal language model.
+        wide: whether logits are converted to float32, if they are in half precision. If not, logits on which nothing
+            was computed after the matrix product stay as they are, which saves memory.
     """
     base = unwrap(model)
     project = base.get_output_embeddings()
@@ -90,7 +95,9 @@ def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
     def logits(hidden: Tensor) -> Tensor:
-        z = upcast(project(hidden))
+        z = project(hidden)
+        if wide or scale != 1.0 or cap is not None:
+            z = upcast(z)
         z = z if scale == 1.0 else z * scale
         return z if cap is None else cap * torch.tanh(z / cap)
 
@@ -273,7 +280,7 @@ def token_logprobs(
     Returns:
         Log-probabilities (B, T) and entropies (B, T), both 0 at tokens that are not learned.
     """
-    logits_of = head(model)
+    logits_of = head(model, wide=transform != PLAIN)
 
     def chunk(rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         plain = logits_of(rows)

@@ -1,0 +1,262 @@
+"""Attention over packed rows on a CPU, by a few large matrix products.
+
+Sequences of similar lengths are padded to the longest of them and computed together with oneDNN's batched products.
+PyTorch's own kernel needs a call for each sequence, and its products call MKL. The scores are computed again in the
+backward pass, a block of queries at a time, so that memory grows linearly with the length of a sequence.
+
+Dao et al. 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burnish.kernels import linear
+from burnish.types import Segments
+
+STEP = 32
+"""Sequences whose lengths round up to the same multiple of this are computed together."""
+
+BLOCK = 128
+"""Queries of a block, if the scores of a sequence need more than ``BYTES``."""
+
+BYTES = 2**21
+"""Scores that are held at a time. Larger tensors leave the caches, and the system returns their memory page by page."""
+
+HIDDEN = -1e30
+"""Added to the scores of columns that a query does not see. It is finite, so that a row of padding is not NaN."""
+
+
+@contextmanager
+def onednn() -> Iterator[None]:
+    """Within the context, batched products of float32 tensors are oneDNN's. They may round their inputs to bfloat16."""
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+@cache
+def is_exact() -> bool:
+    """Whether products within ``onednn`` are in float32 on this machine. With AMX, they are not."""
+    x = torch.full((1, 128, 128), 1 + 2**-12)  # 1 in bfloat16
+    with onednn():
+        return bool(torch.bmm(x, x)[0, 0, 0] > 128 * (1 + 2**-12))
+
+
+def fits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``attend`` computes this dtype here, and is faster than PyTorch's kernel."""
+    if device.type != "cpu" or not linear.has_onednn():
+        return False
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and is_exact())
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, segments: Segments) -> Tensor:
+    """Causal attention within each segment, and from a segment to all of its parent.
+
+    Scores and weights are in float32; the other products are in the dtype of the inputs.
+
+    Args:
+        query: (1, heads, T, size) in float32 or bfloat16.
+        key: (1, key heads, T, size).
+        value: (1, key heads, T, size of values).
+        scaling: scale of the dot products; None means 1 / sqrt(size).
+        segments: the sequences in the row of T tokens.
+
+    Returns:
+        The states (1, T, heads, size of values).
+    """
+    with torch.autocast("cpu", enabled=False):
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        return _Attention.apply(query, key, value, scale, segments)  # type: ignore[return-value]
+
+
+class Group(NamedTuple):
+    """B sequences that are padded on the left to L queries and N keys. A row is a token's vector of one head.
+
+    Attributes:
+        queries: (B * heads * L,), the row of each query among the T * heads rows, in the order batch, head, position.
+        keys: (B * key heads * N,), the row of each key among the T * key heads rows.
+        seen: (S * key heads,), the places in ``keys`` of the S keys that are not padding.
+        sources: (S,), their tokens. Those of a prompt occur once for each of its answers.
+        mask: (B or 1, L, N), 0 or ``HIDDEN``.
+        padding: (B, 1, L, 1), which queries are padding; None if none is.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    seen: Tensor
+    sources: Tensor
+    mask: Tensor
+    padding: Tensor | None
+
+    def blocks(self, heads: int, key_heads: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Slices of (B * key heads), of L and of N whose scores need about ``BYTES``."""
+        batch = len(self.keys) // key_heads // self.mask.shape[2]
+        length, columns = self.mask.shape[1:]
+        at_once, size = batch * key_heads, length
+        if 4 * batch * heads * length * columns > BYTES:  # of one sequence
+            size = min(length, BLOCK)
+            at_once = max(1, BYTES // (4 * (heads // key_heads) * size * columns))
+        for row in range(0, batch * key_heads, at_once):
+            for start in range(0, length, size):
+                end = min(length, start + size)
+                yield slice(row, row + at_once), slice(start, end), slice(0, columns - length + end)
+
+
+class Plan(NamedTuple):
+    """The groups of a packed row.
+
+    Attributes:
+        groups: of sequences of similar lengths.
+        sizes: the length of each group's ``queries``.
+        order: (T * heads,), the places of the row's queries in those of all groups, one after another.
+    """
+
+    groups: tuple[Group, ...]
+    sizes: list[int]
+    order: Tensor
+
+
+@lru_cache(maxsize=8)
+def plan_of(segments: Segments, heads: int, key_heads: int) -> Plan:
+    """Put sequences of similar lengths together, as many as their scores allow. All layers of a pass share one plan."""
+    ends = list(accumulate(segments.lengths))
+    members: dict[tuple[int, int], list[tuple[range, range]]] = {}
+    for end, length, parent in zip(ends, segments.lengths, segments.parents, strict=True):
+        prompt = range(0) if parent is None else range(ends[parent] - segments.lengths[parent], ends[parent])
+        sizes = -(-length // STEP), -(-(len(prompt) + length) // STEP)
+        members.setdefault(sizes, []).append((prompt, range(end - length, end)))
+    groups, order, before = [], torch.empty(sum(segments.lengths), heads, dtype=torch.long), 0
+    for (length, columns), sequences in members.items():
+        most = max(1, BYTES // (4 * heads * length * columns * STEP**2))
+        for first in range(0, len(sequences), most):
+            part = sequences[first : first + most]
+            queries = _padded([[*own] for _, own in part])
+            groups.append(_group(part, queries, heads, key_heads))
+            order[queries[queries >= 0]] = before + _places(queries >= 0, heads).view(-1, heads)
+            before += queries.numel() * heads
+    return Plan(tuple(groups), [len(group.queries) for group in groups], order.flatten())
+
+
+def _group(sequences: list[tuple[range, range]], queries: Tensor, heads: int, key_heads: int) -> Group:
+    """The group of sequences, each given by the tokens of its prompt elsewhere and its own, which are ``queries``."""
+    keys = _padded([[*prompt, *own] for prompt, own in sequences])
+    length, columns = queries.shape[1], keys.shape[1]
+    hidden = torch.ones(length, columns, dtype=torch.bool).triu(columns - length + 1)[None]
+    if bool((keys < 0).any()):
+        hidden = hidden | (keys < 0)[:, None]
+    return Group(
+        _rows(queries.clamp(min=0), heads),
+        _rows(keys.clamp(min=0), key_heads),
+        _places(keys >= 0, key_heads),
+        keys[keys >= 0],
+        torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN),
+        (queries < 0)[:, None, :, None] if bool((queries < 0).any()) else None,
+    )
+
+
+def _padded(tokens: list[list[int]]) -> Tensor:
+    """(B, longest), with -1 on the left."""
+    longest = max(map(len, tokens))
+    return torch.tensor([[-1] * (longest - len(row)) + row for row in tokens])
+
+
+def _rows(tokens: Tensor, heads: int) -> Tensor:
+    """The rows of tokens (B, L) among T * heads, in the order batch, head, position."""
+    return (tokens[:, None] * heads + torch.arange(heads)[:, None]).flatten()
+
+
+def _places(real: Tensor, heads: int) -> Tensor:
+    """The places of real tokens of (B, L) in (B, heads, L), in the order batch, position, head."""
+    batch, length = real.shape
+    places = torch.arange(batch * heads * length).view(batch, heads, length)
+    return places.transpose(1, 2)[real].flatten()
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(q k^T scale + mask) v with gradients."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:  # type: ignore[override]
+        """As ``attend``."""
+        (_, heads, tokens, size), key_heads, width = query.shape, key.shape[1], value.shape[3]
+        q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[3]) for x in (query, key, value))
+        plan = plan_of(segments, heads, key_heads)
+        all_states = q.new_empty(sum(plan.sizes), width)
+        with onednn():
+            for group, part in zip(plan.groups, all_states.split(plan.sizes), strict=True):
+                length, columns = group.mask.shape[1:]
+                asked = q.index_select(0, group.queries).view(-1, heads // key_heads, length, size)
+                keys, values = (x.index_select(0, group.keys).view(-1, columns, x.shape[1]) for x in (k, v))
+                keys = keys.float()
+                states = part.view(*asked.shape[:3], width)
+                for rows, at, to in group.blocks(heads, key_heads):
+                    weights = _weights(asked[rows, :, at], keys[rows, to], group.mask[:, at, to], scale)
+                    product = torch.bmm(weights.to(q.dtype), values[rows, to])
+                    states[rows, :, at] = product.view_as(states[rows, :, at])
+        out = all_states.index_select(0, plan.order).view(1, tokens, heads, width)
+        ctx.save_for_backward(query, key, value, out)
+        ctx.scale, ctx.segments = scale, segments
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """For a gradient g of the states o, p the weights and s = p (g v^T - g o^T) scale: s k, s^T q, p^T g."""
+        query, key, value, out = ctx.saved_tensors
+        (_, heads, tokens, size), key_heads, width = query.shape, key.shape[1], value.shape[3]
+        q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[3]) for x in (query, key, value))
+        g = gradient.reshape(-1, width)
+        inner = (g.float() * out.view(-1, width).float()).sum(-1)
+        plan = plan_of(ctx.segments, heads, key_heads)
+        to_queries = q.new_empty(sum(plan.sizes), size)
+        of_key, of_value = torch.zeros(tokens, key_heads, size), torch.zeros(tokens, key_heads, width)
+        with torch.autocast("cpu", enabled=False), onednn():
+            for group, part in zip(plan.groups, to_queries.split(plan.sizes), strict=True):
+                length, columns = group.mask.shape[1:]
+                asked, upper = (
+                    x.index_select(0, group.queries).view(-1, heads // key_heads, length, x.shape[1]) for x in (q, g)
+                )
+                inners = inner.index_select(0, group.queries).view(asked.shape[:3])
+                if group.padding is not None:
+                    upper.view(len(group.padding), heads, length, width).masked_fill_(group.padding, 0.0)
+                    inners.view(len(group.padding), heads, length).masked_fill_(group.padding[..., 0], 0.0)
+                keys, values = (x.index_select(0, group.keys).view(-1, columns, x.shape[1]) for x in (k, v))
+                exact_keys, exact_values = keys.float(), values.float()
+                to_query = part.view_as(asked)
+                to_key, to_value = torch.zeros_like(exact_keys), torch.zeros_like(exact_values)
+                for rows, at, to in group.blocks(heads, key_heads):
+                    weights = _weights(asked[rows, :, at], exact_keys[rows, to], group.mask[:, at, to], ctx.scale)
+                    here, above = (x[rows, :, at].flatten(1, 2) for x in (asked, upper))
+                    scores = torch.bmm(above.float(), exact_values[rows, to].transpose(1, 2))
+                    scores.sub_(inners[rows, :, at].flatten(1)[:, :, None]).mul_(weights).mul_(ctx.scale)
+                    scores, weights = scores.to(q.dtype), weights.to(q.dtype)
+                    to_query[rows, :, at] = torch.bmm(scores, keys[rows, to]).view_as(to_query[rows, :, at])
+                    to_key[rows, to] += torch.bmm(scores.transpose(1, 2), here)
+                    to_value[rows, to] += torch.bmm(weights.transpose(1, 2), above)
+                for total, padded in ((of_key, to_key), (of_value, to_value)):
+                    found = padded.flatten(0, 1).index_select(0, group.seen).view(-1, *total.shape[1:])
+                    total.index_add_(0, group.sources, found)
+        of_query = to_queries.index_select(0, plan.order).view(tokens, heads, size)
+        gradients = [x.transpose(0, 1)[None].to(query.dtype) for x in (of_query, of_key, of_value)]
+        return *gradients, None, None
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention weights (R, groups * L, N) in float32 of queries (R, groups, L, size), keys (R, N, size) and a mask."""
+    scores = torch.bmm(query.float().flatten(1, 2), key.transpose(1, 2))
+    of_batch = scores.view(len(mask), -1, *mask.shape[1:])
+    of_batch.mul_(scale).add_(mask[:, None])
+    return scores.softmax(-1)
