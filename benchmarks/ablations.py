@@ -48,6 +48,28 @@ def products_of_torch() -> None:
     linear.has_onednn = lambda: False
 
 
+def attention_of_torch() -> None:
+    """Packed attention is a call of PyTorch's kernel for each row, in float32."""
+    from burnish.kernels import grouped
+
+    grouped.fits = lambda dtype, device: False
+
+
+def layers_of_peft() -> None:
+    """LoRA layers are peft's."""
+    from burnish.kernels import lora
+
+    lora.LoraLinear.forward = lora.lora.Linear.forward  # type: ignore[method-assign]
+
+
+def wide_logits() -> None:
+    """Logits in bfloat16 are converted to float32 as a whole."""
+    from burnish.models import forward
+
+    narrow = forward.head
+    forward.head = lambda model, wide=True: narrow(model)
+
+
 def head_everywhere() -> None:
     """The head runs on every token that has one before it."""
     from burnish.methods import policy_gradient, reinforce
@@ -69,6 +91,7 @@ ROWS = ("sft", "dpo", "reward")
 APART = {"packed": False, "token_budget": 10**9, "shared_prompts": False}
 ABLATIONS = {
     "products": Without("oneDNN's products: PyTorch's own", (*ROWS, "grpo", "ppo"), patch=products_of_torch),
+    "attention": Without("grouped attention: PyTorch's, row by row", (*ROWS, "grpo", "ppo"), patch=attention_of_torch),
     "packing": Without("packed rows: padded ones, sorted by length", (*ROWS, "grpo"), {"packed": False}),
     "sorting": Without("packed rows and their order by length", ROWS, {"packed": False}, patch=unsorted),
     "budget": Without("a token budget: the step is one micro-batch", ROWS, {"token_budget": 10**9}),
@@ -82,6 +105,13 @@ ABLATIONS = {
     "head": Without("the head on learned tokens only", ("sft", "dpo"), patch=head_everywhere),
     "all": Without("all of this but oneDNN: one padded batch", ("sft", "dpo"), APART, patch=head_everywhere),
 }
+
+IN_HALF = {
+    "attention": Without("grouped attention: PyTorch's in float32, row by row", ("sft",), patch=attention_of_torch),
+    "lora": Without("Burnish's LoRA layers: those of peft", ("sft",), patch=layers_of_peft),
+    "logits": Without("logits in bfloat16: converted to float32", ("sft",), patch=wide_logits),
+}
+"""What is taken away in bfloat16 (``precision.py --ablations``)."""
 
 
 def main() -> None:

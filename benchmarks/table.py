@@ -161,19 +161,21 @@ def main() -> None:
     ]
     parts.append(table("One thing taken away", ["method", "V", "processor", "without", "speed", "peak memory"], *rows))
     rows = [
+        [x["case"], processor, x["without"], f"{x['speed']:.2f}", f"{x['memory']:.2f}"]
+        for processor, found in named("half-ablations")
+        for x in found["ablations"]
+    ]
+    head = ["case", "processor", "without", "speed", "peak memory"]
+    parts.append(table("One thing taken away in bfloat16, SmolLM2-135M", head, *rows))
+    rows = [
         [x["case"], processor, f"{x['time']:.2f}", f"{x['peak']:.2f}"]
         for processor, found in named("scaling")
         for x in found["cases"]
     ]
     parts.append(table("Linear cost", ["case", "processor", "CPU time", "peak memory"], *rows))
     head = ["model", "precision", "processor", "tokens / CPU s", "generate's", "times as fast", "peak GiB"]
-    parts.append(
-        table(
-            "Generation against transformers",
-            [*head, "generate's", "runs"],
-            *(sampled(*x) for x in named("generation-")),
-        )
-    )
+    rows = [sampled(*x) for x in named("generation-") if "runs" in x[1]]
+    parts.append(table("Generation against transformers", [*head, "generate's", "runs"], *rows))
     head = ["case", "processor", "tokens / CPU s, float32", "bfloat16", "times as fast", "peak GiB, float32"]
     head += ["bfloat16", "last loss, float32", "bfloat16"]
     rows = [in_two_precisions(processor, x) for processor, found in named("precision") for x in found["cases"]]

@@ -107,8 +107,9 @@ class Group(NamedTuple):
         length, columns = self.mask.shape[1:]
         at_once, size = batch * key_heads, length
         if 4 * batch * heads * length * columns > BYTES:  # of one sequence
-            size = min(length, BLOCK)
+            size = -(-length // -(-length // BLOCK))
             at_once = max(1, BYTES // (4 * (heads // key_heads) * size * columns))
+            at_once = max(n for n in range(1, key_heads + 1) if n <= at_once and key_heads % n == 0)
         for row in range(0, batch * key_heads, at_once):
             for start in range(0, length, size):
                 end = min(length, start + size)

@@ -6,9 +6,9 @@ a Llama layer, with hidden size H, intermediate size I, and K for all key heads,
 
 ==============================================  ======================================================
 two norms                                       6 H + 2: input, normalized input, output; root mean square
-query, key, value and output of the attention   2 H + 2 K, or on a CPU, where keys are repeated, 4 H
-input of the attention's last product           0, or on a CPU, where it is a copy of the output, H
-normalizers of the attention                    one in float32 for each head
+query, key, value and output of the attention   2 H + 2 K, or with PyTorch's kernel for CPUs 4 H, as it repeats keys
+input of the attention's last product           0, or with that kernel H, as it is a copy of the output
+normalizers of the attention                    one in float32 for each head, or none with ``kernels.grouped``
 gate, its activation, up, and their product     4 I
 ==============================================  ======================================================
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ from transformers.masking_utils import sdpa_mask
 
 from burnish import kernels
 from burnish.errors import UserError
-from burnish.kernels import attention
+from burnish.kernels import attention, grouped
 from burnish.models.forward import backbone, layer_types, unwrap
 from burnish.types import Segments
 
 FLASH = "burnish-plan-flash"
-"""The name of an attention implementation that keeps what a flash kernel of a GPU keeps."""
+"""The name of an attention implementation that keeps what a GPU's flash kernel or ``kernels.grouped`` keeps."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,10 @@ def _attention(model: nn.Module, packed: bool, settings: PassSettings) -> Iterat
     before = config._attn_implementation
     if packed:
         kernels.prepare_process()
-        AttentionInterface.register(FLASH, _flash_attention)
+        AttentionInterface.register(FLASH, partial(_flash_attention, normalizers=settings.gpu))
         AttentionMaskInterface.register(FLASH, sdpa_mask)
-        config._attn_implementation = FLASH if settings.gpu else attention.NAME
+        keeps_little = settings.gpu or grouped.fits(settings.autocast or torch.float32, torch.device("cpu"))
+        config._attn_implementation = FLASH if keeps_little else attention.NAME
     try:
         yield
     finally:
@@ -188,19 +190,29 @@ def _attention(model: nn.Module, packed: bool, settings: PassSettings) -> Iterat
 
 
 def _flash_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    normalizers: bool,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """An attention implementation for transformers: states (1, T, heads, size), and no weights."""
-    return _Flash.apply(query, key, value), None  # type: ignore[return-value]
+    return _Flash.apply(query, key, value, normalizers), None  # type: ignore[return-value]
 
 
 class _Flash(torch.autograd.Function):
-    """Keeps what FlashAttention does (Dao et al. 2022): its inputs, its output, and a number per head and token."""
+    """Keeps what FlashAttention does (Dao et al. 2022): its inputs, its output, and a number per head and token.
+
+    ``normalizers`` says whether it keeps these numbers.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, normalizers: bool) -> Tensor:
         output = query.new_empty(query.transpose(1, 2).shape)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        sums = [query.new_empty(query.shape[:-1], dtype=torch.float32)] if normalizers else []
+        ctx.save_for_backward(query, key, value, output, *sums)
         return output
 
     @staticmethod
