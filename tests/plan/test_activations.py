@@ -38,16 +38,15 @@ def of_layer(settings: PassSettings, tokens: int = 48, dtype: torch.dtype = torc
     return more - fewer
 
 
-def test_a_llama_layer_keeps_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_llama_layer_keeps_what_the_formula_says() -> None:
+    on_cpu = 6 * H + 2 + 5 * H + HEADS + 4 * INNER
     on_gpu = 6 * H + 2 + 2 * H + 2 * K + HEADS + 4 * INNER
+    assert of_layer(CPU) == 48 * 4 * on_cpu
     assert of_layer(GPU) == 48 * 4 * on_gpu
-    monkeypatch.setattr(grouped, "fits", lambda dtype, device: True)
-    assert of_layer(CPU) == 48 * 4 * (on_gpu - HEADS)
-    monkeypatch.setattr(grouped, "fits", lambda dtype, device: False)
-    assert of_layer(CPU) == 48 * 4 * (6 * H + 2 + 5 * H + HEADS + 4 * INNER)
+    assert of_layer(PassSettings(gpu=False, grouped=True)) == 48 * 4 * (on_gpu - HEADS)
 
 
-def test_grouped_attention_keeps_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_attention_keeps_what_is_planned() -> None:
     kept: list[torch.Tensor] = []
     query, key, value = (torch.randn(1, heads, 48, 8).requires_grad_() for heads in (HEADS, 2, 2))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
@@ -55,8 +54,7 @@ def test_grouped_attention_keeps_what_is_planned(monkeypatch: pytest.MonkeyPatch
     assert sum(x.nbytes for x in kept) == 48 * 4 * (2 * H + 2 * K)
 
 
-def test_padded_rows_keep_about_as_much_as_a_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "fits", lambda dtype, device: False)
+def test_padded_rows_keep_about_as_much_as_a_packed_one() -> None:
     model = empty(LlamaConfig(**SIZES, num_hidden_layers=2))
     assert kept_bytes(model, 4, 24, CPU) == pytest.approx(kept_bytes(model, 1, 96, CPU), rel=0.06)
 

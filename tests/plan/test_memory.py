@@ -82,12 +82,14 @@ def test_two_judges_share_a_row_and_add_up() -> None:
 
 
 def test_logits_and_their_gradient() -> None:
-    assert logits_bytes(10, 100, 0) == 2 * 4 * 10 * 100
-    assert logits_bytes(10, 100, 9999) == 4 * 10 * 100 + 9999  # the gradient of the head's weights is larger
-    assert logits_bytes(10, 100, 0, item=2) == (4 + 4 + 2) * 10 * 100
+    assert logits_bytes(10, 100, 0) == 4 * 10 * 100
+    assert logits_bytes(10, 100, 9999) == 4 * 10 * 100 + 9999  # and the gradient of the head's weights
+    assert logits_bytes(10, 100, 0, item=2) == 2 * 10 * 100
     assert logits_bytes(10, 100, 0, filtered=True) == 3 * 4 * 10 * 100
+    assert logits_bytes(10, 100, 9999, filtered=True) == 2 * 4 * 10 * 100 + 9999
+    assert logits_bytes(10, 100, 0, item=2, filtered=True) == (3 * 4 + 2) * 10 * 100
     most = logits_bytes(2**20, 2**16, 0)
-    assert most == 2 * 4 * 2**26  # chunks
+    assert most == 4 * 2**26  # chunks
 
 
 @pytest.mark.parametrize(

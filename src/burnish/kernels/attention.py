@@ -79,12 +79,12 @@ def varlen(
     if query.device.type == "cpu":
         # In half precision, the backward pass on a CPU takes three times as long as in float32, and is less accurate.
         with torch.autocast("cpu", enabled=False):
-            states = _by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, segments.segments)
+            states = by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, segments.segments)
             return states.to(query.dtype), None
-    return _by_sequence(query, key, value, dropout, scaling, segments.segments), None
+    return by_sequence(query, key, value, dropout, scaling, segments.segments), None
 
 
-def _by_sequence(
+def by_sequence(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, segments: Segments
 ) -> Tensor:
     """One call of PyTorch's attention per segment."""

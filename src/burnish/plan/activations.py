@@ -31,12 +31,13 @@ from transformers.masking_utils import sdpa_mask
 
 from burnish import kernels
 from burnish.errors import UserError
-from burnish.kernels import attention, grouped
+from burnish.kernels import attention
+from burnish.math.tensors import upcast
 from burnish.models.forward import backbone, layer_types, unwrap
 from burnish.types import Segments
 
-FLASH = "burnish-plan-flash"
-"""The name of an attention implementation that keeps what a GPU's flash kernel or ``kernels.grouped`` keeps."""
+PLANNED = "burnish-plan"
+"""The name of an attention implementation that keeps for a packed row what that of a run keeps."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class PassSettings:
     """Whether on a GPU, which has a flash kernel, instead of a CPU."""
     autocast: torch.dtype | None = None
     """The dtype of autocast; None without autocast."""
+    grouped: bool = False
+    """Whether a CPU computes attention with ``kernels.grouped``, instead of PyTorch's kernel."""
 
 
 def kept_bytes(model: nn.Module, rows: int, width: int, settings: PassSettings) -> int:
@@ -144,11 +147,8 @@ def _run(model: nn.Module, body: nn.Module, own: dict[str, Tensor], rows: int, w
     if _decodes(model):
         # given a mask of four dimensions, transformers makes none of its own
         mask: dict[str, Any] = {"attention_mask": torch.zeros(rows, 1, width, width)}
-        if unwrap(model).config._attn_implementation in (attention.NAME, FLASH):
-            mask = {
-                "attention_mask": torch.empty(rows, 1, 0, 0),
-                "segments": attention.Packed(Segments((width,), (None,))),
-            }
+        if unwrap(model).config._attn_implementation == PLANNED:
+            mask = {"attention_mask": torch.empty(rows, 1, 0, 0)}
         inputs |= {"position_ids": torch.arange(width).repeat(rows, 1), "use_cache": False, **mask}
     try:
         functional_call(body, own, (), inputs | more)
@@ -179,27 +179,33 @@ def _attention(model: nn.Module, packed: bool, settings: PassSettings) -> Iterat
     before = config._attn_implementation
     if packed:
         kernels.prepare_process()
-        AttentionInterface.register(FLASH, partial(_flash_attention, normalizers=settings.gpu))
-        AttentionMaskInterface.register(FLASH, sdpa_mask)
-        keeps_little = settings.gpu or grouped.fits(settings.autocast or torch.float32, torch.device("cpu"))
-        config._attn_implementation = FLASH if keeps_little else attention.NAME
+        AttentionInterface.register(PLANNED, partial(_attend, settings))
+        AttentionMaskInterface.register(PLANNED, sdpa_mask)
+        config._attn_implementation = PLANNED
     try:
         yield
     finally:
         config._attn_implementation = before
 
 
-def _flash_attention(
+def _attend(
+    settings: PassSettings,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    normalizers: bool,
-    **settings: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention implementation for transformers: states (1, T, heads, size), and no weights."""
-    return _Flash.apply(query, key, value, normalizers), None  # type: ignore[return-value]
+    if (settings.gpu or settings.grouped) and not dropout:
+        return _Flash.apply(query, key, value, settings.gpu), None  # type: ignore[return-value]
+    with torch.autocast("cpu", enabled=False):
+        wide = (upcast(x) for x in (query, key, value))
+        states = attention.by_sequence(*wide, dropout, scaling, Segments((query.shape[2],), (None,)))
+        return states.to(query.dtype), None
 
 
 class _Flash(torch.autograd.Function):

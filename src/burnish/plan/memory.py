@@ -163,25 +163,28 @@ def _sampling(needs: Needs) -> dict[str, int]:
 
 
 def logits_bytes(tokens: int, vocabulary: int, head: int, *, item: int = FLOAT32, filtered: bool = False) -> int:
-    """The bytes that the head needs at its peak, with V logits for each of N learned tokens.
+    """The bytes that the head needs at its peak, with V logits of i bytes for each of N learned tokens.
 
-    Logits are computed in float32, in chunks of at most 2^26 of them. If one chunk is enough, it is kept for the
-    backward pass, in which its gradient (4 N V bytes) exists beside it, and then beside the gradient of the head's own
-    weights: 4 N V + max(4 N V, w). Otherwise each chunk of n tokens is computed again in the backward pass, and the
-    same holds for n.
+    Logits are computed in chunks of at most 2^26 of them. If one chunk is enough, it is kept for the backward pass. Its
+    gradient is written over it, and then exists beside the gradient of the head's own weights: i N V + w. Otherwise
+    each chunk of n tokens is computed again in the backward pass, and the same holds for n. The loss converts a few
+    rows at a time to float32, which is not counted.
+
+    Logits that are filtered are converted to float32 and kept beside the result, and the gradient has memory of its
+    own: 8 N V + max(4 N V, w), and where they are converted i N V more.
 
     Args:
         tokens: number of learned tokens N.
         vocabulary: number of logits V of a token.
         head: bytes w of the weights of the head, if they are trained; else 0.
-        item: bytes of a logit as the head computes it; half precision is converted, so both exist for a moment.
-        filtered: whether top-k or top-p filters them, which keeps one more copy.
+        item: bytes i of a logit as the head computes it.
+        filtered: whether top-k or top-p filters them.
     """
-    rows = min(tokens, max(1, LOGITS_AT_ONCE // vocabulary))
-    one = FLOAT32 * rows * vocabulary
-    converted = item * rows * vocabulary if item < FLOAT32 else 0
-    kept = one * (2 if filtered else 1)
-    return kept + max(one + converted, head)
+    logits = min(tokens, max(1, LOGITS_AT_ONCE // vocabulary)) * vocabulary
+    if not filtered:
+        return item * logits + head
+    converted = item * logits if item < FLOAT32 else 0
+    return 2 * FLOAT32 * logits + max(FLOAT32 * logits + converted, head)
 
 
 def state_bytes(optimizer: str, arguments: str | None, trained: int, count: int) -> int:

@@ -22,6 +22,7 @@ from burnish.data import readers
 from burnish.generate.kv_cache import BLOCK
 from burnish.generate.session import PREFILL_TOKENS
 from burnish.generate.settings import CLASSES
+from burnish.kernels import grouped
 from burnish.machine import memory_bytes
 from burnish.methods.dpo import DPO
 from burnish.methods.settings import PolicyGradientConfig
@@ -218,7 +219,7 @@ def _passes(
     """The bytes that autograd keeps of the passes of a micro-batch, and those of weights that autocast casts."""
     trainer = stage.trainer
     autocast = autocast_dtype(stage.precision, machine.gpu)
-    settings = PassSettings(machine.gpu, autocast)
+    settings = _settings(machine.gpu, autocast)
     kept = casts = 0
     for model in network.models:
         if sharded and autocast is not None:
@@ -235,6 +236,11 @@ def _passes(
     return kept, casts
 
 
+def _settings(gpu: bool, autocast: torch.dtype | None = None) -> PassSettings:
+    """How passes are computed here."""
+    return PassSettings(gpu, autocast, grouped.fits(autocast or torch.float32, torch.device("cpu")))
+
+
 def _logits(stage: Stage, method: Method, network: Network, batch: MicroBatch, machine: Machine) -> int:
     """What the head needs, for methods of language models."""
     base = unwrap(network.policy)
@@ -242,6 +248,8 @@ def _logits(stage: Stage, method: Method, network: Network, batch: MicroBatch, m
     if method.spec.task == "SEQ_CLS" or head is None:
         return 0
     item = (autocast_dtype(stage.precision, machine.gpu) or base.dtype).itemsize
+    if stage.generation.temperature != 1.0:
+        item = FLOAT32
     trained = head.weight.nbytes if head.weight.requires_grad else 0
     filtered = stage.generation.top_k is not None or stage.generation.top_p is not None
     models = 1 + len(network.frozen)
@@ -275,7 +283,7 @@ def _sampling(
         page = generator.page_size or options["page_size"].default
         columns = page * (-(-lengths.longest // page) + 1)
     read = max(1, min(PREFILL_TOKENS, together * lengths.prompt))
-    prompts = kept_bytes(model, 1, read, PassSettings(machine.gpu)) // max(1, len(layers_of(model)))
+    prompts = kept_bytes(model, 1, read, _settings(machine.gpu)) // max(1, len(layers_of(model)))
     logits = DECODED * FLOAT32 * together * unwrap(model).config.get_text_config().vocab_size
     return Sampling(int(share * together * columns * cache_bytes(model)), max(logits, prompts), copy)
 

@@ -1,0 +1,66 @@
+"""LoRA on bases in float32, bfloat16, 4 and 8 bits on a CPU: tokens per CPU second and peak memory.
+
+    python benchmarks/quantized.py
+
+The bases are SmolLM2-135M, and a model of the shape of Qwen2.5-1.5B with random weights. The runs are those of
+``precision.py`` with SFT on rows of about 30 tokens, one thread. It needs bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import precision
+import run
+
+SHAPE = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+BASES = (*precision.PRECISIONS, "nf4", "int8")
+
+
+def save_random(folder: Path) -> None:
+    """A model of Qwen2.5-1.5B's shape."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
+    options = parser.parse_args()
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(Path(folder))
+        for name, others in {"SmolLM2-135M": [], "Qwen2.5-1.5B's shape": ["--model", folder]}.items():
+            for base in BASES:
+                runs = [
+                    precision.measured("sft 30", base, options.steps, 1, 1, *others) for _ in range(options.repeats)
+                ]
+                speed = median(one["tokens"] / one["cpu"] for one in runs)
+                peak = median(one["peak"] for one in runs)
+                cases.append({"model": name, "base": base, "speed": speed, "peak": peak, "losses": runs[0]["losses"]})
+                print(
+                    f"{name:22} {base:9} {speed:7.1f} tokens/s  {peak / 2**30:5.2f} GiB", runs[0]["losses"], flush=True
+                )
+    run.write("quantized", {"machine": run.machine(), "cases": cases})
+
+
+if __name__ == "__main__":
+    main()
