@@ -90,7 +90,10 @@ class Group(NamedTuple):
         keys: (B * key heads * N,), the row of each key among the T * key heads rows.
         seen: (S * key heads,), the places in ``keys`` of the S keys that are not padding.
         sources: (S,), their tokens. Those of a prompt occur once for each of its answers.
-        mask: (B or 1, L, N), 0 or ``HIDDEN``.
+        batch: B.
+        length: L.
+        columns: N.
+        mask: (B, 1, 1, N), ``HIDDEN`` for keys that are padding and 0 for others; None if none is.
         padding: (B, 1, L, 1), which queries are padding; None if none is.
     """
 
@@ -98,22 +101,46 @@ class Group(NamedTuple):
     keys: Tensor
     seen: Tensor
     sources: Tensor
-    mask: Tensor
+    batch: int
+    length: int
+    columns: int
+    mask: Tensor | None
     padding: Tensor | None
 
     def blocks(self, heads: int, key_heads: int) -> Iterator[tuple[slice, slice, slice]]:
         """Slices of (B * key heads), of L and of N whose scores need about ``BYTES``."""
-        batch = len(self.keys) // key_heads // self.mask.shape[2]
-        length, columns = self.mask.shape[1:]
-        at_once, size = batch * key_heads, length
-        if 4 * batch * heads * length * columns > BYTES:  # of one sequence
+        length, columns = self.length, self.columns
+        at_once, size = self.batch * key_heads, length
+        if 4 * self.batch * heads * length * columns > BYTES:  # of one sequence
             size = -(-length // -(-length // BLOCK))
             at_once = max(1, BYTES // (4 * (heads // key_heads) * size * columns))
             at_once = max(n for n in range(1, key_heads + 1) if n <= at_once and key_heads % n == 0)
-        for row in range(0, batch * key_heads, at_once):
+        for row in range(0, self.batch * key_heads, at_once):
             for start in range(0, length, size):
                 end = min(length, start + size)
                 yield slice(row, row + at_once), slice(start, end), slice(0, columns - length + end)
+
+    def weights(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
+        """Attention weights (R, groups * l, n) in float32.
+
+        Args:
+            query: (R, groups, l, size), of l queries one after another.
+            key: (R, n, size) in float32, the keys up to that of the last query.
+            scale: scale of the dot products.
+        """
+        scores = torch.bmm(query.float().flatten(1, 2), key.transpose(1, 2)).mul_(scale)
+        length, columns = query.shape[2], key.shape[1]
+        later = _later(-(-length // BLOCK) * BLOCK)[:length, :length]
+        scores.view(-1, length, columns)[..., -length:].add_(later)
+        if self.mask is not None:
+            scores.view(self.batch, -1, length, columns).add_(self.mask)
+        return scores.softmax(-1)
+
+
+@lru_cache(maxsize=8)
+def _later(length: int) -> Tensor:
+    """(length, length), ``HIDDEN`` above the diagonal and 0 elsewhere."""
+    return torch.full((length, length), HIDDEN).triu(1)
 
 
 class Plan(NamedTuple):
@@ -154,16 +181,15 @@ def plan_of(segments: Segments, heads: int, key_heads: int) -> Plan:
 def _group(sequences: list[tuple[range, range]], queries: Tensor, heads: int, key_heads: int) -> Group:
     """The group of sequences, each given by the tokens of its prompt elsewhere and its own, which are ``queries``."""
     keys = _padded([[*prompt, *own] for prompt, own in sequences])
-    length, columns = queries.shape[1], keys.shape[1]
-    hidden = torch.ones(length, columns, dtype=torch.bool).triu(columns - length + 1)[None]
-    if bool((keys < 0).any()):
-        hidden = hidden | (keys < 0)[:, None]
+    mask = torch.zeros(keys.shape).masked_fill_(keys < 0, HIDDEN)[:, None, None]
     return Group(
         _rows(queries.clamp(min=0), heads),
         _rows(keys.clamp(min=0), key_heads),
         _places(keys >= 0, key_heads),
         keys[keys >= 0],
-        torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN),
+        *queries.shape,
+        keys.shape[1],
+        mask if bool((keys < 0).any()) else None,
         (queries < 0)[:, None, :, None] if bool((queries < 0).any()) else None,
     )
 
@@ -198,13 +224,13 @@ class _Attention(torch.autograd.Function):
         all_states = q.new_empty(sum(plan.sizes), width)
         with onednn():
             for group, part in zip(plan.groups, all_states.split(plan.sizes), strict=True):
-                length, columns = group.mask.shape[1:]
+                length, columns = group.length, group.columns
                 asked = q.index_select(0, group.queries).view(-1, heads // key_heads, length, size)
                 keys, values = (x.index_select(0, group.keys).view(-1, columns, x.shape[1]) for x in (k, v))
                 keys = keys.float()
                 states = part.view(*asked.shape[:3], width)
                 for rows, at, to in group.blocks(heads, key_heads):
-                    weights = _weights(asked[rows, :, at], keys[rows, to], group.mask[:, at, to], scale)
+                    weights = group.weights(asked[rows, :, at], keys[rows, to], scale)
                     product = torch.bmm(weights.to(q.dtype), values[rows, to])
                     states[rows, :, at] = product.view_as(states[rows, :, at])
         out = all_states.index_select(0, plan.order).view(1, tokens, heads, width)
@@ -226,20 +252,20 @@ class _Attention(torch.autograd.Function):
         of_key, of_value = torch.zeros(tokens, key_heads, size), torch.zeros(tokens, key_heads, width)
         with torch.autocast("cpu", enabled=False), onednn():
             for group, part in zip(plan.groups, to_queries.split(plan.sizes), strict=True):
-                length, columns = group.mask.shape[1:]
+                length, columns = group.length, group.columns
                 asked, upper = (
                     x.index_select(0, group.queries).view(-1, heads // key_heads, length, x.shape[1]) for x in (q, g)
                 )
                 inners = inner.index_select(0, group.queries).view(asked.shape[:3])
                 if group.padding is not None:
-                    upper.view(len(group.padding), heads, length, width).masked_fill_(group.padding, 0.0)
-                    inners.view(len(group.padding), heads, length).masked_fill_(group.padding[..., 0], 0.0)
+                    upper.view(group.batch, heads, length, width).masked_fill_(group.padding, 0.0)
+                    inners.view(group.batch, heads, length).masked_fill_(group.padding[..., 0], 0.0)
                 keys, values = (x.index_select(0, group.keys).view(-1, columns, x.shape[1]) for x in (k, v))
                 exact_keys, exact_values = keys.float(), values.float()
                 to_query = part.view_as(asked)
                 to_key, to_value = torch.zeros_like(exact_keys), torch.zeros_like(exact_values)
                 for rows, at, to in group.blocks(heads, key_heads):
-                    weights = _weights(asked[rows, :, at], exact_keys[rows, to], group.mask[:, at, to], ctx.scale)
+                    weights = group.weights(asked[rows, :, at], exact_keys[rows, to], ctx.scale)
                     here, above = (x[rows, :, at].flatten(1, 2) for x in (asked, upper))
                     scores = torch.bmm(above.float(), exact_values[rows, to].transpose(1, 2))
                     scores.sub_(inners[rows, :, at].flatten(1)[:, :, None]).mul_(weights).mul_(ctx.scale)
@@ -253,11 +279,3 @@ class _Attention(torch.autograd.Function):
         of_query = to_queries.index_select(0, plan.order).view(tokens, heads, size)
         gradients = [x.transpose(0, 1)[None].to(query.dtype) for x in (of_query, of_key, of_value)]
         return *gradients, None, None
-
-
-def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention weights (R, groups * L, N) in float32 of queries (R, groups, L, size), keys (R, N, size) and a mask."""
-    scores = torch.bmm(query.float().flatten(1, 2), key.transpose(1, 2))
-    of_batch = scores.view(len(mask), -1, *mask.shape[1:])
-    of_batch.mul_(scale).add_(mask[:, None])
-    return scores.softmax(-1)
