@@ -16,7 +16,9 @@ Found = list[tuple[str, dict[str, Any]]]
 
 
 def table(title: str, *rows: list[Any]) -> str:
-    """A Markdown table, the first row its head."""
+    """A Markdown table, the first row its head; nothing if that is all."""
+    if len(rows) < 2:
+        return ""
     head, *body = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join([f"### {title}", "", head, "|---" * len(rows[0]) + "|", *body])
 
@@ -142,9 +144,9 @@ def main() -> None:
     head = ["method", "V", "processor", "tokens / CPU s", "TRL's", "times as fast", "peak GiB", "TRL's"]
     head += ["times less memory", "step 1", "TRL's", "runs", "date"]
     parts.append(table("Against TRL", head, *(compared(*x) for x in pairs)))
-    if halves := [x for x in whole if x[1]["precision"] == "bf16"]:
-        head = ["method", "processor", "tokens / CPU s", "TRL's", "TRL in", "times as fast", "times less memory"]
-        parts.append(table("In bf16 against TRL", [*head, "runs", "date"], *(compared_in_half(*x) for x in halves)))
+    rows = [compared_in_half(*x) for x in whole if x[1]["precision"] == "bf16"]
+    head = ["method", "processor", "tokens / CPU s", "TRL's", "TRL in", "times as fast", "times less memory"]
+    parts.append(table("In bf16 against TRL", [*head, "runs", "date"], *rows))
     head = ["method", "V", "processor", "torch.mm", "share of it", "oneDNN", "share of it"]
     parts.append(table("Against the machine", head, *(shares(*x) for x in pairs)))
     rows = [
@@ -218,7 +220,7 @@ def main() -> None:
     page = ROOT / "docs" / "speed.md"
     before, rest = page.read_text("utf-8").split(START)
     after = rest.split(END)[1]
-    page.write_text("\n\n".join([before + START, *parts, END]) + after, "utf-8")
+    page.write_text("\n\n".join([before + START, *filter(None, parts), END]) + after, "utf-8")
 
 
 if __name__ == "__main__":

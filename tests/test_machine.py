@@ -61,3 +61,25 @@ def test_torch_uses_no_more_threads_than_cores(
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"cpu_name": "AMD EPYC", "avx2": True, "avx512_f": True, "avx512_bf16": True}, "AMD EPYC, AVX512-BF16"),
+        (
+            {"cpu_name": "Intel(R) Xeon(R) Gold 6430 CPU @ 2.10GHz", "avx512_bf16": True, "amx_bf16": True},
+            "Intel Xeon Gold 6430, AMX",
+        ),
+        ({"cpu_name": "Intel(R) Xeon(R) Processor", "avx512_bf16": False, "avx512_f": True}, "Intel Xeon, AVX-512"),
+        ({"cpu_name": "Apple M2", "architecture": "arm64", "neon": True, "bf16": True}, "Apple M2, NEON-BF16"),
+        ({"architecture": "aarch64", "neon": True, "sve_bf16": True}, "aarch64, SVE-BF16"),
+        ({"cpu_name": "POWER10"}, "POWER10"),
+    ],
+)
+def test_a_processor_is_named_with_its_fastest_instructions(
+    capabilities: dict[str, object], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert machine.processor() == expected
