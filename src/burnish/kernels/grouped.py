@@ -183,14 +183,15 @@ def _group(sequences: list[tuple[range, range]], queries: Tensor, heads: int, ke
     keys = _padded([[*prompt, *own] for prompt, own in sequences])
     mask = torch.zeros(keys.shape).masked_fill_(keys < 0, HIDDEN)[:, None, None]
     return Group(
-        _rows(queries.clamp(min=0), heads),
-        _rows(keys.clamp(min=0), key_heads),
-        _places(keys >= 0, key_heads),
-        keys[keys >= 0],
-        *queries.shape,
-        keys.shape[1],
-        mask if bool((keys < 0).any()) else None,
-        (queries < 0)[:, None, :, None] if bool((queries < 0).any()) else None,
+        queries=_rows(queries.clamp(min=0), heads),
+        keys=_rows(keys.clamp(min=0), key_heads),
+        seen=_places(keys >= 0, key_heads),
+        sources=keys[keys >= 0],
+        batch=len(queries),
+        length=queries.shape[1],
+        columns=keys.shape[1],
+        mask=mask if bool((keys < 0).any()) else None,
+        padding=(queries < 0)[:, None, :, None] if bool((queries < 0).any()) else None,
     )
 
 

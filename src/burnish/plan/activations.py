@@ -203,8 +203,8 @@ def _attend(
     if (settings.gpu or settings.grouped) and not dropout:
         return _Flash.apply(query, key, value, settings.gpu), None  # type: ignore[return-value]
     with torch.autocast("cpu", enabled=False):
-        wide = (upcast(x) for x in (query, key, value))
-        states = attention.by_sequence(*wide, dropout, scaling, Segments((query.shape[2],), (None,)))
+        q, k, v = upcast(query), upcast(key), upcast(value)
+        states = attention.by_sequence(q, k, v, dropout, scaling, Segments((query.shape[2],), (None,)))
         return states.to(query.dtype), None
 
 
