@@ -86,15 +86,23 @@ $(PEERS_PPO): benchmarks/peers/ppo-requirements.txt requirements.lock
 
 METHODS ?= sft dpo reward grpo rloo ppo
 LARGE ?= $(filter sft dpo grpo,$(METHODS))
+HALF ?= $(filter grpo ppo,$(METHODS))
+SMOLLM := --model SmolLM2-135M --prompts 32 --new-tokens 96
 REPEATS ?= 2
 
 # One thread and a process for each run; ratios of CPU seconds, since a machine is seldom quiet.
-bench: $(SMALL) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in half an hour: make bench METHODS="sft dpo" REPEATS=5
+bench: $(SMALL) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in an hour: make bench METHODS="sft dpo" REPEATS=5
 	$(BIN)/python benchmarks/run.py $(METHODS) --vocabularies 4096 --repeats $(REPEATS) --steps 2
 	$(if $(LARGE),$(BIN)/python benchmarks/run.py $(LARGE) --vocabularies 49152 --repeats 1 --steps 1)
+	$(if $(HALF),$(BIN)/python benchmarks/run.py $(HALF) --precision bf16 --vocabularies 4096 --repeats $(REPEATS) --steps 2)
 	$(BIN)/python benchmarks/ablations.py $(METHODS) --repeats 1 --steps 2
 	$(BIN)/python benchmarks/scaling.py --repeats 1
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generation.py --repeats $(REPEATS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generation.py $(SMOLLM) --repeats $(REPEATS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generation.py $(SMOLLM) --repeats $(REPEATS) --precision bf16
+	$(BIN)/python benchmarks/precision.py --repeats 1
+	$(BIN)/python benchmarks/precision.py --repeats 1 --ablations
+	$(BIN)/python benchmarks/threads.py --repeats 1
 	$(BIN)/python benchmarks/encoding.py
 	$(BIN)/python benchmarks/startup.py --repeats $(REPEATS)
 	$(BIN)/python benchmarks/table.py
