@@ -204,13 +204,13 @@ def main() -> None:
     head = ["model", "base", "processor", "tokens / CPU s", "peak GiB", "last loss"]
     parts.append(table("LoRA on quantized bases on a CPU", head, *rows))
     rows = [
-        [name, processor, f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]
+        [name, processor, found["machine"]["cores"], f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]
         + [f"{x[key]:,.0f}" for key in ("rows_a_second", "rows_a_second_cached")]
         for processor, found in named("encoding")
         for name, x in found["templates"].items()
     ]
-    head = ["rows, template", "processor", "tokens", "CPU time / encode_batch's", "rows / s", "rows / s from the cache"]
-    parts.append(table("Encoding rows, with all cores", head, *rows))
+    head = ["rows, template", "processor", "cores", "tokens", "CPU time / encode_batch's", "rows / s"]
+    parts.append(table("Encoding rows", [*head, "rows / s from the cache"], *rows))
     rows = [
         [what, processor, of_three(seconds)]
         for processor, found in named("startup")
