@@ -1,6 +1,6 @@
 """Attention over packed rows on a CPU, by a few large matrix products.
 
-Sequences of similar lengths are padded to the longest of them and computed together with oneDNN's batched products.
+Sequences of similar lengths are padded to the same length and computed together with oneDNN's batched products.
 PyTorch's own kernel needs a call for each sequence, and its products call MKL. The scores are computed again in the
 backward pass, a block of queries at a time, so that memory grows linearly with the length of a sequence.
 
@@ -22,8 +22,11 @@ from torch.autograd.function import once_differentiable
 from burnish.kernels import linear
 from burnish.types import Segments
 
-STEP = 32
-"""Sequences whose lengths round up to the same multiple of this are computed together."""
+STEP = 16
+"""Sequences are padded to a multiple of this, and those with the same multiple are computed together.
+
+The multiple depends on no other sequence, so that results do not depend on what else is in the row.
+"""
 
 BLOCK = 128
 """Queries of a block, if the scores of a sequence need more than ``BYTES``."""
@@ -65,7 +68,7 @@ def fits(dtype: torch.dtype, device: torch.device) -> bool:
 def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, segments: Segments) -> Tensor:
     """Causal attention within each segment, and from a segment to all of its parent.
 
-    Scores and weights are in float32; the other products are in the dtype of the inputs.
+    It is computed in float32; only the result is rounded to the dtype of the inputs.
 
     Args:
         query: (1, heads, T, size) in float32 or bfloat16.
@@ -121,19 +124,19 @@ class Group(NamedTuple):
                 yield slice(row, row + at_once), slice(start, end), slice(0, columns - length + end)
 
     def weights(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
-        """Attention weights (R, groups * l, n) in float32.
+        """Attention weights (R, groups * l, n).
 
         Args:
             query: (R, groups, l, size), of l queries one after another.
-            key: (R, n, size) in float32, the keys up to that of the last query.
+            key: (R, n, size), the keys up to that of the last query.
             scale: scale of the dot products.
         """
-        scores = torch.bmm(query.float().flatten(1, 2), key.transpose(1, 2)).mul_(scale)
+        scores = torch.bmm(query.flatten(1, 2), key.transpose(1, 2)).mul_(scale)
         length, columns = query.shape[2], key.shape[1]
         later = _later(-(-length // BLOCK) * BLOCK)[:length, :length]
         scores.view(-1, length, columns)[..., -length:].add_(later)
         if self.mask is not None:
-            scores.view(self.batch, -1, length, columns).add_(self.mask)
+            scores.view(self.batch, -1, length, columns).add_(self.mask[..., :columns])
         return scores.softmax(-1)
 
 
@@ -171,16 +174,16 @@ def plan_of(segments: Segments, heads: int, key_heads: int) -> Plan:
         most = max(1, BYTES // (4 * heads * length * columns * STEP**2))
         for first in range(0, len(sequences), most):
             part = sequences[first : first + most]
-            queries = _padded([[*own] for _, own in part])
-            groups.append(_group(part, queries, heads, key_heads))
+            queries = _padded([[*own] for _, own in part], length * STEP)
+            groups.append(_group(part, columns * STEP, queries, heads, key_heads))
             order[queries[queries >= 0]] = before + _places(queries >= 0, heads).view(-1, heads)
             before += queries.numel() * heads
     return Plan(tuple(groups), [len(group.queries) for group in groups], order.flatten())
 
 
-def _group(sequences: list[tuple[range, range]], queries: Tensor, heads: int, key_heads: int) -> Group:
+def _group(sequences: list[tuple[range, range]], columns: int, queries: Tensor, heads: int, key_heads: int) -> Group:
     """The group of sequences, each given by the tokens of its prompt elsewhere and its own, which are ``queries``."""
-    keys = _padded([[*prompt, *own] for prompt, own in sequences])
+    keys = _padded([[*prompt, *own] for prompt, own in sequences], columns)
     mask = torch.zeros(keys.shape).masked_fill_(keys < 0, HIDDEN)[:, None, None]
     return Group(
         queries=_rows(queries.clamp(min=0), heads),
@@ -189,16 +192,15 @@ def _group(sequences: list[tuple[range, range]], queries: Tensor, heads: int, ke
         sources=keys[keys >= 0],
         batch=len(queries),
         length=queries.shape[1],
-        columns=keys.shape[1],
+        columns=columns,
         mask=mask if bool((keys < 0).any()) else None,
         padding=(queries < 0)[:, None, :, None] if bool((queries < 0).any()) else None,
     )
 
 
-def _padded(tokens: list[list[int]]) -> Tensor:
-    """(B, longest), with -1 on the left."""
-    longest = max(map(len, tokens))
-    return torch.tensor([[-1] * (longest - len(row)) + row for row in tokens])
+def _padded(tokens: list[list[int]], length: int) -> Tensor:
+    """(B, length), with -1 on the left."""
+    return torch.tensor([[-1] * (length - len(row)) + row for row in tokens])
 
 
 def _rows(tokens: Tensor, heads: int) -> Tensor:
@@ -220,7 +222,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:  # type: ignore[override]
         """As ``attend``."""
         (_, heads, tokens, size), key_heads, width = query.shape, key.shape[1], value.shape[3]
-        q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[3]) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[3]).float() for x in (query, key, value))
         plan = plan_of(segments, heads, key_heads)
         all_states = q.new_empty(sum(plan.sizes), width)
         with onednn():
@@ -228,13 +230,12 @@ class _Attention(torch.autograd.Function):
                 length, columns = group.length, group.columns
                 asked = q.index_select(0, group.queries).view(-1, heads // key_heads, length, size)
                 keys, values = (x.index_select(0, group.keys).view(-1, columns, x.shape[1]) for x in (k, v))
-                keys = keys.float()
                 states = part.view(*asked.shape[:3], width)
                 for rows, at, to in group.blocks(heads, key_heads):
                     weights = group.weights(asked[rows, :, at], keys[rows, to], scale)
-                    product = torch.bmm(weights.to(q.dtype), values[rows, to])
+                    product = torch.bmm(weights, values[rows, to])
                     states[rows, :, at] = product.view_as(states[rows, :, at])
-        out = all_states.index_select(0, plan.order).view(1, tokens, heads, width)
+        out = all_states.index_select(0, plan.order).view(1, tokens, heads, width).to(query.dtype)
         ctx.save_for_backward(query, key, value, out)
         ctx.scale, ctx.segments = scale, segments
         return out
@@ -245,9 +246,9 @@ class _Attention(torch.autograd.Function):
         """For a gradient g of the states o, p the weights and s = p (g v^T - g o^T) scale: s k, s^T q, p^T g."""
         query, key, value, out = ctx.saved_tensors
         (_, heads, tokens, size), key_heads, width = query.shape, key.shape[1], value.shape[3]
-        q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[3]) for x in (query, key, value))
-        g = gradient.reshape(-1, width)
-        inner = (g.float() * out.view(-1, width).float()).sum(-1)
+        q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[3]).float() for x in (query, key, value))
+        g = gradient.reshape(-1, width).float()
+        inner = (g * out.view(-1, width)).sum(-1)
         plan = plan_of(ctx.segments, heads, key_heads)
         to_queries = q.new_empty(sum(plan.sizes), size)
         of_key, of_value = torch.zeros(tokens, key_heads, size), torch.zeros(tokens, key_heads, width)
@@ -262,15 +263,13 @@ class _Attention(torch.autograd.Function):
                     upper.view(group.batch, heads, length, width).masked_fill_(group.padding, 0.0)
                     inners.view(group.batch, heads, length).masked_fill_(group.padding[..., 0], 0.0)
                 keys, values = (x.index_select(0, group.keys).view(-1, columns, x.shape[1]) for x in (k, v))
-                exact_keys, exact_values = keys.float(), values.float()
                 to_query = part.view_as(asked)
-                to_key, to_value = torch.zeros_like(exact_keys), torch.zeros_like(exact_values)
+                to_key, to_value = torch.zeros_like(keys), torch.zeros_like(values)
                 for rows, at, to in group.blocks(heads, key_heads):
-                    weights = group.weights(asked[rows, :, at], exact_keys[rows, to], ctx.scale)
+                    weights = group.weights(asked[rows, :, at], keys[rows, to], ctx.scale)
                     here, above = (x[rows, :, at].flatten(1, 2) for x in (asked, upper))
-                    scores = torch.bmm(above.float(), exact_values[rows, to].transpose(1, 2))
+                    scores = torch.bmm(above, values[rows, to].transpose(1, 2))
                     scores.sub_(inners[rows, :, at].flatten(1)[:, :, None]).mul_(weights).mul_(ctx.scale)
-                    scores, weights = scores.to(q.dtype), weights.to(q.dtype)
                     to_query[rows, :, at] = torch.bmm(scores, keys[rows, to]).view_as(to_query[rows, :, at])
                     to_key[rows, to] += torch.bmm(scores.transpose(1, 2), here)
                     to_value[rows, to] += torch.bmm(weights.transpose(1, 2), above)
