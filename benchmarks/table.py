@@ -117,7 +117,7 @@ def expected(read: dict[str, dict[str, Any]]) -> str:
         for case in results.get("precision", {}).get("cases", []):
             put(f"SmolLM2-135M, {case['case']}: bf16 against float32", processor, case["speed"][1])
         for case in results.get("threads", {}).get("cases", []):
-            what = f"SmolLM2-135M, {case['case']}, {case['precision']}: two threads against one"
+            what = f"SmolLM2-135M, {case['case']}, {case['precision']}: a thread for each core against one"
             put(what, processor, case["threads"][1])
     rows = [[line, *(found.get(processor, "") for processor in read)] for line, found in lines.items()]
     return table("What to expect", ["times as fast", *read], *rows)
@@ -127,12 +127,12 @@ def main() -> None:
     """Put the tables where the page has its marks."""
     read: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text("utf-8"))
 
-    def named(prefix: str, suffix: str = "") -> Found:
+    def named(prefix: str) -> Found:
         return [
             (processor, found)
             for processor, results in read.items()
             for name, found in results.items()
-            if name.startswith(prefix) and name.endswith(suffix)
+            if name.startswith(prefix)
         ]
 
     def by_method(every: Found) -> Found:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from threading import Event
 from typing import Any
 
 import pytest
@@ -121,6 +123,24 @@ def test_autocast_does_not_round_float32_scores(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         found = computed(under_autocast, inputs(segments, torch.bfloat16), None, segments)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_threads_do_not_leave_the_precision_of_other_products_changed():
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    first, second = Event(), Event()
+
+    def other() -> None:
+        first.wait(5)
+        with grouped.onednn():
+            second.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(other)
+        with grouped.onednn():
+            first.set()
+            assert not second.wait(0.1)
+        done.result(5)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
 
 
 def test_the_precision_of_other_products_is_restored():

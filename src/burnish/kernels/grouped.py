@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from itertools import accumulate
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -38,16 +39,23 @@ HIDDEN = -1e30
 """Added to the scores of columns that a query does not see. It is finite, so that a row of padding is not NaN."""
 
 
+_ONE_THREAD = RLock()
+
+
 @contextmanager
 def onednn() -> Iterator[None]:
-    """Within the context, batched products of float32 tensors are oneDNN's. They may round their inputs to bfloat16."""
+    """Within the context, batched products of float32 tensors are oneDNN's. They may round their inputs to bfloat16.
+
+    The setting is that of the whole process, so only one thread at a time is in the context.
+    """
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    with _ONE_THREAD:
+        before = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
 
 
 @cache
