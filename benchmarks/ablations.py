@@ -7,6 +7,7 @@ has, and writes to ``benchmarks/results.json``. To add one, add a line to ``ABLA
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable
 from statistics import median
@@ -72,19 +73,15 @@ def wide_logits() -> None:
 
 def head_everywhere() -> None:
     """The head runs on every token that has one before it."""
-    from burnish.methods import policy_gradient, reinforce
     from burnish.models import forward
-    from burnish.rl import loader as steps
 
-    narrow = forward.token_logprobs
+    at_learned = forward.at_learned
 
-    def wide(model: Any, hidden: Any, batch: Any, mask: Any, *others: Any, **named: Any) -> Any:
-        found = narrow(model, hidden, batch, batch.positions > 0, *others, **named)
-        return tuple(x.where(mask, 0.0) for x in found)
+    def at_all(function: Any, hidden: Any, batch: Any, logits: int) -> list[Any]:
+        everywhere = dataclasses.replace(batch, learned=(batch.positions > 0).flatten().nonzero()[:, 0])
+        return [x.where(batch.loss_mask, 0.0) for x in at_learned(function, hidden, everywhere, logits)]
 
-    places: tuple[Any, ...] = (forward, policy_gradient, reinforce, steps)
-    for module in places:
-        module.token_logprobs = wide
+    forward.at_learned = at_all
 
 
 ROWS = ("sft", "dpo", "reward")

@@ -2,13 +2,18 @@
 
     python benchmarks/threads.py --repeats 3
 
-The runs are those of ``precision.py``; all take the same rows and the same steps. Run it on a machine on which nothing
-else runs.
+The runs are those of ``precision.py``; all take the same rows and the same steps. The ceiling is how much more work the
+machine does in total if every core computes the same matrix products in a process of its own: cores that share a
+cache, the memory, or a clock limit stay below their number. Run it on a machine on which nothing else runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
+import time
 from statistics import median
 from typing import Any
 
@@ -18,6 +23,33 @@ import run
 from burnish import machine
 
 CASES = ("sft 30", "sft 500", "ppo 24")
+SECONDS = 4.0
+"""How long the ceiling's products are repeated."""
+
+
+def products(name: str) -> int:
+    """The number of products of SmolLM2-135M's largest layer with 512 tokens that one thread computes."""
+    import torch
+
+    dtype = getattr(torch, name)
+    x, weight = torch.randn(512, 576).to(dtype), torch.randn(1536, 576).to(dtype)
+    done, end = 0, time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        done += 1
+    return done
+
+
+def ceiling(name: str, cores: int) -> float:
+    """Products of all cores at the same time over those of one."""
+    command = [sys.executable, __file__, "--products", name]
+    environment = os.environ | run.THREADS
+
+    def total(processes: int) -> int:
+        runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(processes)]
+        return sum(int(one.communicate()[0]) for one in runs)
+
+    return total(cores) / total(1)
 
 
 def main() -> None:
@@ -26,8 +58,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--products", choices=precision.PRECISIONS, help="count products and print their number")
     options = parser.parse_args()
+    if options.products:
+        print(products(options.products))
+        return
     cores = machine.cores()
+    ceilings = {}
+    for name in precision.PRECISIONS:
+        found = sorted(ceiling(name, cores) for _ in range(options.repeats))
+        ceilings[name] = [found[0], median(found), found[-1]]
+        print(f"ceiling  {name:9} {ceilings[name][1]:.2f}", flush=True)
     ways = {"one": (1, 1), "threads": (cores, 1), "processes": (1, cores)}
     cases: list[dict[str, Any]] = []
     for case in options.cases:
@@ -36,16 +77,16 @@ def main() -> None:
                 {way: precision.measured(case, name, options.steps, *numbers) for way, numbers in ways.items()}
                 for _ in range(options.repeats)
             ]
-            found: dict[str, Any] = {"case": case, "precision": name, "runs": runs}
+            entry: dict[str, Any] = {"case": case, "precision": name, "runs": runs}
             for way in ("threads", "processes"):
                 gains = sorted(one["one"]["wall"] / one[way]["wall"] for one in runs)
-                found[way] = [gains[0], median(gains), gains[-1]]
-            cases.append(found)
+                entry[way] = [gains[0], median(gains), gains[-1]]
+            cases.append(entry)
             print(
-                f"{case:8} {name:9} threads {found['threads'][1]:.2f}, processes {found['processes'][1]:.2f}", end=" "
+                f"{case:8} {name:9} threads {entry['threads'][1]:.2f}, processes {entry['processes'][1]:.2f}", end=" "
             )
             print([one["losses"][-1] for one in runs[0].values()], flush=True)
-    run.write("threads", {"machine": run.machine(), "cases": cases})
+    run.write("threads", {"machine": run.machine(), "ceilings": ceilings, "cases": cases})
 
 
 if __name__ == "__main__":
