@@ -88,7 +88,6 @@ ROWS = ("sft", "dpo", "reward")
 APART = {"packed": False, "token_budget": 10**9, "shared_prompts": False}
 ABLATIONS = {
     "products": Without("oneDNN's products: PyTorch's own", (*ROWS, "grpo", "ppo"), patch=products_of_torch),
-    "attention": Without("grouped attention: PyTorch's, row by row", (*ROWS, "grpo", "ppo"), patch=attention_of_torch),
     "packing": Without("packed rows: padded ones, sorted by length", (*ROWS, "grpo"), {"packed": False}),
     "sorting": Without("packed rows and their order by length", ROWS, {"packed": False}, patch=unsorted),
     "budget": Without("a token budget: the step is one micro-batch", ROWS, {"token_budget": 10**9}),

@@ -111,6 +111,17 @@ def test_attention_takes_it_for_the_dtypes_that_it_computes_well(monkeypatch):
     assert not grouped.fits(torch.bfloat16, cpu)
 
 
+def test_models_whose_heads_share_no_keys_keep_the_kernel_of_torch(monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "by_sequence", lambda query, *_: calls.append(query) or query.transpose(1, 2))
+    monkeypatch.setattr(grouped, "fits", lambda dtype, device: True)
+    packed = attention.Packed(segments := Segments((5,), (None,)))
+    for key_heads, times in ((6, 1), (2, 1)):
+        query, key, value = inputs(segments, torch.float32, 6, key_heads)
+        attention.varlen(None, query, key, value, None, segments=packed)
+        assert len(calls) == times
+
+
 def test_autocast_does_not_round_float32_scores(monkeypatch):
     monkeypatch.setattr(grouped, "fits", lambda dtype, device: dtype == torch.bfloat16)
     segments = SEGMENTS[1]

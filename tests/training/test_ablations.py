@@ -39,7 +39,7 @@ def ablations(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("table", "name"),
     [
-        *(("ABLATIONS", name) for name in ("products", "attention", "packing", "sorting", "budget", "head", "all")),
+        *(("ABLATIONS", name) for name in ("products", "packing", "sorting", "budget", "head", "all")),
         *(("IN_HALF", name) for name in ("attention", "lora", "logits")),
     ],
 )

@@ -74,7 +74,8 @@ def varlen(
     dtype = computed_in(query.dtype, query.device)
     if has_kernel(dtype, query.device) and not dropout:
         return on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments.segments), None
-    if grouped.fits(dtype, query.device) and not dropout:
+    in_groups = grouped.fits(dtype, query.device) and grouped.is_faster(query.shape[1], key.shape[1])
+    if in_groups and not dropout:
         return grouped.attend(query.to(dtype), key.to(dtype), value.to(dtype), scaling, segments.segments), None
     if query.device.type == "cpu":
         # In half precision, the backward pass on a CPU takes three times as long as in float32, and is less accurate.

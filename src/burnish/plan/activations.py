@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 
 from burnish import kernels
 from burnish.errors import UserError
-from burnish.kernels import attention
+from burnish.kernels import attention, grouped
 from burnish.math.tensors import upcast
 from burnish.models.forward import backbone, layer_types, unwrap
 from burnish.types import Segments
@@ -49,7 +49,7 @@ class PassSettings:
     autocast: torch.dtype | None = None
     """The dtype of autocast; None without autocast."""
     grouped: bool = False
-    """Whether a CPU computes attention with ``kernels.grouped``, instead of PyTorch's kernel."""
+    """Whether a CPU can compute attention with ``kernels.grouped``, instead of PyTorch's kernel."""
 
 
 def kept_bytes(model: nn.Module, rows: int, width: int, settings: PassSettings) -> int:
@@ -200,7 +200,8 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention implementation for transformers: states (1, T, heads, size), and no weights."""
-    if (settings.gpu or settings.grouped) and not dropout:
+    in_groups = settings.grouped and grouped.is_faster(query.shape[1], key.shape[1])
+    if (settings.gpu or in_groups) and not dropout:
         return _Flash.apply(query, key, value, settings.gpu), None  # type: ignore[return-value]
     with torch.autocast("cpu", enabled=False):
         q, k, v = upcast(query), upcast(key), upcast(value)
