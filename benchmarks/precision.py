@@ -56,7 +56,7 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
     from burnish.types import Prompt
 
     kind, length = case.split()[0], int(case.split()[1])
-    half = precision == "bfloat16"
+    half = precision != "float32"
     model, tokenizer = loaded("float32" if kind == "full" else precision, folder)
     if kind != "full":
         torch.manual_seed(0)
@@ -141,7 +141,8 @@ def loaded(precision: str, folder: str | None = None) -> tuple[Any, Any]:
     if precision in PRECISIONS:
         model = loading.load_policy(folder or small, dtype=getattr(torch, precision))
     else:
-        model = loading.load_policy(folder or small, quantized=precision)  # type: ignore[arg-type]
+        kind: Any = precision
+        model = loading.load_policy(folder or small, dtype=torch.bfloat16, quantized=kind)
         quantize.prepare(model)
     return model, loading.load_tokenizer(small)
 

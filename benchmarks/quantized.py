@@ -3,7 +3,8 @@
     python benchmarks/quantized.py
 
 The bases are SmolLM2-135M, and a model of the shape of Qwen2.5-1.5B with random weights. The runs are those of
-``precision.py`` with SFT on rows of about 30 tokens, one thread. It needs bitsandbytes.
+``precision.py`` with SFT on rows of about 30 tokens, one thread. Passes over quantized bases are in bfloat16. It needs
+bitsandbytes.
 """
 
 from __future__ import annotations

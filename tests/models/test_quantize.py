@@ -108,8 +108,9 @@ def test_without_kernels_for_the_machine_it_is_refused(monkeypatch):
 
 
 def test_the_settings_for_bitsandbytes():
-    four, eight = quantize.settings("nf4"), quantize.settings("int8")
+    four, eight = quantize.settings("nf4", torch.bfloat16), quantize.settings("int8", torch.bfloat16)
     assert four.load_in_4bit and four.bnb_4bit_quant_type == "nf4" and four.bnb_4bit_use_double_quant
+    assert four.bnb_4bit_compute_dtype == torch.bfloat16
     assert eight.load_in_8bit and not eight.load_in_4bit
 
 

@@ -1,9 +1,9 @@
 """Attention over packed rows on a CPU, by a few large matrix products.
 
 Sequences of similar lengths are padded to the same length and computed together with oneDNN's batched products.
-PyTorch's own kernel needs a call for each sequence, a copy of the keys for each query head that shares them, and its
-products call MKL. The scores are computed again in the backward pass, a block of queries at a time, so that memory grows
-linearly with the length of a sequence.
+PyTorch's own kernel needs a call for each sequence and a copy of the keys for each query head that shares them, and its
+products call MKL. The scores are computed again in the backward pass, a block of queries at a time, so that memory
+grows linearly with the length of a sequence.
 
 Dao et al. 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness".
 """

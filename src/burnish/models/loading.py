@@ -201,7 +201,7 @@ def load_policy(
 
     Args:
         reference: a folder, a .gguf file or a hub id.
-        dtype: of the weights.
+        dtype: of the weights, or of the products with 4-bit weights.
         trust_remote_code: run the code that comes with the model.
         quantized: keep the weights in 4 or 8 bits.
         base: where the base of an adapter is now; by default, where the adapter says.
@@ -380,7 +380,7 @@ def _whole(
     """Load a whole model. Only the head may have new random weights, and only with ``new_head``."""
     if quantized is not None:
         quantize.require(quantized)
-        options["quantization_config"] = quantize.settings(quantized)
+        options["quantization_config"] = quantize.settings(quantized, options["dtype"])
     model, info = _pretrained(cls, reference, output_loading_info=True, **options)
     if quantized is not None:
         quantize.prepare(model)

@@ -35,19 +35,18 @@ def require(kind: Quantization, where: str = "quantize") -> None:
         )
 
 
-def settings(kind: Quantization) -> BitsAndBytesConfig:
+def settings(kind: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Settings with which transformers quantizes while loading: 4-bit NormalFloat with double quantization, or int8.
 
-    Matrix products are computed in bfloat16 if the GPU supports it, else in float32. The head is not quantized.
+    Products with 4-bit weights are computed in ``dtype``. The head is not quantized.
     """
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if fast else torch.float32,
+        bnb_4bit_compute_dtype=dtype,
     )
 
 
