@@ -118,7 +118,7 @@ def test_models_whose_heads_share_no_keys_keep_the_kernel_of_torch(monkeypatch):
     packed = attention.Packed(segments := Segments((5,), (None,)))
     for key_heads, times in ((6, 1), (2, 1)):
         query, key, value = inputs(segments, torch.float32, 6, key_heads)
-        attention.varlen(None, query, key, value, None, segments=packed)
+        attention.varlen(torch.nn.Identity(), query, key, value, None, segments=packed)
         assert len(calls) == times
 
 
