@@ -82,4 +82,18 @@ def test_a_processor_is_named_with_its_fastest_instructions(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr(machine, "CPUINFO", Path("/no/such/file"))
+    assert machine.processor() == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("25", "AMD EPYC Zen 4, AVX-512"), ("26", "AMD EPYC Zen 5, AVX-512"), ("99", "AMD EPYC, AVX-512")],
+)
+def test_generations_of_amd_are_told_apart(
+    family: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "AMD EPYC", "avx512_f": True})
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17\n")
     assert machine.processor() == expected

@@ -18,6 +18,7 @@ from burnish.kernels import linear
 PACKAGES = ("burnish", "torch", "transformers", "accelerate", "peft", "datasets")
 OPTIONAL = {"bitsandbytes": "4-bit bases on a GPU", "ray": "rollouts, rewards and processes on other machines"}
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
 
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
@@ -31,11 +32,24 @@ INSTRUCTIONS = {
 """Instructions for matrix products, the fastest first, by their names in ``torch.cpu.get_capabilities()``."""
 
 
+ZEN = {"25": "Zen 4", "26": "Zen 5"}
+"""Generations of AMD's processors with AVX-512, by their family. In a virtual machine, all are called AMD EPYC."""
+
+
+def has_bf16() -> bool:
+    """Whether the CPU has instructions for bfloat16 matrix products that PyTorch uses and that were measured."""
+    known = torch.cpu.get_capabilities()
+    return linear.has_onednn() and any(known.get(name) for name in ("amx_bf16", "avx512_bf16"))
+
+
 def processor() -> str:
-    """The name of the processor and its fastest instructions for matrix products, as in ``AMD EPYC, AVX512-BF16``."""
+    """The name of the processor and its fastest instructions for matrix products: ``AMD EPYC Zen 4, AVX512-BF16``."""
     known = torch.cpu.get_capabilities()
     name = re.sub(r"\((R|TM)\)|\b(Processor|CPU)\b|@.*", " ", str(known.get("cpu_name") or platform.machine()))
     fastest = [label for key, label in INSTRUCTIONS.items() if known.get(key)][:1]
+    if "AMD" in name and known.get("avx512_f") and CPUINFO.is_file():
+        family = re.search(r"^cpu family\s*: (\d+)$", CPUINFO.read_text(), re.MULTILINE)
+        name += " " + ZEN.get(family[1] if family else "", "")
     return ", ".join([" ".join(name.split()), *fastest])
 
 

@@ -115,8 +115,10 @@ def pending(stage: Stage) -> dict[str, Any]:
 def _machine() -> dict[str, str | int]:
     import torch  # here, so that a manifest is checked without it
 
+    from burnish.machine import processor
+
     return {
-        "processor": platform.machine(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
     }
