@@ -238,7 +238,7 @@ def check(*overrides: str) -> str | None:
         json.dumps(recipe.resolved())
         for stage in recipe.stages:
             if stage.method is not None and stage.method.name in METHODS:
-                TrainingStage(recipe, stage).arguments()
+                TrainingStage(recipe, stage).arguments("float32")
     except UserError as error:
         return str(error)
     return None

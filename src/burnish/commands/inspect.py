@@ -28,7 +28,7 @@ from burnish.models import loading
 from burnish.models.batching import shared_length
 from burnish.models.limits import limits_of
 from burnish.plan.micro_batches import lengths_of
-from burnish.plan.models import NotMadeYet, dtype_of, origin, tokenizer_of, without_weights
+from burnish.plan.models import NotMadeYet, origin, tokenizer_of, without_weights
 from burnish.plan.stage import plan_stage, rows_missing, sampled_tokens, this_machine
 from burnish.render.encode import account
 from burnish.render.renderer import Renderer
@@ -403,10 +403,10 @@ def _cost(recipe: Recipe, stage: Stage, examples: list[Example]) -> Iterator[Tab
     except (UserError, NotMadeYet) as error:
         yield str(error)
     if not prompts and stage.model is not None:
-        dtype = dtype_of(recipe, stage, machine.gpu)
-        parameters = sum(p.numel() for p in without_weights(recipe, stage, stage.model, dtype).parameters())
+        model = without_weights(recipe, stage, stage.model, stage.precision, machine.gpu)
+        parameters = sum(p.numel() for p in model.parameters())
         passes = 6 * parameters if stage.adapter is None else 4 * parameters
         total = sum(len(s.tokens) for e in examples for s in e.sequences)
-        seconds = passes * total / matmul_rate(dtype)
+        seconds = passes * total / matmul_rate(model.dtype)
         # a training step reaches 42 to 48 % of the rate of large matrix products (docs/speed.md)
         yield f"time per epoch: at least {duration(seconds)}, about {duration(2.2 * seconds)}"

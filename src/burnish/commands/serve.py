@@ -63,7 +63,7 @@ def reward(
     tokenizer = loading.load_tokenizer(source)
     if template is not None:
         set_template(tokenizer, template)
-    chosen = weights_dtype(precision)
+    chosen = weights_dtype(precision, loading.width(source))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = loading.load_reward_model(source, labels=None, dtype=chosen).to(device)
     of_label = int(label) if label is not None and label.isdecimal() else label

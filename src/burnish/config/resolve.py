@@ -98,7 +98,7 @@ def named_reward(source: RewardSource, recipe: Recipe | Evaluation, folder: Path
     tokenizer = loading.load_tokenizer(reference)
     if source.template is not None:
         set_template(tokenizer, source.template)
-    dtype = weights_dtype(source.precision)
+    dtype = weights_dtype(source.precision, loading.width(reference))
     if source.steps is not None:
         network = loading.load_value_model(reference, dtype=dtype).to(device)
         scorer: Reward = StepReward(network, tokenizer, steps=source.steps)

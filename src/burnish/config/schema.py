@@ -333,7 +333,7 @@ class Stage(Config, use_attribute_docstrings=True):
     """Name of a plain template, for a model without a chat template."""
     precision: Precision = "auto"
     """bf16: trained weights in float32, other weights and all passes in bfloat16. auto: bf16 on a GPU that supports it,
-    otherwise float32."""
+    and on a CPU with AMX or AVX512-BF16 if the model's hidden size is at least 384; otherwise float32."""
     loader: Literal["transformers", "unsloth"] = "transformers"
     """What loads the model. unsloth: Unsloth's kernels for language models, on one GPU, if it is installed."""
     trust_remote_code: bool = False

@@ -34,8 +34,8 @@ from burnish.generate.settings import factory
 from burnish.models import loading, merge, unsloth
 from burnish.models.adapters import add_adapter
 from burnish.models.loaded import Loaded, load
-from burnish.models.precision import resolve, weights_dtype
-from burnish.models.settings import ModelSource
+from burnish.models.precision import DTYPES, resolve
+from burnish.models.settings import ModelSource, Precision
 from burnish.render.encode import account
 from burnish.render.templates import prepare_template, set_template
 from burnish.report.display import Display, RunCallback
@@ -91,6 +91,17 @@ class TrainingStage:
     def damaged(self) -> list[str]:
         """Later checkpoints that are damaged, each with the reason."""
         return self._checkpoints[1]
+
+    @cached_property
+    def precision(self) -> Precision:
+        """What the stage's ``precision`` means here. A stage that resumes keeps what it began with."""
+        if self.start is None:
+            return resolve(self.stage.precision, self._width(self.source))
+        begun: Any = checkpoint.precision_of(self.start)
+        return "float32" if begun == "no" else begun
+
+    def _width(self, reference: str) -> int | None:
+        return loading.width(reference, trust_remote_code=self.stage.trust_remote_code)
 
     @property
     def advice(self) -> str | None:
@@ -151,7 +162,7 @@ class TrainingStage:
         else:
             set_seed(self.seed)
         model, tokenizer = self._load(screen)
-        summary = loading.summary(model, tokenizer)
+        summary = loading.summary(model, tokenizer) | {"precision": self.precision}
         screen.message(_model_line(self.source, summary))
         splits = {split: self.rows(split) for split in self.splits}
         if _nothing_left(splits["train"]):
@@ -226,10 +237,9 @@ class TrainingStage:
     def _evaluations(self) -> list[dict[str, Any]]:
         return [line for line in read_metrics(self.folder) if any(key.startswith("eval_") for key in line)]
 
-    def arguments(self) -> TrainingArguments:
-        """The recipe's trainer settings as TrainingArguments."""
+    def arguments(self, precision: Precision) -> TrainingArguments:
+        """The recipe's trainer settings as TrainingArguments, for passes in this precision."""
         given = self.stage.trainer.arguments()
-        chosen = resolve(self.stage.precision)
         if self.stage.loader == "unsloth":  # its own activation checkpointing is on already
             given = {key: value for key, value in given.items() if not key.startswith("activation_checkpointing")}
         try:
@@ -241,8 +251,8 @@ class TrainingStage:
                 log_level_replica="error",  # by default, other processes than the first show warnings
                 ddp_backend="gloo" if self.device == "cpu" and self.processes.size > 1 else None,
                 ddp_timeout=int(self.recipe.parallel.timeout),
-                bf16=chosen == "bf16",
-                fp16=chosen == "fp16",
+                bf16=precision == "bf16",
+                fp16=precision == "fp16",
                 **given,
             )
         except (ValueError, RuntimeError, ImportError) as error:
@@ -265,7 +275,7 @@ class TrainingStage:
         """Load a model that a setting of the method names."""
         stage = self.stage
         trust = stage.trust_remote_code
-        return load(model_reference(source, self.recipe.folder), None, stage.precision, trust_remote_code=trust)
+        return load(model_reference(source, self.recipe.folder), None, self.precision, trust_remote_code=trust)
 
     def _load(self, screen: Display) -> tuple[Any, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer, set the stage's template, and add a new adapter if the stage has one."""
@@ -279,7 +289,7 @@ class TrainingStage:
         if stage.adapter is not None and adapted:
             source = merge.start_from(source, self.folder / "base", say=screen.message, trust_remote_code=trust)
         frozen_base = stage.adapter is not None or loading.stays_adapter(source, self.spec.task)
-        dtype = weights_dtype(stage.precision, trained=not frozen_base)
+        dtype = torch.float32 if not frozen_base else DTYPES[self.precision]
         if stage.loader == "unsloth":
             model: Any = self._load_with_unsloth(source, dtype)
             loading.unwrap(model).config.pad_token_id = tokenizer.pad_token_id
@@ -347,7 +357,7 @@ class TrainingStage:
         shown = [] if recorder is None else [RunCallback(recorder, screen, method.steps_per_iteration)]
         trainer = Trainer(
             model=inputs.model,
-            args=self.arguments(),
+            args=self.arguments(self.precision),
             method=method,
             train_dataset=splits["train"],
             eval_dataset=splits.get("eval"),  # type: ignore[arg-type]
@@ -424,7 +434,7 @@ def _model_line(source: str, summary: Mapping[str, Any]) -> str:
     share = "all" if trained == total else f"{trained:,} ({number(trained / total, share=True)})"
     pad, eos, bos = ("none" if token is None else token for token in summary["pad/eos/bos"])
     return (
-        f"{source}: {summary['class']}, {total:,} parameters, {share} trained, {summary['dtype']}, "
+        f"{source}: {summary['class']}, {total:,} parameters, {share} trained, {summary['precision']}, "
         f"ids of pad {pad}, eos {eos}, bos {bos}"
     )
 

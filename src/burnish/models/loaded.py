@@ -50,10 +50,11 @@ def load(
         UserError: if the model cannot be loaded, or there is no such template.
     """
     tokenizer = load_tokenizer(reference, template, trust_remote_code)
+    width = loading.width(reference, trust_remote_code=trust_remote_code)
     load_weights = loading.load_reward_model if reward_model else loading.load_policy
     model: Any = load_weights(
         reference,
-        dtype=weights_dtype("float32" if reward_model and precision == "auto" else precision),
+        dtype=weights_dtype("float32" if reward_model and precision == "auto" else precision, width),
         trust_remote_code=trust_remote_code,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"

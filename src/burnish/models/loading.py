@@ -46,6 +46,7 @@ from burnish.models.heads import (
     load_head,
     widen,
 )
+from burnish.models.precision import width_of
 from burnish.models.settings import Quantization
 from burnish.models.stored import json_object
 from burnish.render.encode import cache_folder
@@ -475,6 +476,11 @@ def load_config(reference: str, *, trust_remote_code: bool = False) -> Any:
     if is_adapter(folder):
         folder = base_of(folder)
     return _pretrained(AutoConfig, folder, trust_remote_code=trust_remote_code)
+
+
+def width(reference: str, *, trust_remote_code: bool = False) -> int | None:
+    """The hidden size of a model, or of an adapter's base; None if its config has none."""
+    return width_of(load_config(reference, trust_remote_code=trust_remote_code))
 
 
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")

@@ -24,8 +24,8 @@ from burnish.models import loading
 from burnish.models.adapters import Reference, add_adapter, wrap
 from burnish.models.heads import Network
 from burnish.models.loaded import Loaded
-from burnish.models.precision import weights_dtype
-from burnish.models.settings import AdapterConfig, ModelSource
+from burnish.models.precision import weights_dtype, width_of
+from burnish.models.settings import AdapterConfig, ModelSource, Precision
 from burnish.protocols import Method, MethodSpec
 from burnish.render.templates import prepare_template, set_template
 from burnish.types import Prompt
@@ -86,7 +86,10 @@ def without_weights(
     recipe: Recipe,
     stage: Stage,
     source: ModelSource,
-    dtype: torch.dtype,
+    precision: Precision,
+    gpu: bool,
+    *,
+    trained: bool = False,
     task: str = "CAUSAL_LM",
     adapter: AdapterConfig | None = None,
 ) -> Any:
@@ -96,7 +99,9 @@ def without_weights(
         recipe: the recipe.
         stage: the stage that reads the model.
         source: the model.
-        dtype: dtype of the weights.
+        precision: decides the dtype of the weights.
+        gpu: whether it is for a GPU that supports bfloat16, or for a CPU.
+        trained: whether the stage trains all weights, unless they stay an adapter.
         task: ``CAUSAL_LM``, or ``SEQ_CLS`` for a model with one score.
         adapter: a new adapter on the model.
 
@@ -114,6 +119,8 @@ def without_weights(
     else:
         config = loading.load_config(reference, trust_remote_code=stage.trust_remote_code)
     kind: Any = AutoModelForCausalLM
+    trained = trained and adapter is None and not loading.stays_adapter(reference, task)
+    dtype = weights_dtype(precision, width_of(config), trained=trained, gpu=gpu)
     if task == "SEQ_CLS":
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     try:
@@ -140,14 +147,6 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def dtype_of(recipe: Recipe, stage: Stage, gpu: bool) -> torch.dtype:
-    """The dtype in which a stage loads the model that it trains, on a GPU that supports bfloat16 or on a CPU."""
-    assert stage.method is not None
-    reference, _ = origin(recipe, stage)
-    stored = reference is not None and loading.stays_adapter(reference, method_spec(stage.method.name).task)
-    return weights_dtype(stage.precision, trained=not (stage.adapter or stored), gpu=gpu)
-
-
 def method_of(recipe: Recipe, stage: Stage, gpu: bool) -> Method:
     """A stage's method without rewards, whose other models are on the meta device."""
     assert stage.method is not None
@@ -164,8 +163,7 @@ def method_of(recipe: Recipe, stage: Stage, gpu: bool) -> Method:
 
 def _load_in(recipe: Recipe, stage: Stage, gpu: bool) -> Callable[[ModelSource], Loaded]:
     def load(source: ModelSource) -> Loaded:
-        dtype = weights_dtype(stage.precision, gpu=gpu)
-        model = without_weights(recipe, stage, source, dtype)
+        model = without_weights(recipe, stage, source, stage.precision, gpu)
         tokenizer = tokenizer_of(recipe, stage.model_copy(update={"model": source, "template": None}))
         return Loaded(str(source), model, tokenizer, False, None)
 
@@ -182,7 +180,8 @@ def network_of(recipe: Recipe, stage: Stage, method: Method, tokenizer: PreTrain
     assert stage.model is not None and stage.method is not None
     spec = any_spec(stage.method.name)
     assert isinstance(spec, MethodSpec)
-    model = without_weights(recipe, stage, stage.model, dtype_of(recipe, stage, gpu), spec.task, stage.adapter)
+    how: dict[str, Any] = {"trained": True, "task": spec.task, "adapter": stage.adapter}
+    model = without_weights(recipe, stage, stage.model, stage.precision, gpu, **how)
     try:
         with torch.device("meta"):
             return method.prepare(model, tokenizer)

@@ -31,8 +31,8 @@ from burnish.models.forward import layers_of, unwrap
 from burnish.models.heads import Network
 from burnish.models.layout import default_budget
 from burnish.models.limits import Limits, limits_of
-from burnish.models.precision import autocast_dtype, resolve, weights_dtype
-from burnish.models.settings import ModelSource
+from burnish.models.precision import autocast_dtype, resolve, width_of
+from burnish.models.settings import ModelSource, Precision
 from burnish.plan.activations import PassSettings, cache_bytes, can_pack, checkpointed_bytes, kept_bytes
 from burnish.plan.memory import FLOAT32, Memory, ModelSize, Needs, Sampling, logits_bytes, memory
 from burnish.plan.micro_batches import Lengths, MicroBatch, largest, lengths_of
@@ -142,7 +142,7 @@ def _training(
     sharded = recipe.parallel.shard == "fsdp2" and machine.processes > 1
     trained = tuple(_trained(stage, network))
     kept, casts = _passes(stage, network, batch, lengths.longest, machine, sharded)
-    half = autocast_dtype(stage.precision, machine.gpu) is not None and unwrap(network.policy).dtype == torch.float32
+    half = _autocast(stage, network.policy, machine) is not None and unwrap(network.policy).dtype == torch.float32
     needs = Needs(
         trained=trained,
         whole=tuple(_rewards(recipe, stage, machine.gpu)),
@@ -208,9 +208,9 @@ def _other(recipe: Recipe, stage: Stage, source: ModelSource, role: str, gpu: bo
     rewards = [r for r in stage.reward if isinstance(r, RewardFromModel) and r.model == source]
     if role != "reward model":
         rewards = []
-    dtype = weights_dtype(rewards[0].precision if rewards else stage.precision, gpu=gpu)
+    precision: Precision = rewards[0].precision if rewards else stage.precision
     task = "SEQ_CLS" if rewards and rewards[0].steps is None else "CAUSAL_LM"
-    return model_size(role, without_weights(recipe, stage, source, dtype, task).requires_grad_(False))
+    return model_size(role, without_weights(recipe, stage, source, precision, gpu, task=task).requires_grad_(False))
 
 
 def _passes(
@@ -218,7 +218,7 @@ def _passes(
 ) -> tuple[int, int]:
     """The bytes that autograd keeps of the passes of a micro-batch, and those of weights that autocast casts."""
     trainer = stage.trainer
-    autocast = autocast_dtype(stage.precision, machine.gpu)
+    autocast = _autocast(stage, network.policy, machine)
     settings = _settings(machine.gpu, autocast)
     kept = casts = 0
     for model in network.models:
@@ -236,6 +236,15 @@ def _passes(
     return kept, casts
 
 
+def _precision(stage: Stage, model: nn.Module, machine: Machine) -> Precision:
+    return resolve(stage.precision, width_of(unwrap(model).config), machine.gpu)
+
+
+def _autocast(stage: Stage, model: nn.Module, machine: Machine) -> torch.dtype | None:
+    """The dtype to which the passes of a stage that trains this model are cast."""
+    return autocast_dtype(_precision(stage, model, machine))
+
+
 def _settings(gpu: bool, autocast: torch.dtype | None = None) -> PassSettings:
     """How passes are computed here."""
     return PassSettings(gpu, autocast, grouped.fits(autocast or torch.float32, torch.device("cpu")))
@@ -247,7 +256,7 @@ def _logits(stage: Stage, method: Method, network: Network, batch: MicroBatch, m
     head = base.get_output_embeddings()
     if method.spec.task == "SEQ_CLS" or head is None:
         return 0
-    item = (autocast_dtype(stage.precision, machine.gpu) or base.dtype).itemsize
+    item = (_autocast(stage, network.policy, machine) or base.dtype).itemsize
     if stage.generation.temperature != 1.0:
         item = FLOAT32
     trained = head.weight.nbytes if head.weight.requires_grad else 0
@@ -267,7 +276,7 @@ def _sampling(
     """What the stage's generator needs, to decode as many of the wanted completions together as it has slots."""
     generator = stage.generator
     # a copy has the dtype in which it samples
-    sampled = sampling_dtype(model, resolve(stage.precision, machine.gpu))
+    sampled = sampling_dtype(model, _precision(stage, model, machine))
     share = 1.0 if sampled is None else sampled.itemsize / unwrap(model).dtype.itemsize
     weights = int(share * size.weights)
     copy = weights if sharded or sampled is not None else 0
@@ -307,7 +316,7 @@ def _row_stage(
             continue  # only its tokenizer is used
         found.append(_other(recipe, stage, source, _role((key, *rest)), machine.gpu))
     if stage.model is not None and "generation" in getattr(spec, "takes", ()):
-        model = without_weights(recipe, stage, stage.model, weights_dtype(stage.precision, gpu=machine.gpu))
+        model = without_weights(recipe, stage, stage.model, stage.precision, machine.gpu)
         tokenizer = tokenizer_of(recipe, stage)
         if lengths is None:
             lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer), row_tokens)

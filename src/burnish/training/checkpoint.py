@@ -25,7 +25,7 @@ class ResumeState:
     """What a checkpoint stores in ``burnish.pt``, in addition to the files of transformers.
 
     ``ResumeState(loader={"epoch": 0, "step": 3, ...}, rows_per_step=32, token_budget=512, pass_budget=512,
-    last={"nll": (81.5, 64.0)}, non_finite=(0, 0), logs={"metrics.jsonl": 1042}, start={})``
+    precision="no", last={"nll": (81.5, 64.0)}, non_finite=(0, 0), logs={"metrics.jsonl": 1042}, start={})``
     """
 
     loader: dict[str, Any]
@@ -36,6 +36,8 @@ class ResumeState:
     """The maximum number of tokens in a micro-batch."""
     pass_budget: int | None
     """The same in passes without gradient (``Layout.pass_budget``). The default depends on the memory that is free."""
+    precision: str
+    """Precision of the passes: ``no`` (that of the weights), ``bf16`` or ``fp16``."""
     last: dict[str, tuple[float, float]]
     """Sum and count of each term and metric of the last optimizer step, over all processes."""
     non_finite: tuple[int, int]
@@ -105,6 +107,15 @@ def load(checkpoint: Path) -> ResumeState:
     """
     if (fault := files.damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint}: the checkpoint is damaged: {fault}")
+    return _read(checkpoint)
+
+
+def precision_of(checkpoint: Path) -> str:
+    """The precision of the passes of a complete checkpoint: ``no`` (that of the weights), ``bf16`` or ``fp16``."""
+    return _read(checkpoint).precision
+
+
+def _read(checkpoint: Path) -> ResumeState:
     return ResumeState(**torch.load(checkpoint / RESUME_STATE, weights_only=True))
 
 

@@ -484,6 +484,7 @@ class Trainer(transformers.Trainer):
             rows_per_step=self.rows_per_step,
             token_budget=self.engine.token_budget,
             pass_budget=self.engine.layout.pass_budget,
+            precision=self.engine.precision,
             last=self.engine.totals(self.last_sums),
             non_finite=(self.non_finite.total, self.non_finite.in_a_row),
             logs=self.recorder.offsets() if self.recorder is not None else {},

@@ -8,7 +8,7 @@ from torch import nn
 
 from burnish.commands.inspect_model.description import Description
 from burnish.commands.inspect_model.opening import Model
-from burnish.models.precision import weights_dtype
+from burnish.models.precision import weights_dtype, width_of
 from burnish.models.stored import Stored
 
 
@@ -19,7 +19,8 @@ def describe_parameters(model: Model, described: Description) -> None:
     if len(dtypes) == 1:
         dtypes = list(held.dtypes())
     quantized = model.settings.get("quantization_config")
-    default = str(weights_dtype("auto", trained=model.adapter is None)).removeprefix("torch.")
+    width = None if model.config is None else width_of(model.config)
+    default = str(weights_dtype("auto", width, trained=model.adapter is None)).removeprefix("torch.")
     described.add(
         "parameters",
         {
