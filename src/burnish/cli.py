@@ -124,7 +124,7 @@ TemplateOption = Annotated[
 Precision = Literal["auto", "float32", "bf16", "fp16"]
 PrecisionOption = Annotated[
     Precision,
-    typer.Option(help="bf16 halves the memory of a model. auto: bf16 on a GPU that supports it, otherwise float32."),
+    typer.Option(help="bf16 halves the memory of a model. auto: bf16 where it is faster, otherwise float32."),
 ]
 
 

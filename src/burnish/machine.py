@@ -159,9 +159,10 @@ def advice(facts: dict[str, str]) -> list[str]:
         )
     faster = float(facts["bfloat16"].split()[0])
     if faster >= 1.5 and facts["GPU"] == "none":
+        chosen = "auto chooses it for models with a hidden size of at least 384." if has_bf16() else "auto is float32."
         lines.append(
-            f"precision: bf16 in a stage makes training and sampling faster: matrix products are {faster:.1f} times"
-            " as fast. Results then differ by rounding."
+            f"matrix products are {faster:.1f} times as fast in bfloat16, so precision: bf16 makes training and sampling"
+            f" faster; results differ by rounding. precision: {chosen}"
         )
     if faster < 1.2:
         lines.append(
