@@ -25,8 +25,13 @@ def has_onednn() -> bool:
 class Linear(nn.Linear):
     """A ``torch.nn.Linear`` that uses oneDNN for float32 on a CPU, with or without gradients."""
 
+    blocked: Tensor | None = None
+    """A copy of the weight in oneDNN's layout, only within the context ``kernels.blocked.using``."""
+
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., H) to (..., N)."""
+        if (copy := blocked_weight(self, input.dtype)) is not None and not torch.is_autocast_enabled("cpu"):
+            return product(input, copy, self.bias)
         plain = (
             input.dtype != torch.float32
             or self.weight.dtype != torch.float32
@@ -40,6 +45,12 @@ class Linear(nn.Linear):
         if torch.is_grad_enabled():
             return Product.apply(input, self.weight, self.bias)  # type: ignore[return-value]
         return product(input, self.weight, self.bias)
+
+
+def blocked_weight(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
+    """The copy of a layer's weight in oneDNN's layout, if there is one of this dtype and no gradient is needed."""
+    copy = layer.blocked if isinstance(layer, Linear) else None
+    return copy if copy is not None and copy.dtype == dtype and not torch.is_grad_enabled() else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

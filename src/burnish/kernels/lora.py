@@ -38,8 +38,11 @@ class LoraLinear(lora.Linear):
         dropped: Tensor | None = self.lora_dropout[name](x)
         if dropped is x:
             dropped = None
-        fused = Product.apply if fits(x, dtype) else _differentiable
-        out: Any = fused(x.to(dtype), dropped, base.weight, down.weight, up.weight, self.scaling[name])
+        fused, weight = _differentiable, base.weight
+        if fits(x, dtype):
+            fused, copy = Product.apply, linear.blocked_weight(base, dtype)
+            weight = weight if copy is None else copy
+        out: Any = fused(x.to(dtype), dropped, weight, down.weight, up.weight, self.scaling[name])
         return out if base.bias is None else out + base.bias.to(dtype)
 
     def _only_adapter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -119,6 +122,8 @@ def _plus(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Added + x weight^T. In half precision, it is rounded once."""
     if x.dtype == torch.float32:
         return linear.product(x, weight).add_(added)
+    if weight.is_mkldnn:  # a copy in oneDNN's layout
+        return torch.ops.mkldnn._linear_pointwise.binary(x, added, weight, None, "add")
     return torch.addmm(added, x, weight.t())
 
 
