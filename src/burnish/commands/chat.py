@@ -71,7 +71,7 @@ class Talk:
     ended_by: str | None = None
 
     def __post_init__(self) -> None:
-        self.generator = LocalGenerator(self.loaded.model, self.loaded.tokenizer, slots=1)
+        self.generator = LocalGenerator(self.loaded.model, self.loaded.tokenizer, slots=1, frozen=True)
         config = unwrap(self.loaded.model).config.get_text_config(decoder=True)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 

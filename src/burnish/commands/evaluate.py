@@ -99,7 +99,7 @@ def _setup(evaluation: Evaluation) -> Setup:
         evaluation.generation,
         evaluation.data,
         evaluation.seed,
-        lambda loaded: LocalGenerator(loaded.model, loaded.tokenizer),
+        lambda loaded: LocalGenerator(loaded.model, loaded.tokenizer, frozen=True),
         load(model_reference(reference, Path()), evaluation.template) if reference is not None else None,
         environments,
     )

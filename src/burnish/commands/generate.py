@@ -131,10 +131,12 @@ def completions(
         seen[ids] = first + decoding.samples
         key = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "big")
         seeds.append([request_seed(seed, key, first + g, 0) for g in range(decoding.samples)])
+    generator = LocalGenerator(loaded.model, loaded.tokenizer, frozen=True)
     step = 1 if isinstance(decoding, Beams) else max(1, AT_ONCE // decoding.samples)
     for first in range(start, len(prompt_rows), step):
         part = slice(first, first + step)
-        made = _generate(loaded, tokens[part], seeds[part], decoding)
+        made = _generate(generator, tokens[part], seeds[part], decoding)
+        generator.drop_cache()
         flat = [(row, c) for row, completions in zip(prompt_rows[part], made, strict=True) for c in completions]
         lines = [_line(loaded, row, completion) for row, completion in flat]
         if scores:
@@ -161,17 +163,17 @@ def context_note(loaded: Loaded, decoding: Sampling | Beams) -> str | None:
 
 
 def _generate(
-    loaded: Loaded, prompts: list[tuple[int, ...]], seeds: list[list[int]], decoding: Sampling | Beams
+    generator: LocalGenerator, prompts: list[tuple[int, ...]], seeds: list[list[int]], decoding: Sampling | Beams
 ) -> list[list[Completion]]:
     """Complete each prompt's token ids, once per seed."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer = generator.model, generator.tokenizer
     ends = frozenset(eos_ids(model, tokenizer))
     groups = list(zip(prompts, seeds, strict=True))
     if isinstance(decoding, Beams):
         settings: dict[str, Any] = {"eos_ids": ends, "pad_id": tokenizer.pad_token_id, "tokenizer": tokenizer}
         return [[c for seed in mine for c in search(model, ids, decoding, seed, **settings)] for ids, mine in groups]
     requests = [Request(ids, seed, decoding, ends) for ids, mine in groups for seed in mine]
-    done = iter(complete(LocalGenerator(model, tokenizer), requests))
+    done = iter(complete(generator, requests))
     return [[next(done) for _ in mine] for mine in seeds]
 
 

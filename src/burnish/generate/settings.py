@@ -89,13 +89,16 @@ class GeneratorSettings(Config, use_attribute_docstrings=True):
         return self
 
 
-def factory(settings: GeneratorSettings, critic: Any = None) -> GeneratorFactory:
+def factory(settings: GeneratorSettings, critic: Any = None, frozen: bool = False) -> GeneratorFactory:
     """A factory that creates the generator of these settings for a model and its tokenizer.
 
-    ``critic`` is the head that computes the values of sampled tokens, for ``local``.
+    ``critic`` is the head that computes the values of sampled tokens, for ``local``. ``frozen`` says that the weights
+    stay as they are, which makes ``local`` faster.
     """
     module, _, name = CLASSES[settings.name].partition(":")
     given = settings.model_dump(exclude={"name"}, exclude_none=True)
     if critic is not None:
         given["critic"] = critic
+    if frozen and settings.name == "local":
+        given["frozen"] = True
     return partial(getattr(import_module(module), name), **given)

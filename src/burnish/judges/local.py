@@ -181,7 +181,7 @@ class LocalJudge(Judge):
     def _reason(self, prompts: dict[int, tuple[int, ...]]) -> dict[int, tuple[str, int]]:
         """What the model writes about each question, and the number of tokens read and written."""
         sampling, ends = Sampling(max_new_tokens=self.reasoning, temperature=0.0), eos_ids(self.model, self.tokenizer)
-        generator = LocalGenerator(self.model, self.tokenizer)
+        generator = LocalGenerator(self.model, self.tokenizer, frozen=True)
         requests = [Request(tokens, 0, sampling, frozenset(ends)) for tokens in prompts.values()]
         with evaluating(self.model):
             completions = complete(generator, requests)

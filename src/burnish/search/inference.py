@@ -263,7 +263,7 @@ class _CountingGenerator(LocalGenerator):
 
     def __init__(self, loaded: Loaded, strategy: Strategy, settings: InferenceSettings) -> None:
         slots = min(settings.slots, settings.together * strategy.draws)
-        super().__init__(loaded.model, loaded.tokenizer, loaded.value_head, slots)
+        super().__init__(loaded.model, loaded.tokenizer, loaded.value_head, slots, frozen=True)
         self.passes = self.calls = 0
         self._hook = backbone(loaded.model).register_forward_hook(self._count)
 

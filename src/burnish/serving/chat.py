@@ -107,7 +107,7 @@ class Chat:
     def __init__(self, loaded: Loaded, name: str) -> None:
         self.loaded, self.name = loaded, name
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.generator = LocalGenerator(self.model, self.tokenizer)
+        self.generator = LocalGenerator(self.model, self.tokenizer, frozen=True)
         self.renderer = Renderer(self.tokenizer)
         self.layout = Layout([self.model], pad_id=self.tokenizer.pad_token_id or 0)
         self._texts: dict[int, str] = {}

@@ -1,0 +1,100 @@
+"""Generators of frozen models: copies of the weights change completions only by rounding, and are never stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish import machine
+from burnish.generate.local import COPIED_SHARE, LocalGenerator
+from burnish.generate.protocol import Completion, complete
+from burnish.generate.settings import GeneratorSettings, factory
+from burnish.kernels import blocked, linear
+from generating import PAD, llama, plain, requests
+
+needs_onednn = pytest.mark.skipif(not linear.has_onednn(), reason="no oneDNN for AVX-512 on this processor")
+
+
+@pytest.fixture(autouse=True)
+def _small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the layers of a tiny model have copies."""
+    monkeypatch.setattr(blocked, "FEWEST_WEIGHTS", 0)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each product with a copy."""
+    rows, product = list[int](), linear.product
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.is_mkldnn:
+            rows.append(x.shape[:-1].numel())
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(linear, "product", counted)
+    return rows
+
+
+def check_equal(got: list[Completion], expected: list[Completion], tolerance: float) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=tolerance, rtol=0)
+
+
+@needs_onednn
+@pytest.mark.parametrize("count", [1, 4, 40])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)], ids=str)
+def test_completions_are_equal_up_to_rounding_and_plans_to_the_byte(
+    count: int, dtype: torch.dtype, tolerance: float, products: list[int]
+) -> None:
+    model, wanted = llama().to(dtype), requests(count)
+    expected = complete(LocalGenerator(model, PAD), wanted)
+    assert not products
+    generator = LocalGenerator(model, PAD, frozen=True)
+    done = complete(generator, wanted)
+    assert count in products
+    check_equal(done, expected, tolerance)
+    again = complete(LocalGenerator(model, PAD, frozen=True), wanted)
+    assert plain(complete(generator, wanted)) == plain(done) == plain(again)
+    products.clear()
+    model(torch.tensor([[1, 2, 3]]))
+    assert not products
+
+
+@needs_onednn
+@pytest.mark.parametrize("own", [True, False])
+def test_new_weights_are_used_at_once(own: bool, products: list[int]) -> None:
+    model, other, wanted = llama(), llama(1), requests(4)
+    generator = LocalGenerator(model, PAD, frozen=True)
+    before = complete(generator, wanted)
+    if own:
+        model.load_state_dict(other.state_dict())
+    generator.update_weights(0, (model if own else other).named_parameters())
+    products.clear()
+    after = complete(generator, wanted)
+    assert products and plain(after) != plain(before)
+    check_equal(after, complete(LocalGenerator(other, PAD), wanted), 1e-5)
+
+
+@needs_onednn
+def test_copies_need_at_most_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    model: Any = llama()
+    needed = sum(module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear))
+    for memory, used in ((needed * COPIED_SHARE, True), (needed * COPIED_SHARE - 1, False)):
+        monkeypatch.setattr(machine, "memory_bytes", lambda memory=memory: memory)
+        products.clear()
+        complete(LocalGenerator(model, PAD, frozen=True), requests(2))
+        assert bool(products) == used
+
+
+def test_only_the_local_generator_of_a_frozen_model_has_copies() -> None:
+    model = llama()
+    made = [
+        factory(GeneratorSettings(name=name), frozen=frozen)(model, PAD)
+        for name in ("local", "continuous")
+        for frozen in (True, False)
+    ]
+    assert [vars(generator).get("frozen", False) for generator in made] == [True, False, False, False]
