@@ -101,7 +101,8 @@ bench: $(SMALL) $(PEERS) $(PEERS_PPO) ## compare speed and memory with TRL's, in
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generation.py $(SMOLLM) --repeats $(REPEATS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generation.py $(SMOLLM) --repeats $(REPEATS) --precision bf16
 	$(BIN)/python benchmarks/precision.py --repeats 1
-	$(BIN)/python benchmarks/precision.py --repeats 1 --ablations
+	$(BIN)/python benchmarks/precision.py --repeats 1 --ablations sft
+	$(BIN)/python benchmarks/precision.py --repeats 1 --ablations decode
 	$(BIN)/python benchmarks/threads.py --repeats 1
 	$(BIN)/python benchmarks/encoding.py
 	$(BIN)/python benchmarks/startup.py --repeats $(REPEATS)

@@ -63,6 +63,13 @@ def layers_of_peft() -> None:
     lora.LoraLinear.forward = lora.lora.Linear.forward  # type: ignore[method-assign]
 
 
+def plain_weights() -> None:
+    """Frozen models sample with their weights as they are."""
+    from burnish.kernels import blocked
+
+    blocked.copies = lambda model, max_bytes: {}
+
+
 def wide_logits() -> None:
     """Logits in bfloat16 are converted to float32 as a whole."""
     from burnish.models import forward
@@ -108,6 +115,11 @@ IN_HALF = {
     "logits": Without("logits in bfloat16: converted to float32", ("sft",), patch=wide_logits),
 }
 """What is taken away in bfloat16 (``precision.py --ablations``)."""
+
+IN_DECODING = {
+    "blocked": Without("copies of the weights in oneDNN's layout", ("decode",), patch=plain_weights),
+}
+"""What is taken away of decoding, in float32 and in bfloat16 (``precision.py --ablations``)."""
 
 
 def main() -> None:

