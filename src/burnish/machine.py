@@ -161,8 +161,8 @@ def advice(facts: dict[str, str]) -> list[str]:
     if faster >= 1.5 and facts["GPU"] == "none":
         chosen = "auto chooses it for models with a hidden size of at least 384." if has_bf16() else "auto is float32."
         lines.append(
-            f"matrix products are {faster:.1f} times as fast in bfloat16, so precision: bf16 makes training and sampling"
-            f" faster; results differ by rounding. precision: {chosen}"
+            f"matrix products are {faster:.1f} times as fast in bfloat16: precision: bf16 makes training and sampling"
+            f" faster. Results differ by rounding. precision: {chosen}"
         )
     if faster < 1.2:
         lines.append(

@@ -151,7 +151,7 @@ def test_a_stage_is_refused_if_its_adapter_has_another_base(done, tmp_path):
 def test_in_bf16_trained_weights_are_float32_and_adapters_are_merged_in_float32(done, tmp_path):
     model = str(done / "sft" / "model")
     shown = run(tmp_path / "full.yaml", more(done, model=model, precision="bf16"))
-    assert re.search(r"LlamaForCausalLM, .* trained, float32", shown), shown
+    assert re.search(r"LlamaForCausalLM, .* trained, float32, passes in bf16", shown), shown
     shown = run(tmp_path / "run.yaml", more(done, model=model, precision="bf16", adapter={"r": 2}))
     assert re.search(r"LlamaForCausalLM, .* trained, bfloat16", shown), shown
     stage = tmp_path / "run" / "more"

@@ -291,7 +291,7 @@ def test_a_pipeline_samples_with_tools_and_learns_from_it(tmp_path: Path, monkey
             return asks(x if tried[prompt] == 1 else x + 2)
         return re.findall(r"<tool_response>\n(\d+)", prompt)[-1] + "<|im_end|>"
 
-    def factory(settings: Any, critic: Any = None) -> Callable[..., ScriptedGenerator]:
+    def factory(settings: Any, critic: Any = None, frozen: bool = False) -> Callable[..., ScriptedGenerator]:
         return lambda model, tokenizer: ScriptedGenerator(tokenizer, writes)
 
     monkeypatch.setattr("burnish.config.row_stage.factory", factory)

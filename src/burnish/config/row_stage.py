@@ -340,7 +340,8 @@ class _Run:
             critic = loaded.value_head if self.spec.values else None
             if critic is not None and (name := self.stage.generator.name) in WITHOUT_VALUES:
                 raise UserError(f"{loaded.reference} has a value head, and {NO_VALUES.format(name=name)}")
-            self._generators[loaded.reference] = factory(self.stage.generator, critic)(loaded.model, loaded.tokenizer)
+            make = factory(self.stage.generator, critic, frozen=True)
+            self._generators[loaded.reference] = make(loaded.model, loaded.tokenizer)
         return self._generators[loaded.reference]
 
     def judge(self, settings: JudgeSettings) -> StoredJudge:

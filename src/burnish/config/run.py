@@ -35,6 +35,7 @@ from burnish.errors import UserError
 from burnish.judges.endpoint import read_key
 from burnish.machine import limit_threads
 from burnish.models import quantize
+from burnish.models.precision import resolve
 from burnish.report import page as report
 from burnish.report.display import Display
 from burnish.report.rounds import Rounds, grouped, round_of
@@ -260,7 +261,7 @@ def _check_all(recipe: Recipe, processes: Processes) -> None:
             _check_rows(RowStage(recipe, stage))
             continue
         training = TrainingStage(recipe, stage, processes)
-        arguments = training.arguments()
+        arguments = training.arguments(resolve(stage.precision, None))  # the model may not be there yet
         if processes.sharded:
             _check_sharded(stage, arguments)
         if stage.precision == "fp16" and not torch.cuda.is_available():

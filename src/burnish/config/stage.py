@@ -432,9 +432,10 @@ def _model_line(source: str, summary: Mapping[str, Any]) -> str:
     """One line that sums up a model: ``sft/model: LlamaForCausalLM, 181,568 parameters, all trained, ...``."""
     total, trained = summary["parameters"], summary["trainable"]
     share = "all" if trained == total else f"{trained:,} ({number(trained / total, share=True)})"
+    passes = "" if summary["precision"] == "float32" else f", passes in {summary['precision']}"
     pad, eos, bos = ("none" if token is None else token for token in summary["pad/eos/bos"])
     return (
-        f"{source}: {summary['class']}, {total:,} parameters, {share} trained, {summary['precision']}, "
+        f"{source}: {summary['class']}, {total:,} parameters, {share} trained, {summary['dtype']}{passes}, "
         f"ids of pad {pad}, eos {eos}, bos {bos}"
     )
 

@@ -5,7 +5,7 @@ Given a plain weight, oneDNN reorders it in every call. With few rows, this take
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,7 +36,7 @@ def copies(model: nn.Module, max_bytes: int) -> Blocked:
     if not linear.has_onednn():
         return {}
     layers = [module for module in model.modules() if type(module) is linear.Linear and _fits(module)]
-    if sum(layer.weight.nbytes for layer in layers) > max_bytes:
+    if bytes_of(layers) > max_bytes:
         return {}
     return {layer: torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS) for layer in layers}
 
@@ -52,6 +52,12 @@ def using(blocked: Blocked) -> Iterator[None]:
     finally:
         for layer in blocked:
             del vars(layer)["blocked"]
+
+
+def bytes_of(layers: Iterable[nn.Module]) -> int:
+    """The memory that copies for these layers take. Other modules than linear layers take none."""
+    weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+    return sum(weight.nbytes for weight in weights if weight.dtype in DTYPES and weight.numel() >= FEWEST_WEIGHTS)
 
 
 def _fits(layer: linear.Linear) -> bool:

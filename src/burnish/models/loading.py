@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import inspect
 import pickle
 import shutil
 import uuid
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +114,9 @@ def describe(reference: str) -> bases.Base:
 
 def convert_gguf(path: Path) -> Path:
     """Dequantize a GGUF file to a model folder in float32, unless the cache has it already; returns the folder."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
+    folder = cache_folder() / "models" / f"{path.stem}-{_digest(path, *_stamp(path))[:16]}"
     if folder.is_dir():
-        if (damage := files.damage(folder)) is None:
+        if (damage := _damage(folder, *map(_stamp, sorted(folder.iterdir())))) is None:
             return folder
         warnings.warn(f"{folder}: {damage}: it will be rebuilt", stacklevel=2)
         with contextlib.suppress(OSError):  # another process is removing it
@@ -148,6 +146,22 @@ def convert_gguf(path: Path) -> Path:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and time of the last change. A file that has the same ones is not read again."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _digest(path: Path, *stamp: int) -> str:
+    return files.sha256(path)
+
+
+@lru_cache(maxsize=8)
+def _damage(folder: Path, *stamps: tuple[int, int]) -> str | None:
+    return files.damage(folder)
 
 
 def load_tokenizer(reference: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

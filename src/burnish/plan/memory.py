@@ -49,7 +49,7 @@ class Sampling:
     passes: int
     """Logits of a decoding pass, or the activations of the pass over the prompts, whichever is larger."""
     copy: int = 0
-    """An unsharded copy of the policy, or that of a generator in another process."""
+    """An unsharded copy of the policy, that of a generator in another process, or that of linear weights on a CPU."""
 
 
 @dataclass(frozen=True)

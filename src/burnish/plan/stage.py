@@ -20,9 +20,10 @@ from burnish.config.row_stage import CHUNK, RowStage
 from burnish.config.schema import RewardFromModel, any_spec
 from burnish.data import readers
 from burnish.generate.kv_cache import BLOCK
+from burnish.generate.local import COPIED_SHARE
 from burnish.generate.session import PREFILL_TOKENS
 from burnish.generate.settings import CLASSES
-from burnish.kernels import grouped
+from burnish.kernels import blocked, grouped, linear
 from burnish.machine import memory_bytes
 from burnish.methods.dpo import DPO
 from burnish.methods.settings import PolicyGradientConfig
@@ -297,6 +298,14 @@ def _sampling(
     return Sampling(int(share * together * columns * cache_bytes(model)), max(logits, prompts), copy)
 
 
+def _blocked(stage: Stage, model: nn.Module, machine: Machine) -> int:
+    """The copies of linear weights with which ``local`` samples from a model that is not trained."""
+    if machine.gpu or stage.generator.name != "local" or not linear.has_onednn():
+        return 0
+    needed = blocked.bytes_of(model.modules())
+    return needed if needed <= memory_bytes() // COPIED_SHARE else 0
+
+
 def _class(reference: str) -> Any:
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
@@ -322,6 +331,7 @@ def _row_stage(
             lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer), row_tokens)
         wanted = CHUNK * stage.generation.samples
         sampling = _sampling(stage, model, found[0], wanted, lengths, machine, sharded=False)
+        sampling = replace(sampling, copy=sampling.copy + _blocked(stage, model, machine))
     needs = Needs(whole=tuple(found), sampling=sampling, reserved=machine.reserved)
     return StagePlan(stage.name, needs, lengths, None)
 
