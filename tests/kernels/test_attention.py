@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 
 import builders
-from burnish.kernels import attention, grouped
+from burnish.kernels import attention, enable, grouped
 from burnish.models import forward
 from burnish.models.batching import collate
 from burnish.models.forward import has_varlen, hidden_states, prefers_packed
@@ -111,6 +111,37 @@ def test_recomputed_activations_see_the_same_runs():
     states = last_states(model, batch)
     assert torch.equal(states[0], expected[0])
     assert all(torch.equal(a, b) for a, b in zip(states[1], expected[1], strict=True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padded_rows_in_half_precision_are_computed_in_float32_and_rounded_once(masked):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 7, 8).bfloat16() for _ in range(3)]
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.bfloat16).masked_fill_(torch.ones(7, 7).triu(4).bool(), -1e9)
+    layer, weights = SimpleNamespace(is_causal=False, num_key_value_groups=1), torch.randn(2, 7, 4, 8)
+
+    def attended(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        states, _ = attention.sdpa(layer, *leaves, mask.to(dtype) if masked else None)  # type: ignore[arg-type]
+        (states.float() * weights.bfloat16().float()).sum().backward()
+        assert states.dtype == dtype
+        return [states.detach(), *(x.grad for x in leaves)]  # type: ignore[list-item]
+
+    for half, exact in zip(attended(torch.bfloat16), attended(torch.float32), strict=True):
+        assert torch.equal(half, exact.bfloat16())
+
+
+def test_an_encoder_trains_with_attention_in_float32_under_autocast(monkeypatch):
+    config = hf.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model: Any = enable(hf.BertModel(config))
+    plain, seen = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q.dtype) or plain(q, *a, **k))
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=ids, attention_mask=mask).last_hidden_state.sum().backward()
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask)
+    assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_without_onednn_half_precision_on_a_cpu_is_computed_in_float32(monkeypatch):

@@ -3,8 +3,9 @@
 Importing Burnish changes nothing. Only these functions do:
 
 - ``set_environment`` sets environment variables. Only the command line calls it.
-- ``prepare_process`` limits oneDNN's caches (also by environment variables), and registers two attention
-  implementations with transformers. Loading a model calls it.
+- ``prepare_process`` limits oneDNN's caches (also by environment variables), registers two attention implementations
+  with transformers, and replaces its ``sdpa`` by one that trains faster in half precision on a CPU. Loading a model
+  calls it.
 - ``enable`` changes the classes of a model's linear layers and LoRA layers permanently.
 - ``use_packed_attention`` changes a model's attention implementation until it is called again.
 - ``decoding_attention`` changes a model's attention implementation within a context.
@@ -68,6 +69,7 @@ def prepare_process() -> None:
     for name, value in CACHE_LIMITS.items():
         os.environ.setdefault(name, value)
     # Without disable, torch.compile would recompile the model for every set of lengths.
+    AttentionInterface.register("sdpa", attention.sdpa)
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.varlen))
     AttentionMaskInterface.register(attention.NAME, sdpa_mask)
     AttentionInterface.register(decoding.NAME, decoding.attend)

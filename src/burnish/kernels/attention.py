@@ -68,7 +68,7 @@ def varlen(
         ValueError: if the layer needs a soft cap, a sliding window, a bias or an attention sink.
     """
     if segments is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if unknown := {name for name in UNKNOWN if kwargs.get(name) is not None}:
         raise ValueError(f"packed attention does not support {', '.join(sorted(unknown))}")
     dtype = computed_in(query.dtype, query.device)
@@ -83,6 +83,32 @@ def varlen(
             states = by_sequence(upcast(query), upcast(key), upcast(value), dropout, scaling, segments.segments)
             return states.to(query.dtype), None
     return by_sequence(query, key, value, dropout, scaling, segments.segments), None
+
+
+def sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' ``sdpa``. With gradients and in half precision on a CPU, it computes in float32.
+
+    The backward pass of PyTorch's kernel takes three times as long in bfloat16, and is less accurate.
+    """
+    half = computed_in(query.dtype, query.device) in (torch.bfloat16, torch.float16)
+    if query.device.type != "cpu" or not half or not torch.is_grad_enabled():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.float()
+    with torch.autocast("cpu", enabled=False):
+        states, _ = sdpa_attention_forward(
+            module, query.float(), key.float(), value.float(), attention_mask, dropout, scaling, **kwargs
+        )
+    return states.to(query.dtype), None
 
 
 def by_sequence(
