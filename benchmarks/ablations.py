@@ -56,6 +56,13 @@ def attention_of_torch() -> None:
     grouped.fits = lambda dtype, device: False
 
 
+def padded_attention_of_torch() -> None:
+    """Attention of padded rows is in bfloat16."""
+    from burnish.kernels import attention
+
+    attention.sdpa = attention.sdpa_attention_forward
+
+
 def layers_of_peft() -> None:
     """LoRA layers are peft's."""
     from burnish.kernels import lora
@@ -111,6 +118,7 @@ ABLATIONS = {
 
 IN_HALF = {
     "attention": Without("grouped attention: PyTorch's in float32, row by row", ("sft",), patch=attention_of_torch),
+    "padded": Without("attention of padded rows in float32", ("reward",), patch=padded_attention_of_torch),
     "lora": Without("Burnish's LoRA layers: those of peft", ("sft",), patch=layers_of_peft),
     "logits": Without("logits in bfloat16: converted to float32", ("sft",), patch=wide_logits),
 }

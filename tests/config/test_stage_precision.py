@@ -42,4 +42,5 @@ def test_auto_follows_the_model_unless_the_stage_resumes(
         torch.save(state, checkpoint / RESUME_STATE)
         files.seal(checkpoint)
     recipe = load(Path("run.yaml"))
-    assert TrainingStage(recipe, recipe.stages[0]).precision == expected
+    stage = TrainingStage(recipe, recipe.stages[0])
+    assert stage.precision_from(stage.start) == expected

@@ -130,8 +130,16 @@ def test_a_gguf_file_is_converted_once_for_its_bytes(tmp_path, monkeypatch, tiny
     assert Path(first).parent == tmp_path / "cache" / "models"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(first).iterdir()}
     assert resolve(str(file)) == first and len(calls) == 2
+    with monkeypatch.context() as unread:  # neither the file nor the folder is read again while they are the same
+        unread.setattr("burnish.files.sha256", lambda path: pytest.fail(f"reads {path}"))
+        assert resolve(str(file)) == first
+    weights = Path(first) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match=r"model\.safetensors has changed since it was saved: it will be rebuilt"):
+        assert resolve(str(file)) == first
+    assert len(calls) == 4
     file.write_bytes(b"GGUF two")
-    assert resolve(str(file)) != first and len(calls) == 4
+    assert resolve(str(file)) != first and len(calls) == 6
 
 
 def test_two_processes_that_convert_one_file_do_not_collide(tmp_path, monkeypatch, tiny_llama, tiny_tokenizer):

@@ -11,7 +11,7 @@ import pytest
 
 from burnish.generate.local import LocalGenerator
 from burnish.generate.protocol import complete
-from burnish.kernels import blocked, grouped, linear, lora
+from burnish.kernels import attention, blocked, grouped, linear, lora
 from burnish.models import forward, layout
 from generating import PAD, requests
 from tiny_runs import distance, gradient
@@ -24,6 +24,7 @@ PATCHED: list[tuple[Any, str]] = [
     (grouped, "fits"),
     (lora.LoraLinear, "forward"),
     (blocked, "copies"),
+    (attention, "sdpa"),
     (forward, "head"),
     (forward, "at_learned"),
 ]
@@ -44,7 +45,7 @@ def ablations(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("table", "name"),
     [
         *(("ABLATIONS", name) for name in ("products", "packing", "sorting", "budget", "head", "all")),
-        *(("IN_HALF", name) for name in ("attention", "lora", "logits")),
+        *(("IN_HALF", name) for name in ("attention", "padded", "lora", "logits")),
     ],
 )
 def test_the_gradient_stays_the_same(table: str, name: str, ablations: Any, make: Any, tiny_llama: Any) -> None:

@@ -58,6 +58,9 @@ class TrainingStage:
             process has read all inputs: what it downloads, converts or merges, the others find.
     """
 
+    precision: Precision
+    """``float32``, ``bf16`` or ``fp16``. ``run`` and ``follow`` set it."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -92,16 +95,13 @@ class TrainingStage:
         """Later checkpoints that are damaged, each with the reason."""
         return self._checkpoints[1]
 
-    @cached_property
-    def precision(self) -> Precision:
-        """What the stage's ``precision`` means here. A stage that resumes keeps what it began with."""
-        if self.start is None:
-            return resolve(self.stage.precision, self._width(self.source))
-        begun: Any = checkpoint.precision_of(self.start)
+    def precision_from(self, start: Path | None) -> Precision:
+        """What the stage's ``precision`` means here. A stage that resumes from a checkpoint keeps what it began with."""
+        if start is None:
+            width = loading.width(self.source, trust_remote_code=self.stage.trust_remote_code)
+            return resolve(self.stage.precision, width)
+        begun: Any = checkpoint.precision_of(start)
         return "float32" if begun == "no" else begun
-
-    def _width(self, reference: str) -> int | None:
-        return loading.width(reference, trust_remote_code=self.stage.trust_remote_code)
 
     @property
     def advice(self) -> str | None:
@@ -126,6 +126,7 @@ class TrainingStage:
         if start is None:
             recorder.truncate({})
         with contextlib.ExitStack() as stack:
+            self.precision = self.precision_from(start)
             inputs = self._inputs(stack, screen)
             self._check_data(entry, checksums)
             if warning := sources.overlap(self.data, self.recipe.folder):
@@ -148,10 +149,12 @@ class TrainingStage:
 
     def follow(self, screen: Display, checkpoint: str | None) -> None:
         """Do what ``run`` does in the first process, without writing anything."""
+        start = Path(checkpoint) if checkpoint else None
+        self.precision = self.precision_from(start)
         with contextlib.ExitStack() as stack:
             inputs = self._inputs(stack, screen)
             trainer = self._trainer(inputs, None, screen)
-            self._train(trainer, Path(checkpoint) if checkpoint else None, inputs.splits, screen)
+            self._train(trainer, start, inputs.splits, screen)
             trainer.engine.state_dict()  # the part of each process in what the first one saves
             trainer.engine.whole_critic()
 

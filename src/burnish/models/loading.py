@@ -150,17 +150,22 @@ def convert_gguf(path: Path) -> Path:
 
 def _stamp(path: Path) -> tuple[int, int]:
     """Size and time of the last change. A file that has the same ones is not read again."""
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # another process has removed it
+        return -1, -1
     return status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=8)
 def _digest(path: Path, *stamp: int) -> str:
+    """The SHA-256 of a file with this stamp."""
     return files.sha256(path)
 
 
 @lru_cache(maxsize=8)
 def _damage(folder: Path, *stamps: tuple[int, int]) -> str | None:
+    """What is wrong with a sealed folder whose files have these stamps."""
     return files.damage(folder)
 
 
