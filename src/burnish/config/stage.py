@@ -96,7 +96,7 @@ class TrainingStage:
         return self._checkpoints[1]
 
     def precision_from(self, start: Path | None) -> Precision:
-        """What the stage's ``precision`` means here. A stage that resumes from a checkpoint keeps what it began with."""
+        """What the stage's ``precision`` means here. A stage that resumes keeps what it began with."""
         if start is None:
             width = loading.width(self.source, trust_remote_code=self.stage.trust_remote_code)
             return resolve(self.stage.precision, width)

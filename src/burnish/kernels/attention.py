@@ -95,7 +95,7 @@ def sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``. With gradients and in half precision on a CPU, it computes in float32.
+    """The ``sdpa`` of transformers. With gradients and in half precision on a CPU, it computes in float32.
 
     The backward pass of PyTorch's kernel takes three times as long in bfloat16, and is less accurate.
     """
