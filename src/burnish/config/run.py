@@ -36,6 +36,7 @@ from burnish.judges.endpoint import read_key
 from burnish.machine import limit_threads
 from burnish.models import quantize
 from burnish.models.precision import resolve
+from burnish.models.settings import Precision
 from burnish.report import page as report
 from burnish.report.display import Display
 from burnish.report.rounds import Rounds, grouped, round_of
@@ -130,7 +131,8 @@ def _follow(recipe: Recipe, processes: Processes, termination: Termination) -> N
                     "all machines of a run need the same file system: name a folder on it with out=FOLDER"
                 )
             stage = loops.with_last_rounds(recipe.stages[message["number"] - 1], recipe, message["last"])
-            TrainingStage(recipe, stage, processes, termination).follow(screen, message["checkpoint"])
+            follower = TrainingStage(recipe, stage, processes, termination)
+            follower.follow(screen, message["checkpoint"], message["precision"])
 
 
 REPORTED = ("burnish.render.encode", "burnish.data.streaming")
@@ -221,11 +223,18 @@ def _run_stages(
             screen.message(f"{item.name} {item.state}")
 
 
-def _tell(recipe: Recipe, processes: Processes, number: int, last: dict[str, int], checkpoint: Path | None) -> None:
+def _tell(
+    recipe: Recipe,
+    processes: Processes,
+    number: int,
+    last: dict[str, int],
+    checkpoint: Path | None,
+    precision: Precision,
+) -> None:
     """Tell the other processes to train a stage from a checkpoint. ``last`` is what ``loops.ended`` returned."""
     lock = (recipe.folder / LOCK).read_text("utf-8")  # tells them whether they see the same folder
     start = str(checkpoint) if checkpoint else None
-    processes.tell({"number": number, "last": last, "checkpoint": start, "lock": lock})
+    processes.tell({"number": number, "last": last, "checkpoint": start, "precision": precision, "lock": lock})
 
 
 def _other_processes(entry: Mapping[str, Any], recipe: Recipe, processes: Processes) -> str | None:

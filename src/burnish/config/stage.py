@@ -54,8 +54,8 @@ class TrainingStage:
         stage: the stage.
         processes: the processes that train. The first one calls ``run`` and the others ``follow``.
         termination: SIGTERM, which ends training with a checkpoint.
-        announce: makes the other processes follow. It is called with the checkpoint to resume from, once the first
-            process has read all inputs: what it downloads, converts or merges, the others find.
+        announce: makes the other processes follow. It is called with the checkpoint to resume from and the precision,
+            once the first process has read all inputs: what it downloads, converts or merges, the others find.
     """
 
     precision: Precision
@@ -67,7 +67,7 @@ class TrainingStage:
         stage: Stage,
         processes: Processes | None = None,
         termination: Termination | None = None,
-        announce: Callable[[Path | None], None] = lambda checkpoint: None,
+        announce: Callable[[Path | None, Precision], None] = lambda checkpoint, precision: None,
     ) -> None:
         assert stage.method is not None and stage.model is not None and stage.data is not None
         self.recipe, self.stage = recipe, stage
@@ -133,7 +133,7 @@ class TrainingStage:
                 screen.message(warning)
             if advice := self.advice:
                 screen.message(advice)
-            self.announce(start)
+            self.announce(start, self.precision)
             trainer = self._trainer(inputs, recorder, screen)
             counts = self._train(trainer, start, inputs.splits, screen)
             recorder.offsets()  # flush to disk what was logged after the last checkpoint
@@ -147,10 +147,10 @@ class TrainingStage:
         written = files.listed(self.folder / "model")
         return outcome | {"files": {f"model/{name}": digest for name, digest in written.items()}}
 
-    def follow(self, screen: Display, checkpoint: str | None) -> None:
+    def follow(self, screen: Display, checkpoint: str | None, precision: Precision) -> None:
         """Do what ``run`` does in the first process, without writing anything."""
         start = Path(checkpoint) if checkpoint else None
-        self.precision = self.precision_from(start)
+        self.precision = precision
         with contextlib.ExitStack() as stack:
             inputs = self._inputs(stack, screen)
             trainer = self._trainer(inputs, None, screen)
