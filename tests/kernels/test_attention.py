@@ -141,7 +141,8 @@ def test_an_encoder_trains_with_attention_in_float32_under_autocast(monkeypatch)
         model(input_ids=ids, attention_mask=mask).last_hidden_state.sum().backward()
         with torch.no_grad():
             model(input_ids=ids, attention_mask=mask)
-    assert seen == [torch.float32, torch.bfloat16]
+            model(input_ids=ids[:, :1], attention_mask=mask[:, :1])
+    assert seen == [torch.float32, torch.float32, torch.bfloat16]
 
 
 def test_without_onednn_half_precision_on_a_cpu_is_computed_in_float32(monkeypatch):

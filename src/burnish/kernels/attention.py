@@ -95,12 +95,14 @@ def sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The ``sdpa`` of transformers. With gradients and in half precision on a CPU, it computes in float32.
+    """The ``sdpa`` of transformers. In half precision on a CPU, it computes in float32, except for single queries.
 
-    The backward pass of PyTorch's kernel takes three times as long in bfloat16, and is less accurate.
+    The backward pass of PyTorch's kernel takes three times as long in bfloat16, and is less accurate. Passes without
+    gradient are computed in the same way, so that a policy and its reference have the same log-probabilities. Decoding
+    has one query a row, and would convert all keys for it.
     """
     half = computed_in(query.dtype, query.device) in (torch.bfloat16, torch.float16)
-    if query.device.type != "cpu" or not half or not torch.is_grad_enabled():
+    if query.device.type != "cpu" or not half or query.shape[2] == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()
