@@ -71,7 +71,7 @@ def layers_of_peft() -> None:
 
 
 def plain_weights() -> None:
-    """Frozen models sample with their weights as they are."""
+    """Models sample with their weights as they are."""
     from burnish.kernels import blocked
 
     blocked.copies = lambda model, max_bytes: {}
@@ -111,6 +111,7 @@ ABLATIONS = {
         ("grpo", "ppo"),
         settings={"correction": {"mode": "truncate", "cap": 1e9}},
     ),
+    "copies": Without("copies of the weights for sampling", ("grpo", "ppo"), patch=plain_weights),
     "precomputed": Without("the reference worked out once", ("dpo",), settings={"reference": "live"}),
     "head": Without("the head on learned tokens only", ("sft", "dpo"), patch=head_everywhere),
     "all": Without("all of this but oneDNN: one padded batch", ("sft", "dpo"), APART, patch=head_everywhere),

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -87,8 +88,13 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
     else:
         data, method = rows(batch * (1 + steps), length), SFT()
     ends: list[tuple[float, float]] = []
+    peaks: list[int] = []
 
     class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            peaks.append(peak())
+            Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak starts again at what is in use
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append((time.process_time(), time.perf_counter()))
 
@@ -123,7 +129,14 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
     else:
         tokens = sum(line["tokens"] for line in [line for line in log if "tokens" in line][1:])
     cpu, wall = (last - first for first, last in zip(ends[epochs - 1], ends[-1], strict=True))
-    return {"tokens": tokens, "cpu": cpu, "wall": wall, "losses": [x["loss"] for x in log if "loss" in x]}
+    in_training = peak()
+    memory = {"peak": max(in_training, *peaks), "peak_in_training": in_training}
+    return {"tokens": tokens, "cpu": cpu, "wall": wall, "losses": [x["loss"] for x in log if "loss" in x]} | memory
+
+
+def peak() -> int:
+    """The peak resident memory of this process in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def decode(precision: str, rows: int) -> dict[str, Any]:
@@ -142,7 +155,7 @@ def decode(precision: str, rows: int) -> dict[str, Any]:
         began = time.process_time()
         complete(generator, [Request(prompt, seed, sampling) for seed, prompt in enumerate(prompts)])
         times.append(time.process_time() - began)
-    return {"tokens": rows * DECODED, "cpu": median(times), "losses": []}
+    return {"tokens": rows * DECODED, "cpu": median(times), "losses": [], "peak": peak()}
 
 
 def loaded(precision: str, folder: str | None = None) -> tuple[Any, Any]:
@@ -242,7 +255,7 @@ def main() -> None:
         how = (options.case, options.precision, options.steps)
         found = decode(options.precision, number) if decodes else train(*how, options.model)
         if os.environ.get("RANK", "0") == "0":
-            print(json.dumps(found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+            print(json.dumps(found))
         return
     if options.ablations:
         {"sft": ablate, "decode": ablate_decoding}[options.ablations](options.repeats, options.steps)

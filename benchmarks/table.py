@@ -212,11 +212,13 @@ def main() -> None:
     head = ["case", "precision", "processor", "cores", "a thread for each, times as fast", "a process for each"]
     parts.append(table("All cores", head, *rows))
     rows = [
-        [x["model"], x["base"], processor, f"{x['speed']:,.1f}", f"{x['peak'] / 2**30:.2f}", f"{x['losses'][-1]:.4f}"]
+        [x["model"], x["base"], processor, f"{x['speed']:,.1f}"]
+        + [f"{x[peak] / 2**30:.2f}" for peak in ("peak", "peak_in_training")]
+        + [f"{x['losses'][-1]:.4f}"]
         for processor, found in named("quantized")
         for x in found["cases"]
     ]
-    head = ["model", "base", "processor", "tokens / CPU s", "peak GiB", "last loss"]
+    head = ["model", "base", "processor", "tokens / CPU s", "peak GiB", "after loading", "last loss"]
     parts.append(table("LoRA on quantized bases on a CPU", head, *rows))
     rows = [
         [name, processor, found["machine"]["cores"], f"{x['tokens']:.0f}", f"{x['ratio']:.1f}"]

@@ -21,7 +21,7 @@ from burnish.models.heads import SharedCritic, StepValueHead, load_weights
 from burnish.models.limits import check_ids
 
 COPIED_SHARE = 8
-"""The copies of a frozen model's weights may take one part in so many of the machine's memory."""
+"""The copies of a model's weights may take one part in so many of the machine's memory."""
 
 
 class LocalGenerator:
@@ -43,10 +43,13 @@ class LocalGenerator:
         slots: maximum number of rows decoded together.
         prefix_bytes: maximum memory of stored keys and values. If it is reached, no more are stored in this plan, and
             the next plan drops those that it does not begin with. By default, a quarter of a GPU's memory, or 2 GiB.
-        frozen: whether the weights change only in ``update_weights``. If so, sampling on a CPU with AVX-512 uses copies
-            of the weights of linear layers, which makes it faster, most of all with few rows. The copies are kept
-            until ``update_weights`` or ``close``. They need as much memory as those weights; if that is more than an
-            eighth of the machine's memory, none are made. Log-probabilities differ by rounding from those without.
+        frozen: whether the weights change only in ``update_weights``. If so, the copies described below are kept
+            between plans, until ``update_weights`` or ``close``.
+
+    On a CPU with AVX-512, plans are decoded with copies of the weights of linear layers, which makes sampling faster,
+    most of all with few rows. They are made when a plan begins, and dropped when no plan is left, so the weights may
+    change between plans but not during one. The copies need as much memory as those weights; if that is more than an
+    eighth of the machine's memory, none are made. Log-probabilities differ by rounding from those without.
     """
 
     overlaps = False
@@ -99,17 +102,27 @@ class LocalGenerator:
                     done = [(self._current + index, completion) for index, completion in self._session.step()]
                     if end is not None and time.monotonic() >= end:
                         break
+            self._drop_copies()
         except BaseException:
             self.close()
             raise
         return done
 
     def _copies(self) -> blocked.Blocked:
-        """The copies of the weights for oneDNN, if the model is frozen. They are made for the first plan."""
-        if self._blocked is None:
-            most = machine.memory_bytes() // COPIED_SHARE
-            self._blocked = blocked.copies(kernels.enable(self.model), most) if self.frozen else {}
-        return self._blocked
+        """The copies of the weights for oneDNN. They are made if there are none and requests are in flight."""
+        if self._blocked is None and self._busy:
+            self._blocked = blocked.copies(kernels.enable(self.model), machine.memory_bytes() // COPIED_SHARE)
+        return self._blocked or {}
+
+    def _drop_copies(self) -> None:
+        """Drop the copies of weights that may change before the next plan, if no requests are in flight."""
+        if not self.frozen and not self._busy:
+            self._blocked = None
+
+    @property
+    def _busy(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._plans) or (self._session is not None and self._session.busy)
 
     def _begun(self) -> bool:
         """Whether a plan is being decoded. Begins the next plan if the current one is complete."""
@@ -137,10 +150,11 @@ class LocalGenerator:
         self._plans.clear()
         if self._session is not None:
             self._session.cancel()
+        self._drop_copies()
 
     def drop_cache(self) -> None:
         """Drop the keys and values of earlier requests."""
-        if self._plans or (self._session is not None and self._session.busy):
+        if self._busy:
             raise RuntimeError("requests are in flight: poll them all first")
         self._session = None
 

@@ -49,7 +49,9 @@ class Sampling:
     passes: int
     """Logits of a decoding pass, or the activations of the pass over the prompts, whichever is larger."""
     copy: int = 0
-    """An unsharded copy of the policy, that of a generator in another process, or that of linear weights on a CPU."""
+    """An unsharded copy of the policy, or that of a generator in another process."""
+    blocked: int = 0
+    """Copies of the weights of linear layers in oneDNN's order, which exist only during sampling on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def _step(needs: Needs) -> dict[str, int]:
 def _sampling(needs: Needs) -> dict[str, int]:
     if needs.sampling is None:
         return {}
-    return {"cache": needs.sampling.cache, "logits and prompts": needs.sampling.passes}
+    parts = {"cache": needs.sampling.cache, "logits and prompts": needs.sampling.passes}
+    return parts | {"copies of linear weights": needs.sampling.blocked}
 
 
 def logits_bytes(tokens: int, vocabulary: int, head: int, *, item: int = FLOAT32, filtered: bool = False) -> int:

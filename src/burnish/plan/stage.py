@@ -295,14 +295,18 @@ def _sampling(
     read = max(1, min(PREFILL_TOKENS, together * lengths.prompt))
     prompts = kept_bytes(model, 1, read, _settings(machine.gpu)) // max(1, len(layers_of(model)))
     logits = DECODED * FLOAT32 * together * unwrap(model).config.get_text_config().vocab_size
-    return Sampling(int(share * together * columns * cache_bytes(model)), max(logits, prompts), copy)
+    cache = int(share * together * columns * cache_bytes(model))
+    return Sampling(cache, max(logits, prompts), copy, _blocked(stage, model, share, machine))
 
 
-def _blocked(stage: Stage, model: nn.Module, machine: Machine) -> int:
-    """The copies of linear weights with which ``local`` samples from a model that is not trained."""
-    if machine.gpu or stage.generator.name != "local" or not linear.has_onednn():
+def _blocked(stage: Stage, model: nn.Module, share: float, machine: Machine) -> int:
+    """The copies of linear weights with which ``local`` samples, also in the process of ``process``.
+
+    ``share`` is the size of a weight in the dtype of sampling over that in the model's own.
+    """
+    if machine.gpu or stage.generator.name not in ("local", "process") or not linear.has_onednn():
         return 0
-    needed = blocked.bytes_of(model.modules())
+    needed = int(share * blocked.bytes_of(model.modules()))
     return needed if needed <= memory_bytes() // COPIED_SHARE else 0
 
 
@@ -331,7 +335,6 @@ def _row_stage(
             lengths = row_lengths(recipe, stage, tokenizer, limits_of(unwrap(model).config, tokenizer), row_tokens)
         wanted = CHUNK * stage.generation.samples
         sampling = _sampling(stage, model, found[0], wanted, lengths, machine, sharded=False)
-        sampling = replace(sampling, copy=sampling.copy + _blocked(stage, model, machine))
     needs = Needs(whole=tuple(found), sampling=sampling, reserved=machine.reserved)
     return StagePlan(stage.name, needs, lengths, None)
 

@@ -1,7 +1,8 @@
-"""Generators of frozen models: copies of the weights change completions only by rounding, and are never stale."""
+"""Copies of weights for sampling: they change completions only by rounding, and are never stale."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from burnish import machine
 from burnish.generate.local import COPIED_SHARE, LocalGenerator
-from burnish.generate.protocol import Completion, complete
+from burnish.generate.protocol import Completion, Request, complete
 from burnish.generate.settings import GeneratorSettings, factory
 from burnish.kernels import blocked, linear
 from generating import PAD, llama, plain, requests
@@ -44,6 +45,12 @@ def check_equal(got: list[Completion], expected: list[Completion], tolerance: fl
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=tolerance, rtol=0)
 
 
+def without_copies(model: Any, wanted: list[Request]) -> list[Completion]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "copies", lambda model, max_bytes: {})
+        return complete(LocalGenerator(model, PAD), wanted)
+
+
 @needs_onednn
 @pytest.mark.parametrize("count", [1, 4, 40])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)], ids=str)
@@ -51,9 +58,9 @@ def test_completions_are_equal_up_to_rounding_and_plans_to_the_byte(
     count: int, dtype: torch.dtype, tolerance: float, products: list[int]
 ) -> None:
     model, wanted = llama().to(dtype), requests(count)
-    expected = complete(LocalGenerator(model, PAD), wanted)
+    expected = without_copies(model, wanted)
     assert not products
-    generator = LocalGenerator(model, PAD, frozen=True)
+    generator = LocalGenerator(model, PAD)
     done = complete(generator, wanted)
     assert count in products
     check_equal(done, expected, tolerance)
@@ -66,9 +73,10 @@ def test_completions_are_equal_up_to_rounding_and_plans_to_the_byte(
 
 @needs_onednn
 @pytest.mark.parametrize("own", [True, False])
-def test_new_weights_are_used_at_once(own: bool, products: list[int]) -> None:
+@pytest.mark.parametrize("frozen", [True, False])
+def test_new_weights_are_used_at_once(own: bool, frozen: bool, products: list[int]) -> None:
     model, other, wanted = llama(), llama(1), requests(4)
-    generator = LocalGenerator(model, PAD, frozen=True)
+    generator = LocalGenerator(model, PAD, frozen=frozen)
     before = complete(generator, wanted)
     if own:
         model.load_state_dict(other.state_dict())
@@ -76,7 +84,40 @@ def test_new_weights_are_used_at_once(own: bool, products: list[int]) -> None:
     products.clear()
     after = complete(generator, wanted)
     assert products and plain(after) != plain(before)
-    check_equal(after, complete(LocalGenerator(other, PAD), wanted), 1e-5)
+    check_equal(after, without_copies(other, wanted), 1e-5)
+
+
+@needs_onednn
+def test_without_frozen_weights_may_change_between_plans() -> None:
+    model, other, wanted = llama(), llama(1), requests(4)
+    generator = LocalGenerator(model, PAD)
+    complete(generator, wanted)
+    model.load_state_dict(other.state_dict())
+    check_equal(complete(generator, wanted), without_copies(other, wanted), 1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("frozen", [True, False])
+def test_copies_are_kept_only_while_they_are_used(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, copies = list[weakref.ref[torch.Tensor]](), blocked.copies
+
+    def kept(model: Any, max_bytes: int) -> blocked.Blocked:
+        weights = copies(model, max_bytes)
+        made.append(weakref.ref(next(iter(weights.values()))))
+        return weights
+
+    monkeypatch.setattr(blocked, "copies", kept)
+    generator = LocalGenerator(llama(), PAD, frozen=frozen)
+    assert generator.poll(None) == [] and not made
+    complete(generator, requests(2))
+    assert len(made) == 1 and (made[0]() is not None) == frozen
+    generator.submit(requests(2), 0)
+    generator.poll(0.0)
+    assert len(made) == (1 if frozen else 2) and made[-1]() is not None
+    generator.cancel()
+    assert (made[-1]() is not None) == frozen
+    generator.close()
+    assert made[-1]() is None
 
 
 @needs_onednn
@@ -86,11 +127,11 @@ def test_copies_need_at_most_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyP
     for memory, used in ((needed * COPIED_SHARE, True), (needed * COPIED_SHARE - 1, False)):
         monkeypatch.setattr(machine, "memory_bytes", lambda memory=memory: memory)
         products.clear()
-        complete(LocalGenerator(model, PAD, frozen=True), requests(2))
+        complete(LocalGenerator(model, PAD), requests(2))
         assert bool(products) == used
 
 
-def test_only_the_local_generator_of_a_frozen_model_has_copies() -> None:
+def test_only_the_local_generator_of_a_frozen_model_keeps_copies() -> None:
     model = llama()
     made = [
         factory(GeneratorSettings(name=name), frozen=frozen)(model, PAD)
