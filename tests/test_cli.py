@@ -90,6 +90,19 @@ def test_run_imports_only_what_it_needs():
     assert done.stdout.strip() == "set()"
 
 
+def test_the_process_for_templates_starts_before_the_imports():
+    code = (
+        "import sys; from burnish import cli; from burnish.render import worker\n"
+        "def start():\n"
+        "    print({'torch', 'transformers'} & set(sys.modules))\n"
+        "    sys.exit()\n"
+        "worker.start = start\n"
+        "cli.app(['run', 'tiny'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_help_is_fast():
     def seconds():
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -9,7 +9,7 @@ Importing Burnish changes nothing. Only these functions do:
 - ``enable`` changes the classes of a model's linear layers and LoRA layers permanently.
 - ``use_packed_attention`` changes a model's attention implementation until it is called again.
 - ``decoding_attention`` changes a model's attention implementation within a context.
-- ``blocked.using`` gives linear layers copies of their weights within a context, in which a frozen model samples.
+- ``blocked.using`` gives linear layers copies of their weights within a context, in which a model samples.
 - ``grouped.onednn`` changes the precision of oneDNN's products within a context, in which packed attention is computed.
 
 None of this affects a saved model. Importing this file does not import torch.

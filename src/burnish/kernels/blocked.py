@@ -1,4 +1,4 @@
-"""Copies of the weights of linear layers in oneDNN's blocked layout, for models that only sample on a CPU.
+"""Copies of the weights of linear layers in oneDNN's blocked layout, for sampling on a CPU.
 
 Given a plain weight, oneDNN reorders it in every call. With few rows, this takes as long as the product itself.
 """
