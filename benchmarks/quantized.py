@@ -1,4 +1,4 @@
-"""LoRA on bases in float32, bfloat16, 4 and 8 bits on a CPU: tokens per CPU second, peak memory.
+"""LoRA on bases in float32, bfloat16, 4 and 8 bits on a CPU: tokens per CPU second and peak memory.
 
     python benchmarks/quantized.py
 

@@ -172,10 +172,10 @@ def run(
 
             raise typer.Exit(launch(loaded.parallel, count, arguments))
         processes.connect(loaded.parallel)
-        if any(stage.model is not None and stage.template is None for stage in loaded.stages):
+        if any(stage.model is not None for stage in loaded.stages) and not any(s.template for s in loaded.stages):
             from burnish.render import worker
 
-            worker.start()  # its imports take as long as half a second, and run beside those of this process
+            worker.start()  # its imports take half a second, and run beside those of this process
         with _without_collection():
             from burnish.config import run as pipeline
             from burnish.machine import use_one_gpu

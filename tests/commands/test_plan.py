@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from builders import character_tokenizer, llama
 from burnish import cli
 from burnish.config import load, shipped
 from burnish.config.loading import RECIPES
+from burnish.kernels import blocked, linear
 from burnish.models.loading import package_folder
 from burnish.plan.stage import CPU_RESERVED, Machine, plan_stage
 
@@ -119,6 +122,29 @@ def test_on_a_gpu_the_sampler_of_a_run_in_bf16_has_a_copy_of_half_the_size(folde
     assert "generation copy" not in planned("stages.ppo.precision=float32")
     half = planned()
     assert half["generation copy"] == half["policy"] // 2
+
+
+@pytest.mark.skipif(not linear.has_onednn(), reason="no oneDNN for AVX-512 on this processor")
+def test_copies_of_linear_weights_exist_while_the_policy_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "FEWEST_WEIGHTS", 0)
+    name = "copies of linear weights"
+
+    def planned(*overrides: str, gpu: bool = False) -> dict[str, dict[str, int]]:
+        recipe = load("run.yaml", overrides)
+        (ppo,) = (one for one in recipe.stages if one.name == "ppo")
+        phases = plan_stage(recipe, ppo, Machine(1, 2**30, gpu=gpu, reserved=0)).memory.phases
+        return {phase: dict(parts) for phase, parts in phases.items()}
+
+    model = LlamaForCausalLM.from_pretrained("model")
+    size = sum(module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear))
+    local, process = planned(), planned("stages.ppo.generator.name=process")
+    assert local["sampling"][name] == size and name not in local["training"]
+    assert planned("stages.ppo.adapter.r=4")["sampling"][name] == size
+    bare = planned("stages.ppo.generator.name=process", gpu=True)
+    assert process["training"]["generation copy"] - bare["training"]["generation copy"] >= size
+    assert name not in planned(gpu=True)["sampling"]
+    quantized = planned("stages.ppo.adapter={r: 4, quantize: nf4}")["sampling"]
+    assert quantized[name] == model.lm_head.weight.nbytes
 
 
 def test_adapters_critics_and_optimizers_are_those_of_the_run(folder: Path) -> None:

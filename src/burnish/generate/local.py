@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -21,7 +22,10 @@ from burnish.models.heads import SharedCritic, StepValueHead, load_weights
 from burnish.models.limits import check_ids
 
 COPIED_SHARE = 8
-"""The copies of a model's weights may take one part in so many of the machine's memory."""
+"""The copies of a model's weights, in all processes of a machine, may take one part in so many of its memory."""
+
+FEWEST_TOKENS = 8
+"""Copies that are made for one plan pay off if one of its completions may have so many tokens."""
 
 
 class LocalGenerator:
@@ -44,12 +48,13 @@ class LocalGenerator:
         prefix_bytes: maximum memory of stored keys and values. If it is reached, no more are stored in this plan, and
             the next plan drops those that it does not begin with. By default, a quarter of a GPU's memory, or 2 GiB.
         frozen: whether the weights change only in ``update_weights``. If so, the copies described below are kept
-            between plans, until ``update_weights`` or ``close``.
+            between plans.
 
     On a CPU with AVX-512, plans are decoded with copies of the weights of linear layers, which makes sampling faster,
-    most of all with few rows. They are made when a plan begins, and dropped when no plan is left, so the weights may
-    change between plans but not during one. The copies need as much memory as those weights; if that is more than an
-    eighth of the machine's memory, none are made. Log-probabilities differ by rounding from those without.
+    most of all with few rows. They are made when a plan of at least ``FEWEST_TOKENS`` new tokens begins, and dropped
+    when no plan is left, so the weights may change between plans but not during one. The copies need as much memory as
+    those weights; if that is more than an eighth of the machine's memory, divided by the number of training processes
+    on it, none are made. Log-probabilities differ by rounding from those without.
     """
 
     overlaps = False
@@ -70,12 +75,12 @@ class LocalGenerator:
         self._plans = PlanQueue()
         self._current: Handle | None = None  # the handle of the first request of the plan that is being decoded
         self._session: DecodingSession | None = None
-        self._blocked: blocked.Blocked | None = None
+        self._blocked: blocked.Blocked = {}
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | Path) -> None:
         """Load weights, except those that are the model's own tensors, and drop the cache."""
         self.drop_cache()
-        self._blocked = None
+        self._blocked = {}
         load_named(self.model, weights)
         self.version = version
 
@@ -96,10 +101,11 @@ class LocalGenerator:
         end = None if timeout is None else time.monotonic() + timeout
         done: list[tuple[Handle, Completion]] = []
         try:
-            with evaluating(self.model), blocked.using(self._copies()):
+            with evaluating(self.model):
                 while not done and self._begun():
                     assert self._session is not None and self._current is not None
-                    done = [(self._current + index, completion) for index, completion in self._session.step()]
+                    with blocked.using(self._blocked):
+                        done = [(self._current + index, completion) for index, completion in self._session.step()]
                     if end is not None and time.monotonic() >= end:
                         break
             self._drop_copies()
@@ -108,21 +114,15 @@ class LocalGenerator:
             raise
         return done
 
-    def _copies(self) -> blocked.Blocked:
-        """The copies of the weights for oneDNN. They are made if there are none and requests are in flight."""
-        if self._blocked is None and self._busy:
-            self._blocked = blocked.copies(kernels.enable(self.model), machine.memory_bytes() // COPIED_SHARE)
-        return self._blocked or {}
-
-    def _drop_copies(self) -> None:
-        """Drop the copies of weights that may change before the next plan, if no requests are in flight."""
-        if not self.frozen and not self._busy:
-            self._blocked = None
-
     @property
     def _busy(self) -> bool:
         """Whether requests are in flight."""
         return bool(self._plans) or (self._session is not None and self._session.busy)
+
+    def _drop_copies(self) -> None:
+        """Drop the copies of weights that may change before the next plan, if no requests are in flight."""
+        if not self.frozen and not self._busy:
+            self._blocked = {}
 
     def _begun(self) -> bool:
         """Whether a plan is being decoded. Begins the next plan if the current one is complete."""
@@ -137,6 +137,9 @@ class LocalGenerator:
                 model, self.tokenizer, self.critic, self.slots, self.version, self.prefix_bytes
             )
         self._current, requests = self._plans.popleft()
+        longest = max((request.sampling.longest for request in requests), default=0)
+        if not self._blocked and (self.frozen or longest >= FEWEST_TOKENS):
+            self._blocked = blocked.copies(kernels.enable(self.model), most_copied_bytes())
         self._session.begin(requests)
         return True
 
@@ -161,7 +164,12 @@ class LocalGenerator:
     def close(self) -> None:
         """Drop the cache and all requests in flight."""
         self._plans.clear()
-        self._session = self._blocked = None
+        self._session, self._blocked = None, {}
+
+
+def most_copied_bytes(processes: int | None = None) -> int:
+    """The memory that copies may take in one of so many processes on this machine; by default, those of this run."""
+    return machine.memory_bytes() // (COPIED_SHARE * (processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def load_named(model: Any, weights: Iterable[tuple[str, Tensor]] | Path) -> None:

@@ -388,7 +388,7 @@ class _Server:
 
     def _handle(self, message: Message) -> None:
         if self._generator is None:
-            self._generator = LocalGenerator(*self._load(), self.slots)
+            self._generator = LocalGenerator(*self._load(), self.slots, frozen=True)
         generator = self._generator
         match message:
             case ("submit", first, requests):

@@ -93,7 +93,7 @@ def factory(settings: GeneratorSettings, critic: Any = None, frozen: bool = Fals
     """A factory that creates the generator of these settings for a model and its tokenizer.
 
     ``critic`` is the head that computes the values of sampled tokens, for ``local``. ``frozen`` says that the weights
-    stay as they are, which makes ``local`` faster.
+    stay as they are, so that ``local`` keeps its copies of them.
     """
     module, _, name = CLASSES[settings.name].partition(":")
     given = settings.model_dump(exclude={"name"}, exclude_none=True)

@@ -29,14 +29,14 @@ def copies(model: nn.Module, max_bytes: int) -> Blocked:
     """Copy the weights of a model's linear layers, its head included, into the blocked layout.
 
     Call ``kernels.enable`` first. Layers of other classes, of other dtypes, on a GPU, with few weights, or whose
-    forward was wrapped by another library are left out.
+    forward was wrapped by another library are left out, and so are the factors of LoRA.
     There are no copies at all if the processor does not have the kernels, or if they would need more than
     ``max_bytes``. A copy does not follow changes of the weight.
     """
     if not linear.has_onednn():
         return {}
-    layers = [module for module in model.modules() if type(module) is linear.Linear and _fits(module)]
-    if bytes_of(layers) > max_bytes:
+    layers = [layer for layer in _copied(model) if isinstance(layer, linear.Linear) and _fits(layer)]
+    if sum(layer.weight.nbytes for layer in layers) > max_bytes:
         return {}
     return {layer: torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS) for layer in layers}
 
@@ -44,22 +44,29 @@ def copies(model: nn.Module, max_bytes: int) -> Blocked:
 @contextmanager
 def using(blocked: Blocked) -> Iterator[None]:
     """Within the context, layers compute with these copies where no gradient is needed. Nothing else reads them."""
-    # not by setattr, which takes longer than all other work of this function, since it looks for parameters
-    for layer, weight in blocked.items():
-        vars(layer)["blocked"] = weight
     try:
+        # not by setattr, which takes longer than all other work of this function, since it looks for parameters
+        for layer, weight in blocked.items():
+            vars(layer)["blocked"] = weight
         yield
     finally:
         for layer in blocked:
-            del vars(layer)["blocked"]
+            vars(layer).pop("blocked", None)
 
 
-def bytes_of(layers: Iterable[nn.Module]) -> int:
-    """The memory that copies for these layers take. Other modules than linear layers take none."""
-    weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
-    return sum(weight.nbytes for weight in weights if weight.dtype in DTYPES and weight.numel() >= FEWEST_WEIGHTS)
+def bytes_of(model: nn.Module) -> int:
+    """The memory that copies of a model's weights take. Its parameters may be on the meta device."""
+    return sum(layer.weight.nbytes for layer in _copied(model))
+
+
+def _copied(model: nn.Module) -> Iterable[nn.Linear]:
+    """The linear layers of which there are copies, if they are on a CPU."""
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, linear.Linear) and ".lora_" not in name:
+            assert isinstance(module, nn.Linear)
+            if module.weight.dtype in DTYPES and module.weight.numel() >= FEWEST_WEIGHTS:
+                yield module
 
 
 def _fits(layer: linear.Linear) -> bool:
-    weight, wrapped = layer.weight, "forward" in vars(layer)
-    return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() >= FEWEST_WEIGHTS and not wrapped
+    return layer.weight.device.type == "cpu" and "forward" not in vars(layer)

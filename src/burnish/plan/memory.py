@@ -51,7 +51,7 @@ class Sampling:
     copy: int = 0
     """An unsharded copy of the policy, or that of a generator in another process."""
     blocked: int = 0
-    """Copies of the weights of linear layers in oneDNN's order, which exist only during sampling on a CPU."""
+    """Copies of the weights of linear layers in oneDNN's layout, which exist only during sampling on a CPU."""
 
 
 @dataclass(frozen=True)

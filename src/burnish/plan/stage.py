@@ -20,7 +20,7 @@ from burnish.config.row_stage import CHUNK, RowStage
 from burnish.config.schema import RewardFromModel, any_spec
 from burnish.data import readers
 from burnish.generate.kv_cache import BLOCK
-from burnish.generate.local import COPIED_SHARE
+from burnish.generate.local import most_copied_bytes
 from burnish.generate.session import PREFILL_TOKENS
 from burnish.generate.settings import CLASSES
 from burnish.kernels import blocked, grouped, linear
@@ -296,18 +296,23 @@ def _sampling(
     prompts = kept_bytes(model, 1, read, _settings(machine.gpu)) // max(1, len(layers_of(model)))
     logits = DECODED * FLOAT32 * together * unwrap(model).config.get_text_config().vocab_size
     cache = int(share * together * columns * cache_bytes(model))
-    return Sampling(cache, max(logits, prompts), copy, _blocked(stage, model, share, machine))
+    copies = _blocked(stage, model, share, machine)
+    if generator.name == "process":  # which keeps them during updates
+        return Sampling(cache, max(logits, prompts), copy + copies)
+    return Sampling(cache, max(logits, prompts), copy, copies)
 
 
 def _blocked(stage: Stage, model: nn.Module, share: float, machine: Machine) -> int:
     """The copies of linear weights with which ``local`` samples, also in the process of ``process``.
 
-    ``share`` is the size of a weight in the dtype of sampling over that in the model's own.
+    ``share`` is the size of a weight in the dtype of sampling over that in the model's own. Of a quantized model, only
+    the head is copied.
     """
     if machine.gpu or stage.generator.name not in ("local", "process") or not linear.has_onednn():
         return 0
-    needed = int(share * blocked.bytes_of(model.modules()))
-    return needed if needed <= memory_bytes() // COPIED_SHARE else 0
+    quantized = stage.adapter is not None and stage.adapter.quantize is not None
+    needed = int(share * blocked.bytes_of(unwrap(model).get_output_embeddings() if quantized else model))
+    return needed if needed <= most_copied_bytes(machine.processes) else 0
 
 
 def _class(reference: str) -> Any:

@@ -105,7 +105,7 @@ class Batch(NamedTuple):
 
 
 def start() -> None:
-    """Start the child if it is not running. This does not wait for its imports, which take a second."""
+    """Start the child if it is not running. This does not wait for its imports, which take half a second."""
     _worker.start()
 
 
