@@ -266,6 +266,8 @@ def main() -> None:
         ratios = sorted(pair["float32"]["cpu"] / pair["bfloat16"]["cpu"] for pair in pairs)
         cases.append({"case": case, "speed": [ratios[0], median(ratios), ratios[-1]], "repeats": pairs})
         print(case, [round(ratio, 2) for ratio in ratios], flush=True)
+    kept = [one for one in run.read("precision").get("cases", []) if options.case not in (None, one["case"])]
+    cases = sorted([*kept, *cases], key=lambda one: CASES.index(one["case"]))
     run.write("precision", {"machine": run.machine() | {"threads": 1}, "cases": cases})
 
 

@@ -73,12 +73,20 @@ def machine() -> dict[str, Any]:
     }
 
 
+def read(name: str) -> dict[str, Any]:
+    """The results of this kind of processor under a name; empty if there are none."""
+    return _results().get(processor(), {}).get(name, {})
+
+
 def write(name: str, found: dict[str, Any]) -> None:
     """Keep results under this kind of processor and a name, beside those that were there."""
-    read = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    kind = read.setdefault(processor(), {})
-    kind[name] = found
-    RESULTS.write_text(json.dumps(read, indent=1) + "\n", "utf-8")
+    results = _results()
+    results.setdefault(processor(), {})[name] = found
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+def _results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
 
 
 def check(method: str, ours: dict[str, Any], theirs: dict[str, Any], precision: str) -> list[dict[str, Any]]:
