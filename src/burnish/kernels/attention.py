@@ -99,10 +99,11 @@ def sdpa(
 
     The backward pass of PyTorch's kernel takes three times as long in bfloat16, and is less accurate. Passes without
     gradient are computed in the same way, so that a policy and its reference have the same log-probabilities. Decoding
-    has one query a row, and would convert all keys for it.
+    has one query a row, and would convert all keys for it. Continuous batching, which passes its ``cache``, writes the
+    keys and values into it in their own dtype.
     """
     half = computed_in(query.dtype, query.device) in (torch.bfloat16, torch.float16)
-    if query.device.type != "cpu" or not half or query.shape[2] == 1:
+    if query.device.type != "cpu" or not half or query.shape[2] == 1 or kwargs.get("cache") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()
