@@ -130,5 +130,6 @@ def test_a_small_run_with_smollm2(tmp_path: Path) -> None:
     )
     folder = run(load("calculator", [*overrides, f"out={tmp_path / 'run'}"]))
     steps = [line for line in read_metrics(folder / "grpo") if "loss" in line]
-    assert len(steps) == 2 and max(line["sampler_mismatch"] for line in steps) < 0.01
+    assert len(steps) == 2
+    assert max(line["sampler_mismatch"] for line in steps) < 0.05  # in bfloat16, where the processor has it
     assert max(line["reward_called"] for line in steps) > 0
