@@ -11,12 +11,9 @@ log-probability of every token, which is compared with a forward pass.
 
 import argparse
 import copy
-import re
-import resource
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,29 +70,19 @@ def prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(vocabulary, (n,)).tolist()) for n in lengths]
 
 
-def peak_mib() -> float:
-    """The most memory this process has held, since ``reset_peak`` where the system can forget."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        (kib,) = re.findall(r"VmHWM:\s+(\d+)", status.read_text())
-        return int(kib) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def reset_peak() -> None:
-    """Let the peak begin at what is held now (Linux)."""
-    forget = Path("/proc/self/clear_refs")
-    if forget.exists():
-        forget.write_text("5")
-
-
 def measure(side: Callable[[int], list[int]], seed: int) -> dict[str, float]:
     """Tokens of one run, its CPU and wall seconds, and its peak of memory."""
-    reset_peak()
+    run.reset_peak()
     wall, cpu = time.perf_counter(), time.process_time()
     tokens = sum(side(seed))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return {"tokens": tokens, "cpu": cpu, "wall": wall, "tokens_per_cpu_second": tokens / cpu, "peak_mib": peak_mib()}
+    return {
+        "tokens": tokens,
+        "cpu": cpu,
+        "wall": wall,
+        "tokens_per_cpu_second": tokens / cpu,
+        "peak_mib": run.peak() / 2**20,
+    }
 
 
 @torch.no_grad()

@@ -18,12 +18,10 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -92,8 +90,8 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            peaks.append(peak())
-            Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak starts again at what is in use
+            peaks.append(run.peak())
+            run.reset_peak()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append((time.process_time(), time.perf_counter()))
@@ -129,14 +127,9 @@ def train(case: str, precision: str, steps: int, folder: str | None = None) -> d
     else:
         tokens = sum(line["tokens"] for line in [line for line in log if "tokens" in line][1:])
     cpu, wall = (last - first for first, last in zip(ends[epochs - 1], ends[-1], strict=True))
-    in_training = peak()
+    in_training = run.peak()
     memory = {"peak": max(in_training, *peaks), "peak_in_training": in_training}
     return {"tokens": tokens, "cpu": cpu, "wall": wall, "losses": [x["loss"] for x in log if "loss" in x]} | memory
-
-
-def peak() -> int:
-    """The peak resident memory of this process in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def decode(precision: str, rows: int) -> dict[str, Any]:
@@ -155,7 +148,7 @@ def decode(precision: str, rows: int) -> dict[str, Any]:
         began = time.process_time()
         complete(generator, [Request(prompt, seed, sampling) for seed, prompt in enumerate(prompts)])
         times.append(time.process_time() - began)
-    return {"tokens": rows * DECODED, "cpu": median(times), "losses": [], "peak": peak()}
+    return {"tokens": rows * DECODED, "cpu": median(times), "losses": [], "peak": run.peak()}
 
 
 def loaded(precision: str, folder: str | None = None) -> tuple[Any, Any]:

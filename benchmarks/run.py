@@ -13,6 +13,8 @@ import json
 import math
 import os
 import platform
+import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -87,6 +89,22 @@ def write(name: str, found: dict[str, Any]) -> None:
 
 def _results() -> dict[str, Any]:
     return json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+
+
+def peak() -> int:
+    """The peak resident memory of this process in bytes, since ``reset_peak`` where the system can forget."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (kib,) = re.findall(r"VmHWM:\s+(\d+)", status.read_text("ascii"))
+        return int(kib) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak() -> None:
+    """Let the peak start again at what is in use now (Linux)."""
+    forget = Path("/proc/self/clear_refs")
+    if forget.exists():
+        forget.write_text("5", "ascii")
 
 
 def check(method: str, ours: dict[str, Any], theirs: dict[str, Any], precision: str) -> list[dict[str, Any]]:

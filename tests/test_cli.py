@@ -70,10 +70,15 @@ def call(*arguments):
     return CliRunner().invoke(cli.app, [str(a) for a in arguments], terminal_width=200)
 
 
+def printed(code, folder=None):
+    """What a new Python process prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout.strip()
+
+
 def test_help_needs_no_torch():
     code = "import sys, burnish.cli; print({'torch', 'transformers', 'datasets', 'yaml'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert printed(code) == "set()"
 
 
 def test_run_imports_only_what_it_needs():
@@ -86,11 +91,10 @@ def test_run_imports_only_what_it_needs():
         "print({name.partition('.')[0] for name in sys.modules} & "
         "{'bitsandbytes', 'fastapi', 'matplotlib', 'ray', 'scipy', 'sklearn', 'starlette', 'torchvision', 'uvicorn'})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert printed(code) == "set()"
 
 
-def test_the_process_for_templates_starts_before_the_imports():
+def test_the_process_for_templates_starts_before_the_imports(tmp_path):
     code = (
         "import sys; from burnish import cli; from burnish.render import worker\n"
         "def start():\n"
@@ -99,8 +103,7 @@ def test_the_process_for_templates_starts_before_the_imports():
         "worker.start = start\n"
         "cli.app(['run', 'tiny'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert printed(code, tmp_path) == "set()"
 
 
 def test_help_is_fast():
