@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from burnish import kernels
-from burnish.kernels.lora import LoraLinear
+from burnish.kernels.lora import LoraLinear, Product
 
 
 class Body(nn.Module):
@@ -96,7 +98,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_up_to_rounding(autocast: boo
 @pytest.mark.parametrize("fused", [True, False], ids=["function", "operations"])
 def test_small_updates_are_not_rounded_away(autocast: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fused:
-        monkeypatch.setattr("burnish.kernels.lora.fits", lambda x, dtype: False)
+        monkeypatch.setattr("burnish.kernels.lora.fits", lambda x, dtype, weight: False)
     theirs, ours = adapted()
     x = torch.randn(512, 48)
     moved = {}
@@ -116,6 +118,43 @@ def test_small_updates_are_not_rounded_away(autocast: bool, fused: bool, monkeyp
         moved[name] = float(((after - before) * wanted).sum() / wanted.square().sum())
     assert moved["ours"] == pytest.approx(1, abs=0.15)
     assert moved["theirs"] < 0.7
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_weight_in_four_bits_is_unpacked_in_each_pass_and_not_kept(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for bitsandbytes: tests/models/test_quantize.py has the real layers."""
+    calls = []
+
+    def dequantize_4bit(packed: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        calls.append(packed)
+        return state[packed.long()]
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", SimpleNamespace(dequantize_4bit=dequantize_4bit))  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    levels, packed = torch.linspace(-1, 1, 16), torch.randint(16, (80, 48), dtype=torch.uint8)
+    weight = nn.Parameter(packed, requires_grad=False)
+    weight.quant_state = levels  # type: ignore[attr-defined]
+    x, a, b = torch.randn(2, 30, 48).bfloat16(), torch.randn(8, 48), torch.randn(80, 8)
+    seen = None if dropout == 0.0 else nn.functional.dropout(x, dropout)
+
+    def made(weight: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, seen)]
+        factors = [t.clone().requires_grad_() for t in (a, b)]
+        out = Product.apply(*inputs, weight, *factors, 0.5)
+        saved = [t for t in out.grad_fn.saved_tensors if t is not None and t.shape == (80, 48)]
+        assert [t.dtype for t in saved] == [weight.dtype]
+        wanted = [t for t in [*inputs, *factors] if t is not None]
+        return [out, *torch.autograd.grad((out.float() * factor).sum(), wanted)]
+
+    factor = torch.linspace(-1, 1, 2 * 30 * 80).view(2, 30, 80)
+    expected = made(levels[packed.long()], torch.float32)
+    got = made(weight, torch.bfloat16)
+    assert len(calls) == 2 and all(call.dtype == torch.uint8 for call in calls)
+    assert got[0].dtype == torch.bfloat16
+    for one, tensor in zip(got, expected, strict=True):
+        assert (one.float() - tensor).norm() < 0.01 * tensor.norm()
 
 
 def test_other_layers_are_left_to_peft() -> None:

@@ -12,7 +12,9 @@ import torch
 import transformers as hf
 from torch import nn
 
+from burnish import kernels
 from burnish.errors import UserError
+from burnish.kernels.lora import OneRounding
 from burnish.models import quantize
 from burnish.models.adapters import add_adapter
 from burnish.models.batching import collate
@@ -43,12 +45,18 @@ def base(tiny_llama, tmp_path) -> Path:
     return tmp_path / "base"
 
 
-def adapted(base: Path, kind: Any, load: Any = load_policy, task: Any = "CAUSAL_LM", **settings: Any) -> Any:
+def adapted(
+    base: Path,
+    kind: Any,
+    load: Any = load_policy,
+    task: Any = "CAUSAL_LM",
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Any:
     torch.manual_seed(0)
-    model = add_adapter(
-        load(str(base), quantized=kind), AdapterConfig(**LORA | settings), task, describe(str(base))
-    ).eval()
-    return shaken(model)
+    model = load(str(base), quantized=kind, dtype=dtype)
+    model = add_adapter(model, AdapterConfig(**LORA | settings), task, describe(str(base))).eval()
+    return shaken(kernels.enable(model))
 
 
 def shaken(model: Any) -> Any:
@@ -154,7 +162,7 @@ def test_only_matrices_are_quantized_and_the_base_is_not_trained(kind, base, bnb
     inner = model.get_base_model()
     quantized = [n for n, m in inner.named_modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
     assert len({name.removesuffix(".base_layer") for name in quantized}) == 14
-    assert type(inner.lm_head) is nn.Linear and head(model)(torch.zeros(1, 64)).dtype == torch.float32
+    assert isinstance(inner.lm_head, nn.Linear) and head(model)(torch.zeros(1, 64)).dtype == torch.float32
     assert all(p.dtype == torch.float32 for n, p in inner.named_parameters() if "norm" in n or "embed" in n)
     assert {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad} <= {
         "lora_A",
@@ -166,6 +174,42 @@ def test_only_matrices_are_quantized_and_the_base_is_not_trained(kind, base, bnb
     gradient(model.train())
     optimizer.step()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_in_bfloat16_the_other_weights_and_the_states_are_bfloat16(kind, base, bnb):
+    model = adapted(base, kind, dtype=torch.bfloat16)
+    others = [p for n, p in model.named_parameters() if "norm" in n or "embed" in n or "lm_head" in n]
+    assert len(others) >= 6 and all(p.dtype == torch.bfloat16 for p in others)
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hidden_states(model, BATCH).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
+def test_the_gradient_in_bfloat16_differs_by_rounding(checkpointing, base, bnb):
+    model = adapted(base, "nf4", dtype=torch.bfloat16)
+    expected = gradient(meant(model, bnb).float())
+    if checkpointing is not None:
+        Network(model).activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradient(model.train())
+    assert distance(actual, expected) < 0.03
+
+
+def test_a_new_adapter_changes_nothing_and_a_small_one_is_not_rounded_away(base, bnb):
+    model = adapted(base, "nf4", dtype=torch.bfloat16)
+    layer: Any = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert OneRounding in type(layer).mro()
+    update, x = layer.lora_B["default"].weight, torch.randn(512, 64).bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        update.zero_()
+        before = layer(x)
+        assert torch.equal(before, layer.base_layer(x))
+        update.fill_(1e-4)
+        wanted = x.float() @ layer.lora_A["default"].weight.t() @ update.t() * layer.scaling["default"]
+        moved = layer(x).float() - before.float()
+    assert float((moved * wanted).sum() / wanted.square().sum()) == pytest.approx(1, abs=0.15)
 
 
 def test_it_is_merged_into_the_full_precision_base(base, tmp_path, bnb):
@@ -184,10 +228,11 @@ def test_it_is_merged_into_the_full_precision_base(base, tmp_path, bnb):
             assert torch.equal(value, exact[name])
 
 
-def test_a_reward_model_has_a_score_head_in_full_precision(base, bnb):
-    model = adapted(base, "nf4", load_reward_model, "SEQ_CLS")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_reward_model_has_a_score_head_in_full_precision(dtype, base, bnb):
+    model = adapted(base, "nf4", load_reward_model, "SEQ_CLS", dtype)
     score = model.get_base_model().score.modules_to_save["default"]
-    assert type(score) is nn.Linear and score.weight.requires_grad and score.weight.dtype == torch.float32
+    assert isinstance(score, nn.Linear) and score.weight.requires_grad and score.weight.dtype == torch.float32
     scores(model, BATCH).sum().backward()
     assert score.weight.grad is not None
 

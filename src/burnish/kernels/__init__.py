@@ -78,8 +78,8 @@ def prepare_process() -> None:
 def enable(model: nn.Module) -> nn.Module:
     """Use Burnish's LoRA layers in a model, and its linear layers if this machine has the kernels. Returns the model.
 
-    Layers of other classes, such as quantized layers, and layers whose forward was wrapped by another library are not
-    changed.
+    Layers of other classes, such as layers quantized to 8 bits, and layers whose forward was wrapped by another library
+    are not changed.
     """
     from peft.tuners import lora as peft_lora
     from torch import nn
@@ -90,6 +90,9 @@ def enable(model: nn.Module) -> nn.Module:
     classes: dict[type, type] = {peft_lora.Linear: lora.LoraLinear}
     if linear.has_onednn():
         classes[nn.Linear] = linear.Linear
+    if any(lora.packing(weight) is not None for weight in model.parameters()):
+        four_bits = peft_lora.Linear4bit
+        classes[four_bits] = lora.in_four_bits(four_bits)
     for module in model.modules():
         if "forward" not in vars(module):
             module.__class__ = classes.get(type(module), type(module))

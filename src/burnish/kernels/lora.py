@@ -3,13 +3,17 @@
 A LoRA layer computes x W^T + s x A^T B^T. If both products are rounded to bfloat16 before they are added, an update
 that is smaller than half of the distance between two such numbers changes nothing, because x W^T already is one of
 them. With SmolLM2-135M, a first step that lowers the loss by 0.125 in float32 lowers it by only 0.036 in bfloat16.
-Here, the second product is added to the first one before that is rounded.
+Here, the second product is added to the first one before that is rounded. Weights in 4 bits are unpacked in the forward
+pass and again in the backward pass, and not kept in between.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,45 +25,81 @@ from burnish.kernels import linear
 from burnish.kernels.attention import computed_in
 
 HALF = (torch.bfloat16, torch.float16)
+LINEAR = (nn.Linear, linear.Linear)
+
+FEW_ROWS = 64
+"""Unpacking a weight in 4 bits on a GPU takes longer than the product of fewer rows."""
 
 
-class LoraLinear(lora.Linear):
-    """``peft.tuners.lora.Linear`` with one rounding, and with fewer operations on a CPU."""
+class OneRounding(nn.Module):
+    """The forward pass of a LoRA layer with one rounding, and with fewer operations on a CPU."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map (..., H) to (..., N)."""
         dtype = computed_in(x.dtype, x.device)
         name = self._only_adapter(args, kwargs)
-        if name is None or not (dtype in HALF or (dtype == torch.float32 and fits(x, dtype))):
-            return super().forward(x, *args, **kwargs)
         base: Any = self.base_layer
+        in_product = fits(x, dtype, base.weight)
+        if name is None or not (in_product or (dtype in HALF and packing(base.weight) is None)):
+            return super().forward(x, *args, **kwargs)
         down: Any = self.lora_A[name]
         up: Any = self.lora_B[name]
         dropped: Tensor | None = self.lora_dropout[name](x)
         if dropped is x:
             dropped = None
         fused, weight = _differentiable, base.weight
-        if fits(x, dtype):
+        if in_product:
             fused, copy = Product.apply, linear.blocked_weight(base, dtype)
             weight = weight if copy is None else copy
         out: Any = fused(x.to(dtype), dropped, weight, down.weight, up.weight, self.scaling[name])
         return out if base.bias is None else out + base.bias.to(dtype)
 
-    def _only_adapter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _only_adapter(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The name of the adapter, if the layer is a plain one with a single active adapter; else None."""
         active = [name for name in self.active_adapters if name in self.lora_A]
         plain = not (args or kwargs or self.disable_adapters or self.merged or self.fan_in_fan_out)
         if not plain or len(active) != 1 or active[0] in self.lora_variant:
             return None
-        factors = (self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]])
-        if any(type(factor) not in (nn.Linear, linear.Linear) for factor in factors) or factors[2].bias is not None:
-            return None
-        return active[0]
+        base, down, up = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
+        known = type(base) in LINEAR or packing(base.weight) is not None
+        return active[0] if known and type(down) in LINEAR and type(up) in LINEAR and up.bias is None else None
 
 
-def fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``Product`` computes this dtype here: on a CPU, in float32 with oneDNN, or in bfloat16."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+class LoraLinear(OneRounding, lora.Linear):
+    """``peft.tuners.lora.Linear`` with one rounding, and with fewer operations on a CPU."""
+
+
+@cache
+def in_four_bits(layer: type[nn.Module]) -> type[nn.Module]:
+    """The same for ``peft.tuners.lora.Linear4bit``, which exists only where bitsandbytes is installed."""
+    return type("LoraLinear4bit", (OneRounding, layer), {})
+
+
+def packing(weight: Tensor) -> Any:
+    """How bitsandbytes has packed a weight in 4 bits, or None."""
+    return getattr(weight, "quant_state", None)
+
+
+def unpacked(weight: Tensor, how: Any, dtype: torch.dtype) -> Tensor:
+    """A weight as a matrix (N, H) of this dtype, for ``how`` as ``packing`` returned it."""
+    if how is None:
+        return weight.to(dtype)
+    functional: Any = import_module("bitsandbytes.functional")
+    return functional.dequantize_4bit(weight, how).to(dtype)
+
+
+def fits(x: Tensor, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether ``Product`` computes this dtype here: on a CPU, in float32 with oneDNN, or in bfloat16.
+
+    With a weight in 4 bits, it computes half precision on any device. For few rows without gradients, as in sampling on
+    a GPU, bitsandbytes has kernels that need no unpacked copy.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if packing(weight) is not None:
+        few = x.numel() < FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+        return dtype in HALF and not (few and x.device.type != "cpu")
+    if x.device.type != "cpu":
         return False
     return dtype == torch.bfloat16 or (dtype == x.dtype == torch.float32 and linear.has_onednn())
 
@@ -79,13 +119,17 @@ class Product(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx, x: Tensor, dropped: Tensor | None, weight: Tensor, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        """Compute (..., N) for x and x' (..., H), W (N, H), A (r, H) and B (N, r), in the dtype of x."""
+        """Compute (..., N) for x and x' (..., H), W (N, H), A (r, H) and B (N, r), in the dtype of x.
+
+        W may be packed in 4 bits.
+        """
+        how = packing(weight)
         rows = x.flatten(0, -2)
         seen = rows if dropped is None else dropped.to(x.dtype).flatten(0, -2)
         inner = _times(seen, a.to(x.dtype)) * scale
-        out = _plus(_times(inner, b.to(x.dtype)), rows, weight.to(x.dtype))
+        out = _plus(_times(inner, b.to(x.dtype)), rows, unpacked(weight, how, x.dtype))
         ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, seen, inner, weight, a, b)
-        ctx.dropped, ctx.scale, ctx.shape = dropped is not None, scale, x.shape
+        ctx.dropped, ctx.how, ctx.scale, ctx.shape = dropped is not None, how, scale, x.shape
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -98,7 +142,7 @@ class Product(torch.autograd.Function):
         h = _times(g, b.to(g.dtype).t()) * ctx.scale
         of_x = of_dropped = None
         if x_needs:
-            w, down = weight.to(g.dtype).t(), a.to(g.dtype).t()
+            w, down = unpacked(weight, ctx.how, g.dtype).t(), a.to(g.dtype).t()
             of_x = _times(g, w) if ctx.dropped else _plus(_times(h, down), g, w)
             of_x = of_x.view(ctx.shape)
         if dropped_needs:

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
@@ -56,8 +55,11 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def prepare(model: Any) -> None:
-    """Freeze a quantized base, and convert its other weights (norms, embeddings, the head) to float32."""
-    peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    """Freeze a quantized base. Its other weights (norms, embeddings, the head) stay in the dtype of its products.
+
+    In float32, embeddings would make the states between layers float32 too, which are kept for the backward pass.
+    """
+    model.requires_grad_(False)
     for module in model.modules():
         # On CPUs with these instructions, bitsandbytes packs the weights in the first pass without gradients, for a
         # kernel that has no backward pass. Nothing would be learned from then on.

@@ -6,7 +6,7 @@ from torch import nn
 
 from burnish.models.forward import layers_of, unwrap
 from burnish.models.settings import Quantization
-from burnish.plan.memory import FLOAT32, ModelSize, state_bytes
+from burnish.plan.memory import ModelSize, state_bytes
 
 QUANTIZED: dict[Quantization, float] = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes of a quantized weight (Dettmers et al. 2023): nf4 has a scale in 8 bits for each block of 64 weights, and a
@@ -28,7 +28,7 @@ def model_size(
         name: its role, such as policy.
         model: a transformers model, or a peft model around one.
         heads: layers that are trained on top of it.
-        quantized: how the weights of the linear layers of a frozen base are kept. Its other weights are in float32.
+        quantized: how the weights of the linear layers of a frozen base are kept.
         optimizer: ``trainer.optim``.
         arguments: ``trainer.optim_args``.
     """
@@ -73,6 +73,6 @@ def _weights(model: nn.Module, quantized: Quantization | None) -> dict[int, _Wei
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
     found = {}
     for p in model.parameters():
-        each = None if p.requires_grad else QUANTIZED[quantized] if id(p) in linear else FLOAT32
+        each = QUANTIZED[quantized] if id(p) in linear and not p.requires_grad else None
         found[id(p)] = _Weight(p, each)
     return found
