@@ -3,8 +3,8 @@
 import copy
 import importlib
 import importlib.util
-import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from burnish.models.adapters import add_adapter
 from burnish.models.batching import collate
 from burnish.models.forward import head, hidden_states, scores, token_logprobs
 from burnish.models.heads import Network, separate_critic
-from burnish.models.loading import describe, load_policy, load_reward_model
+from burnish.models.loading import describe, load_policy, load_reward_model, summary
 from burnish.models.merge import policy_of
 from burnish.models.settings import AdapterConfig
 from burnish.types import Example, Sequence
@@ -107,7 +107,7 @@ def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(monkeypatc
 
 
 def test_without_kernels_for_the_machine_it_is_refused(monkeypatch):
-    fake: Any = types.SimpleNamespace(supported_torch_devices={"cuda"}, __version__="0.1")
+    fake: Any = SimpleNamespace(supported_torch_devices={"cuda"}, __version__="0.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -169,6 +169,10 @@ def test_only_matrices_are_quantized_and_the_base_is_not_trained(kind, base, bnb
         "lora_B",
         "lora_magnitude_vector",
     }
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plain = hf.AutoModelForCausalLM.from_pretrained(base).num_parameters()
+    tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    assert summary(model, tokenizer)["parameters"] == plain + trained
     before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     gradient(model.train())

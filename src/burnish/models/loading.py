@@ -560,7 +560,7 @@ def _check_sizes(folder: Path, config: Any) -> None:
 def summary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Facts about a loaded model: its class and file, its parameters, dtype, special ids and head shape."""
     base: PreTrainedModel = unwrap(model)
-    total = sum(p.numel() for p in model.parameters())
+    total = base.num_parameters()  # counts the values of weights in 4 bits, which are packed two to a byte
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layer = next((getattr(base, n) for n in ("score", "classifier") if hasattr(base, n)), None)
     layer = getattr(layer, "original_module", layer) or base.get_output_embeddings()
