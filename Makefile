@@ -5,11 +5,12 @@ BIN := .venv/bin
 VADER := data/vaderSentiment-3.3.2.tar.gz
 STAMP := .venv/installed
 SMALL := .venv/models-installed
+BITSANDBYTES := .bitsandbytes/installed
 PEERS := .venv-peers/installed
 PEERS_PPO := .venv-peers-ppo/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data wordnet quickstart classic test acceptance peers bench lint format
+.PHONY: help setup data wordnet quickstart classic test quantized acceptance peers bench lint format
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +59,14 @@ classic: $(SMALL) $(WORDNET) ## the classic chain on definitions: SFT, reward mo
 
 test: $(STAMP) ## run the tests, a process for each core
 	$(BIN)/pytest -q -n auto --dist loadfile
+
+# Beside .venv, not in it: peft imports bitsandbytes wherever it is installed, which takes a second of every start.
+$(BITSANDBYTES): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --target .bitsandbytes bitsandbytes==0.50.2
+	touch $@
+
+quantized: $(BITSANDBYTES) ## run the tests of quantized bases with bitsandbytes
+	PYTHONPATH=.bitsandbytes $(BIN)/pytest -q tests/models/test_quantize.py
 
 # Without TRL's environment or the small models, as on a machine that is offline, their tests are skipped, and the table
 # says so.

@@ -4,7 +4,8 @@
 
 The bases are SmolLM2-135M, and a model of the shape of Qwen2.5-1.5B with random weights. The runs are those of
 ``precision.py`` with SFT on rows of about 30 tokens, one thread. Passes over quantized bases are in bfloat16. Peaks are
-those of the whole run, and those after loading. It needs bitsandbytes.
+those of the whole run, and those after loading. It needs bitsandbytes, which ``make quantized`` installs: set
+PYTHONPATH=.bitsandbytes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=BASES)
     options = parser.parse_args()
     cases = []
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +56,7 @@ def main() -> None:
         saving.start()
         saving.join()
         for name, others in {"SmolLM2-135M": [], "Qwen2.5-1.5B's shape": ["--model", folder]}.items():
-            for base in BASES:
+            for base in options.bases:
                 runs = [
                     precision.measured("sft 30", base, options.steps, 1, 1, *others) for _ in range(options.repeats)
                 ]
@@ -67,6 +69,8 @@ def main() -> None:
                     runs[0]["losses"],
                     flush=True,
                 )
+    kept = [one for one in run.read("quantized").get("cases", []) if one["base"] not in options.bases]
+    cases = sorted([*kept, *cases], key=lambda one: (one["model"] != "SmolLM2-135M", BASES.index(one["base"])))
     run.write("quantized", {"machine": run.machine(), "cases": cases})
 
 

@@ -86,6 +86,8 @@ def main() -> None:
                 f"{case:8} {name:9} threads {entry['threads'][1]:.2f}, processes {entry['processes'][1]:.2f}", end=" "
             )
             print([one["losses"][-1] for one in runs[0].values()], flush=True)
+    kept = [one for one in run.read("threads").get("cases", []) if one["case"] not in options.cases]
+    cases = sorted([*kept, *cases], key=lambda one: CASES.index(one["case"]))
     run.write("threads", {"machine": run.machine(), "ceilings": ceilings, "cases": cases})
 
 

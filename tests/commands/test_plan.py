@@ -150,6 +150,21 @@ def test_copies_of_linear_weights_exist_while_the_policy_samples(folder: Path, m
         assert process[phase]["generation copy"] - bare[phase]["generation copy"] == size
 
 
+def test_an_adapter_that_is_not_trained_in_float32_is_merged_into_a_model_in_float32(folder: Path) -> None:
+    def planned(*overrides: str, gpu: bool = False) -> dict[str, int]:
+        recipe = load("run.yaml", overrides)
+        phases = plan_stage(recipe, recipe.stages[0], Machine(1, 2**30, gpu=gpu, reserved=0)).memory.phases
+        return dict(phases.get("merging", {}))
+
+    exact, half = ("adapter={r: 4}", "precision=float32"), ("adapter={r: 4}", "precision=bf16")
+    exact, half = (tuple(f"stages.sft.{text}" for text in one) for one in (exact, half))
+    base = LlamaForCausalLM.from_pretrained("model").num_parameters()
+    adapter = planned(*half)["optimizer"] // 2  # float32, and the optimizer has two states
+    assert planned(*half)["policy"] == 4 * base + adapter
+    assert planned(*exact, "stages.sft.adapter.quantize=nf4")["policy"] == 4 * base + adapter
+    assert planned(*exact) == planned(*half, gpu=True) == planned("stages.sft.precision=bf16") == {}
+
+
 def test_adapters_critics_and_optimizers_are_those_of_the_run(folder: Path) -> None:
     machine = Machine(1, 2**30, gpu=False, reserved=CPU_RESERVED)
 

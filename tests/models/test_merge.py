@@ -21,7 +21,7 @@ from burnish.models import bases, loading
 from burnish.models.adapters import add_adapter, wrap
 from burnish.models.heads import Network, SharedCritic
 from burnish.models.loading import describe, load_policy, load_reward_model, load_tokenizer
-from burnish.models.merge import merge
+from burnish.models.merge import merge, policy_of
 from burnish.models.settings import AdapterConfig
 
 TOKENS = torch.tensor([[5, 9, 2, 30, 7, 11], [4, 4, 8, 50, 60, 70]])
@@ -46,12 +46,20 @@ def raw(tiny_llama, tiny_tokenizer, tmp_path) -> Path:
     return tmp_path / "raw"
 
 
-def trained(base: Path, folder: Path, *, task: Any = "CAUSAL_LM", critic: Any = None, **settings: Any) -> Any:
+def trained(
+    base: Path,
+    folder: Path,
+    *,
+    task: Any = "CAUSAL_LM",
+    critic: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Any:
     """An adapter on a base, changed as training would and saved as a stage saves it."""
     config: dict[str, Any] = {"r": 4} | settings
     load = load_policy if task == "CAUSAL_LM" else load_reward_model
     torch.manual_seed(0)
-    model: Any = load(str(base))
+    model: Any = load(str(base), dtype=dtype)
     model = add_adapter(model, AdapterConfig(**config), task, describe(str(base))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -216,6 +224,21 @@ def test_a_base_in_half_precision_is_merged_in_float32_and_saved_in_its_dtype(sf
     exact = adapted.merge_and_unload().state_dict()
     # one rounding, of the sum: what float32 gives, to the nearest bfloat16
     assert all(torch.equal(value, exact[name].to(torch.bfloat16)) for name, value in merged.state_dict().items())
+
+
+def test_a_trained_model_in_half_precision_is_freed_before_its_base_is_loaded_again(sft, tmp_path, monkeypatch):
+    adapted = trained(sft, tmp_path / "adapter", dtype=torch.bfloat16)
+    exact = load_policy(str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    held = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        held.append(sum(p.numel() for p in adapted.parameters() if not p.requires_grad))
+        return load_policy(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "load_policy", watched)
+    merged = policy_of(adapted, tmp_path / "adapter")
+    assert held == [0] and merged.dtype == torch.float32
+    assert all(torch.equal(value, exact[name]) for name, value in merged.state_dict().items())
 
 
 def test_nothing_is_overwritten(sft, tmp_path):

@@ -57,6 +57,12 @@ def test_frozen_models_and_a_generator_stay_in_memory() -> None:
     assert found.totals == {"training": held + 9000, "sampling": held + 4060}
 
 
+def test_merging_loads_the_policy_again_beside_what_is_held() -> None:
+    found = memory(Needs(trained=(POLICY,), whole=(REWARD,), activations=100, merged=2500, reserved=30))
+    assert found.phases["merging"] == {"policy": 2500, "reward model": 500, "optimizer": 2000, "reserved": 30}
+    assert found.peak == 5030 and "merging" not in memory(Needs(trained=(POLICY,))).phases
+
+
 def test_shards() -> None:
     """Weights, gradients and states are divided; frozen embeddings are not, and gathered layers come on top."""
     needs = Needs(

@@ -102,12 +102,16 @@ def start_from(adapter: str, folder: Path, *, say: Callable[[str], None], trust_
 def policy_of(adapted: PeftModel, adapter: Path, trust_remote_code: bool = False) -> Any:
     """A trained model with its adapter merged; a sharded base, or one in low precision, is loaded again for it.
 
-    ``adapter`` is the folder that the adapter was saved to.
+    Then the weights of ``adapted`` that were not trained are freed first. ``adapter`` is the folder that the adapter
+    was saved to.
     """
     base = loading.unwrap(adapted)
     sharded = any(isinstance(parameter, DTensor) for parameter in adapted.parameters())
     if base.dtype in (torch.float32, torch.float64) and not is_quantized(base) and not sharded:
         return adapted.merge_and_unload()
+    for parameter in adapted.parameters():
+        if not parameter.requires_grad and not sharded:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     merged = _load(adapter, None, trust_remote_code).merge_and_unload()
     for name in ("score_mean", "score_std", "pad_token_id"):
         if hasattr(base.config, name):

@@ -57,9 +57,13 @@ def is_quantized(model: nn.Module) -> bool:
 def prepare(model: Any) -> None:
     """Freeze a quantized base. Its other weights (norms, embeddings, the head) stay in the dtype of its products.
 
-    In float32, embeddings would make the states between layers float32 too, which are kept for the backward pass.
+    In float32, embeddings would make the states between layers float32 too, which are kept for the backward pass. The
+    other weights are copied, because a weight that is a view of the model's file keeps the whole file in memory.
     """
-    model.requires_grad_(False)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+        if weight.is_floating_point():
+            weight.data = weight.data.clone()
     for module in model.modules():
         # On CPUs with these instructions, bitsandbytes packs the weights in the first pass without gradients, for a
         # kernel that has no backward pass. Nothing would be learned from then on.

@@ -1,7 +1,7 @@
 """The memory of one process, as sums of bytes.
 
-There are two moments of interest: an optimizer step of training, and sampling. Models that only one of them needs stay
-in memory in the other one, since nothing is offloaded in between.
+There are three moments of interest: an optimizer step of training, sampling, and merging the adapter at the end. Models
+that only one of the first two needs stay in memory in the other one, since nothing is offloaded in between.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Needs:
     micro_batches: int = 1
     """Micro-batches of an optimizer step in this process."""
     sampling: Sampling | None = None
+    merged: int = 0
+    """The policy in float32, if it is loaded again at the end, so that its adapter is merged in that precision."""
     processes: int = 1
     """Number of processes over which weights are sharded, if they are."""
     sharded: bool = False
@@ -106,6 +108,8 @@ def memory(needs: Needs) -> Memory:
         phases["training"] = _held(needs) | _step(needs) | {"reserved": needs.reserved}
     if needs.sampling is not None or not needs.trained:
         phases["sampling"] = _held(needs) | _sampling(needs) | {"reserved": needs.reserved}
+    if needs.merged:
+        phases["merging"] = _held(needs) | {needs.trained[0].name: needs.merged} | {"reserved": needs.reserved}
     return Memory({phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()})
 
 

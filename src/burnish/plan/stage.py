@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -155,6 +156,7 @@ def _training(
         reserved=machine.reserved,
         activations=kept,
         casts=casts,
+        merged=_merged(stage, network.policy, machine, sharded),
     )
     needs = replace(needs, frozen=tuple(_frozen(method, network, needs, machine)))
     if lengths.prompt:
@@ -235,6 +237,19 @@ def _passes(
             of_model, cast = checkpointed_bytes(of_model, layers, batch.tokens, width), cast // layers
         kept, casts = kept + of_model, casts + cast
     return kept, casts
+
+
+def _merged(stage: Stage, model: nn.Module, machine: Machine, sharded: bool) -> int:
+    """The model in float32 to which the adapter is added at the end, if it is not in float32 already.
+
+    It is in the memory of the CPU. Sharded models are not counted.
+    """
+    if machine.gpu or sharded or not isinstance(model, PeftModel):
+        return 0
+    quantized = stage.adapter is not None and stage.adapter.quantize is not None
+    if unwrap(model).dtype == torch.float32 and not quantized:
+        return 0
+    return FLOAT32 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _precision(stage: Stage, model: nn.Module, machine: Machine) -> Precision:
