@@ -216,6 +216,15 @@ def test_a_new_adapter_changes_nothing_and_a_small_one_is_not_rounded_away(base,
     assert float((moved * wanted).sum() / wanted.square().sum()) == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_generators_in_other_processes_get_the_same_model(kind, base, tmp_path, bnb):
+    model = adapted(base, kind, dtype=torch.bfloat16)
+    torch.save(model, tmp_path / "model.pt")
+    stored = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(hidden_states(stored, BATCH), hidden_states(model, BATCH))
+
+
 def test_it_is_merged_into_the_full_precision_base(base, tmp_path, bnb):
     model = adapted(base, "nf4")
     Network(model).save_policy(tmp_path / "adapter")

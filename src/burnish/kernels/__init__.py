@@ -91,8 +91,9 @@ def enable(model: nn.Module) -> nn.Module:
     if linear.has_onednn():
         classes[nn.Linear] = linear.Linear
     if any(lora.packing(weight) is not None for weight in model.parameters()):
-        four_bits = peft_lora.Linear4bit
-        classes[four_bits] = lora.in_four_bits(four_bits)
+        from burnish.kernels import quantized
+
+        classes[quantized.Linear4bit] = quantized.LoraLinear4bit
     for module in model.modules():
         if "forward" not in vars(module):
             module.__class__ = classes.get(type(module), type(module))

@@ -12,7 +12,6 @@ Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -67,12 +66,6 @@ class OneRounding(nn.Module):
 
 class LoraLinear(OneRounding, lora.Linear):
     """``peft.tuners.lora.Linear`` with one rounding, and with fewer operations on a CPU."""
-
-
-@cache
-def in_four_bits(layer: type[nn.Module]) -> type[nn.Module]:
-    """The same for ``peft.tuners.lora.Linear4bit``, which exists only where bitsandbytes is installed."""
-    return type("LoraLinear4bit", (OneRounding, layer), {})
 
 
 def packing(weight: Tensor) -> Any:
