@@ -216,6 +216,17 @@ def test_a_new_adapter_changes_nothing_and_a_small_one_is_not_rounded_away(base,
     assert float((moved * wanted).sum() / wanted.square().sum()) == pytest.approx(1, abs=0.15)
 
 
+def test_weights_that_bitsandbytes_has_packed_for_a_cpu_are_left_to_it(base, bnb):
+    model = adapted(base, "nf4", dtype=torch.bfloat16)
+    layer: Any = model.get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer.base_layer.support_avx512bf16_for_cpu = bnb.functional.has_avx512bf16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = layer(x).float()
+        layer.base_layer(x)  # packs
+        torch.testing.assert_close(layer(x).float(), before, atol=0.02 * before.abs().max().item(), rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_generators_in_other_processes_get_the_same_model(kind, base, tmp_path, bnb):
     model = adapted(base, kind, dtype=torch.bfloat16)

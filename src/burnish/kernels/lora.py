@@ -26,8 +26,8 @@ from burnish.kernels.attention import computed_in
 HALF = (torch.bfloat16, torch.float16)
 LINEAR = (nn.Linear, linear.Linear)
 
-FEW_ROWS = 64
-"""Unpacking a weight in 4 bits on a GPU takes longer than the product of fewer rows."""
+FEW_ROWS_ON_GPU = 64
+"""Without gradients, the product of a weight in 4 bits with fewer rows is left to bitsandbytes. Not measured."""
 
 
 class OneRounding(nn.Module):
@@ -69,8 +69,12 @@ class LoraLinear(OneRounding, lora.Linear):
 
 
 def packing(weight: Tensor) -> Any:
-    """How bitsandbytes has packed a weight in 4 bits, or None."""
-    return getattr(weight, "quant_state", None)
+    """How bitsandbytes has packed a weight in 4 bits, or None.
+
+    None too if it has packed it again for its own kernel on a CPU, which only bitsandbytes can read.
+    """
+    how: Any = getattr(weight, "quant_state", None)
+    return None if getattr(how, "packing_format_for_cpu", False) else how
 
 
 def unpacked(weight: Tensor, how: Any, dtype: torch.dtype) -> Tensor:
@@ -90,7 +94,7 @@ def fits(x: Tensor, dtype: torch.dtype, weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     if packing(weight) is not None:
-        few = x.numel() < FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+        few = x.numel() < FEW_ROWS_ON_GPU * x.shape[-1] and not torch.is_grad_enabled()
         return dtype in HALF and not (few and x.device.type != "cpu")
     if x.device.type != "cpu":
         return False
